@@ -97,3 +97,15 @@ def test_messages_have_the_form_of_the_conventions() -> None:
             "finish_reason": "stop",
         },
     ]
+
+
+@pytest.mark.parametrize("calls", [1, 3, 5000])
+def test_a_message_of_many_calls_is_as_long_as_it_may_be(calls: int) -> None:
+    called = [ToolCall(f"id-{n}", "t" * 500, '{"q": "' + "x" * 900 + '"}') for n in range(calls)]
+    texts = Texts(2000, {})
+    (told,) = json.loads(texts.messages([Message("assistant", "hm", tool_calls=called)]))
+    assert len(json.dumps(told)) < 4000
+    assert told["parts"][0] == {"type": "text", "content": "hm"}
+    assert told["parts"][1]["type"] == "tool_call"
+    if calls > 3:
+        assert "further parts are left out" in told["parts"][-1]["content"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Kept:
     def __init__(self, before: Any = lambda: None) -> None:
         self.spans: list[Span] = []
         self.before = before
+
+    def open(self) -> None: ...
 
     def export(self, spans: Sequence[Span]) -> None:
         self.before()
@@ -190,7 +193,7 @@ def test_a_call_for_a_program_is_a_child_of_its_span_or_linked_with_it() -> None
 
 
 def raises() -> None:
-    raise RuntimeError("no such collector: postgresql://me:letmein@host/db")
+    raise RuntimeError("no such collector: postgresql://me:letmein@host/db\x1b[2J" + "and on" * 999)
 
 
 def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> None:
@@ -202,17 +205,102 @@ def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> No
     assert "RuntimeError: no such collector" in first
     assert "the run goes on" in first
     assert "letmein" not in first + last
+    assert (first + last).isprintable()
+    assert len(first) < 1000
     assert "6 spans were not exported, 0 were" in last
 
 
-def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time(monkeypatch) -> None:
-    monkeypatch.setattr(tracer_module, "CLOSE_S", 0.2)
+def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time() -> None:
     released, lines = threading.Event(), []
     kept = Kept(lambda: released.wait(600) or None)
-    played(make(kept, tell=lines.append, limits=Limits(delay_s=0.01)), one_attempt)
+    options = {"tell": lines.append, "limits": Limits(delay_s=0.01), "flush_s": 0.2}
+    played(make(kept, **options), one_attempt)
     released.set()
     assert "did not end within" in lines[-1]
     assert lines[-1].startswith("tracing: 6 spans were not exported")
+
+
+class Slow(Kept):
+    """Opens as MLflow does: a package, and the tables of a new database."""
+
+    def __init__(self, opening_s: float) -> None:
+        super().__init__()
+        self.opening_s, self.opened = opening_s, 0
+
+    def open(self) -> None:
+        if not self.opened:
+            time.sleep(self.opening_s)
+            self.opened += 1
+
+
+def test_a_run_shorter_than_the_opening_of_its_exporter_loses_no_span() -> None:
+    lines: list[str] = []
+    slow = Slow(0.5)
+
+    async def play(log: CallLog) -> None:
+        for number in range(100):
+            await one_attempt(log, f"t/train@3#{number}")
+
+    played(make(slow, tell=lines.append, limits=Limits(batch=50)), play)
+    assert (len(slow.spans), slow.opened, lines) == (600, 1, [])
+
+
+def test_an_exporter_is_opened_while_the_run_goes_on() -> None:
+    opened = threading.Event()
+
+    class Opens(Kept):
+        def open(self) -> None:
+            opened.set()
+
+    async def play(log: CallLog) -> None:
+        assert await asyncio.to_thread(opened.wait, 60)
+
+    played(make(Opens()), play)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_collector_that_fails_for_a_while_costs_no_span(monkeypatch, failing: int) -> None:
+    monkeypatch.setattr(tracer_module, "REST_S", 0.01)
+    lines: list[str] = []
+    left = [raises] * failing
+    kept = Kept(lambda: left.pop()() if left else None)
+
+    async def play(log: CallLog) -> None:
+        await one_attempt(log)
+        while len(kept.spans) < 6:
+            await asyncio.sleep(0.01)
+
+    tracer = make(kept, tell=lines.append, limits=Limits(delay_s=0.01))
+    played(tracer, lambda log: asyncio.wait_for(play(log), 60))
+    assert len({span.span_id for span in kept.spans}) == len(kept.spans) == 6
+    assert len(lines) == 1
+    assert "tried 3 times" in lines[0]
+
+
+def test_an_exporter_that_can_not_be_opened_fails_as_one_that_takes_nothing() -> None:
+    lines: list[str] = []
+
+    class Shut(Kept):
+        def open(self) -> None:
+            raises()
+
+    played(make(Shut(), tell=lines.append), one_attempt)
+    assert "6 spans were not exported, 0 were: RuntimeError" in lines[-1]
+
+
+def test_after_the_deadline_an_exporter_gets_nothing_more() -> None:
+    released, given = threading.Event(), []
+    kept = Kept(lambda: (given.append(1), released.wait(600)))
+
+    async def play(log: CallLog) -> None:
+        for number in range(10):
+            await one_attempt(log, f"t/train@3#{number}")
+
+    tracer = make(kept, limits=Limits(batch=6), flush_s=0.2)
+    played(tracer, play)
+    released.set()
+    tracer._thread.join(60)
+    assert len(given) == 1
 
 
 def test_what_the_queue_does_not_hold_is_dropped_and_counted() -> None:
@@ -232,8 +320,10 @@ def test_what_the_queue_does_not_hold_is_dropped_and_counted() -> None:
 
     played(tracer, before)
     assert len(kept.spans) >= 10
-    assert len(kept.spans) + tracer._num_refused == 1001
-    assert f"{tracer._num_refused} spans were not exported" in lines[-1]
+    assert len(kept.spans) + tracer.refused == 1001
+    assert "the queue of 10 (tracing.max_queue)" in lines[0]
+    assert f"{tracer.refused} spans were not exported" in lines[-1]
+    assert len(lines) == 2
 
 
 def test_a_huge_batch_goes_in_pieces(monkeypatch) -> None:

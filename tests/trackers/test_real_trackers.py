@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ def call(name: str, folder: Path, program: str, *words: str) -> str:
         "SOME_API_KEY": "hush-hush-hush",
     }
     done = subprocess.run(
-        [python(name), str(HERE / program), name, *words],
+        [python(name), str(HERE / program), *words],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -56,9 +56,11 @@ def call(name: str, folder: Path, program: str, *words: str) -> str:
 def write_and_read(name: str, folder: Path, options: dict[str, str], place: str = "") -> dict:
     """A run of steps 0 to 2, the resumed one to 4, and what is found then."""
     run = folder / "run"
+    written = ["write_a_run.py", name, json.dumps(options), str(run)]
     for first, last in ((0, 2), (3, 4)):
-        call(name, folder, "write_a_run.py", json.dumps(options), str(run), str(first), str(last))
-    found = json.loads(call(name, folder, "read_a_run.py", place or str(run)).splitlines()[-1])
+        call(name, folder, *written, str(first), str(last))
+    read = call(name, folder, "read_a_run.py", name, place or str(run))
+    found = json.loads(read.splitlines()[-1])
     assert sorted(found["steps"]) == STEPS, "no step is lost, and none is there twice"
     assert found["runs"] == 1
     assert "learning_rate" in found["config"]
@@ -84,6 +86,17 @@ def test_mlflow_server(tmp_path: Path) -> None:
         found = write_and_read("mlflow", tmp_path, {"tracking_uri": url}, url)
     assert found["state"] == "FINISHED"
     assert "summary.json" in found["artifacts"]
+
+
+@pytest.mark.parametrize("place", ["database", "server"])
+def test_a_run_of_a_second_loses_no_span_in_mlflow(tmp_path: Path, place: str) -> None:
+    """Its package is imported and a new database gets its tables, which takes longer."""
+    with mlflow_server(tmp_path) if place == "server" else nullcontext("") as url:
+        uri = url or f"sqlite:///{tmp_path}/traces.db"
+        said = call("mlflow", tmp_path, "trace_a_run.py", uri, "150").splitlines()[-1]
+    found = json.loads(said)
+    assert found["told"] == []
+    assert found["traces"] == [4] * 150
 
 
 @contextmanager

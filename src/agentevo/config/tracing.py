@@ -42,3 +42,6 @@ class TracingSection(Section):
     max_queue: int | None = Field(default=None, ge=1, le=10**6)
     """Most spans that wait to be exported; what is beyond is dropped and counted. Default:
     OTEL_BSP_MAX_QUEUE_SIZE, else 4096."""
+    flush_s: float = Field(default=30.0, ge=0, le=86400)
+    """Longest wait at the end of a run for spans that are still to be exported, in seconds. An
+    exporter that fails twice then is not waited for."""

@@ -42,12 +42,18 @@ class MLflowServer:
         self._uri, self._experiment, self._source = uri.rstrip("/"), experiment, source
         self._otlp: OTLP | None = None
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def open(self) -> None:
         """See Exporter."""
         if self._otlp is None:
             headers = _authorization()
             headers[EXPERIMENT_HEADER] = self._experiment_id(headers)
             self._otlp = OTLP(self._source, self._uri, headers=headers, needed_by=NEEDED_BY)
+            self._otlp.open()
+
+    def export(self, spans: Sequence[Span]) -> None:
+        """See Exporter."""
+        self.open()
+        assert self._otlp is not None
         self._otlp.export(spans)
 
     def close(self) -> None:
@@ -109,10 +115,9 @@ class MLflowDatabase:
 
     def export(self, spans: Sequence[Span]) -> None:
         """See Exporter."""
+        self.open()
         from mlflow.entities.span import Span as MLflowSpan
 
-        if self._client is None:
-            self._open()
         told = [
             MLflowSpan.from_otel_proto(span)
             for resource in proto_request(spans, self._source).resource_spans
@@ -124,7 +129,10 @@ class MLflowDatabase:
     def close(self) -> None:
         """See Exporter."""
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """See Exporter. Seconds: MLflow is imported, and a new database gets its tables."""
+        if self._client is not None:
+            return
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
         from mlflow.tracing.client import TracingClient

@@ -56,6 +56,7 @@ def open_tracing(
         contents=contents,
         token2text=section.token2text,
         limits=_limits(section),
+        flush_s=section.flush_s,
         tell=tell,
     )
 

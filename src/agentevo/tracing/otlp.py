@@ -52,6 +52,11 @@ class OTLP:
         except Exception as error:  # whatever the environment's variables make of it
             raise ConfigError(f"{needed_by}: no exporter can be made: {error}") from error
 
+    def open(self) -> None:
+        """See Exporter."""
+        import opentelemetry.exporter.otlp.proto.common.trace_encoder
+        import opentelemetry.sdk.trace.export  # noqa: F401
+
     def export(self, spans: Sequence[Span]) -> None:
         """See Exporter."""
         from opentelemetry.sdk.trace.export import SpanExportResult

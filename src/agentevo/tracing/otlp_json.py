@@ -49,6 +49,9 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
         self._source = source
 
+    def open(self) -> None:
+        """See Exporter."""
+
     def export(self, spans: Sequence[Span]) -> None:
         """See Exporter."""
         if spans:

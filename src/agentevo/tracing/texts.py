@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -74,33 +75,39 @@ class Texts:
         return msgspec.json.encode(told[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
-        parts: list[dict[str, Any]] = []
+        """Its parts share `longest`, the first ones first; how many have no room is told."""
+        named = {} if message.name is None else {"name": self.shown(message.name, _MARGIN)}
+        told = {"role": message.role, **named}
         if message.role == "tool":
-            parts.append(
-                {
-                    "type": "tool_call_response",
-                    "id": message.tool_call_id,
-                    "response": self.shown(message.text, longest),
-                }
-            )
-        else:
-            if message.reasoning:
-                parts.append(
-                    {"type": "reasoning", "content": self.shown(message.reasoning, longest)}
-                )
-            if message.text:
-                parts.append({"type": "text", "content": self.shown(message.text, longest)})
-            parts += [self._call(call, longest) for call in message.tool_calls]
-        named = {} if message.name is None else {"name": self.shown(message.name, longest)}
-        return {"role": message.role, **named, "parts": parts}
+            response = self.shown(message.text, longest)
+            part = {
+                "type": "tool_call_response",
+                "id": message.tool_call_id,
+                "response": response,
+            }
+            return told | {"parts": [part]}
+        makers: list[Callable[[int], dict[str, Any]]] = [
+            lambda left, kind=kind, text=text: {"type": kind, "content": self.shown(text, left)}  # type: ignore[misc]
+            for kind, text in (("reasoning", message.reasoning), ("text", message.text))
+            if text
+        ]
+        makers += [partial(self._call, call) for call in message.tool_calls]
+        parts: list[dict[str, Any]] = []
+        for number, make in enumerate(makers):
+            if number and longest <= _MARGIN:
+                parts += _note(f"{len(makers) - number} further parts are left out")["parts"]
+                break
+            parts.append(make(longest))
+            longest -= len(msgspec.json.encode(parts[-1]))
+        return told | {"parts": parts}
 
     def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:
         given = self.shown(call.arguments, longest)
         arguments: Any = given
         with suppress(msgspec.MsgspecError, RecursionError):  # the policy may write no JSON
             arguments = msgspec.json.decode(given)
-        told = {"type": "tool_call", "name": self.shown(call.name, longest), "arguments": arguments}
-        return told | ({"id": call.id} if call.id else {})
+        told = {"type": "tool_call", "name": self.shown(call.name, 200), "arguments": arguments}
+        return told | ({"id": self.shown(call.id, 200)} if call.id else {})
 
 
 LONGEST_SECRET = 4096

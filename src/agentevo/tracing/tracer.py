@@ -1,13 +1,16 @@
 """Makes spans of the calls of a process and exports them, in a thread of its own.
 
-    async with tracer:                  its thread begins, and ends
+    async with tracer:                  its thread begins, opens the exporter, and ends
         tracer.ended(call)              from the event loop: puts the call into a queue
 
-The attempts never wait for it: what does not fit into the queue is dropped, and so is what the
-exporter could not take in; both are counted, and told at the first time and at the end. A span is
-made, and its texts are shortened and searched for secrets, in the thread.
+The attempts never wait for it: what does not fit into the queue is dropped. What an exporter has
+not taken is tried TRIES times, and then dropped. The end waits `flush_s` for what is left. Whatever
+is lost is counted, and told at the first time and at the end: every call that has ended is
+`exported`, `dropped` or `refused` then, or was not delivered in time. A span is made, and its texts
+are shortened and searched for secrets, in the thread.
 
-Not promised: that all spans of a process that was killed are exported.
+Not promised: that all spans of a process that was killed are exported, or that a span of which
+the exporter did not hear in time whether it was taken is exported once.
 """
 
 from __future__ import annotations
@@ -27,18 +30,26 @@ from agentevo.store.trace_context import AttemptTrace, trace_of
 from agentevo.tracing.span import Span
 from agentevo.tracing.spans import Spans, attempt_of
 
-CLOSE_S = 5.0
-"""How long the end of a run waits for the exporter."""
+FLUSH_S = 30.0
+"""How long the end of a run waits for an exporter that goes on taking spans in."""
 REST_S = 5.0
 """How long an exporter that has failed is left alone."""
-
-
+LAST_REST_S = 0.5
+"""The same at the end of a run."""
+TRIES = 3
+"""At one piece."""
+LONGEST_WORDS = 500
+"""Characters of what an exporter's failure says, which may be a server's answer."""
 PIECE = 2**22
 """Characters of the spans that are exported together: collectors refuse larger requests."""
 
 
 class Exporter(Protocol):
     """Where spans go. Used by one thread. It may be slow, and may raise whatever it likes."""
+
+    def open(self) -> None:
+        """What takes long before the first export: packages, tables, a connection. It is called
+        first, again after it has failed, and must do nothing where all is there."""
 
     def export(self, spans: Sequence[Span]) -> None: ...
 
@@ -67,20 +78,25 @@ class Tracer:
         contents: bool = False,
         token2text: bool = False,
         limits: Limits | None = None,
+        flush_s: float = FLUSH_S,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`tell` hears of what is not exported. `share`: of the attempts that are traced."""
         self.contents, self.token2text = contents, token2text
-        self.dropped = self.exported = 0
-        """Numbers of spans."""
+        self.exported = self.dropped = self.refused = 0
+        """Numbers of spans: the exporter took them in; it did not; the queue was full."""
         self._exporter, self._spans = exporter, spans
         self._run_id, self._share, self._tell = run_id, share, tell
-        self._limits = limits or Limits()
+        self._limits, self._flush_s = limits or Limits(), flush_s
         self._queue: deque[RunningCall] = deque()
-        self._num_refused = 0
+        self._num_taken = 0
+        """Calls that came into the queue."""
+        self._failures = 0
+        """Of the exporter, since it last took something in."""
         self._problem = ""
         self._resting_until = 0.0
         self._wake, self._closing = threading.Event(), threading.Event()
+        self._is_late = self._is_given_up = False
         self._thread = threading.Thread(target=self._work, name="agentevo-tracing", daemon=True)
 
     def trace_of(self, trajectory_id: str) -> AttemptTrace:
@@ -90,9 +106,15 @@ class Tracer:
     def ended(self, call: RunningCall) -> None:
         """See call_log.Tracing."""
         waiting = len(self._queue)
-        if waiting >= self._limits.queue:
-            self._num_refused += 1
+        if waiting >= self._limits.queue or self._closing.is_set():
+            self.refused += 1
+            if self.refused == 1:
+                self._tell(
+                    "tracing: more spans come than the exporter takes in; what does not fit into "
+                    f"the queue of {self._limits.queue} (tracing.max_queue) is dropped"
+                )
             return
+        self._num_taken += 1
         self._queue.append(call)
         if waiting + 1 == self._limits.batch:
             self._wake.set()
@@ -105,59 +127,64 @@ class Tracer:
         await in_thread(self.close)
 
     def close(self) -> None:
-        """Exports what waits, for CLOSE_S at most; what is left then is dropped."""
+        """Exports what waits, for `flush_s` at most; what is left then is dropped."""
         self._closing.set()
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
-        left = len(self._queue) if not self._thread.is_alive() else self._left()
-        self._queue.clear()
-        lost = self.dropped + self._num_refused + left
-        if lost:
-            why = self._problem or "more came than the exporter took in"
+        self._thread.join(self._flush_s)
+        self._is_late = self._thread.is_alive()
+        left = self._num_taken - self.exported - self.dropped
+        why = self._problem or "more came than the exporter took in"
+        if self._is_late:
+            why = self._problem or f"the exporter did not end within {self._flush_s:g} s"
+        if lost := self.dropped + self.refused + left:
             self._tell(f"tracing: {lost} spans were not exported, {self.exported} were: {why}")
 
-    def _left(self) -> int:
-        """What an exporter that hangs has not taken in."""
-        self._problem = self._problem or f"the exporter did not end within {CLOSE_S:g} s"
-        return len(self._queue) + self._in_hand
-
-    _in_hand = 0
-    """Spans that the exporter has been given and not yet taken in."""
-
     def _work(self) -> None:
-        limits = self._limits
-        while True:
-            self._wake.wait(limits.delay_s)
+        try:
+            self._exporter.open()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
+            self._failed(error)
+        while not self._closing.is_set():
+            self._wake.wait(self._limits.delay_s)
             self._wake.clear()
-            is_last = self._closing.is_set()
-            while self._queue and (is_last or time.monotonic() >= self._resting_until):
+            while self._queue and not self._closing.is_set():
                 self._export(self._taken())
-                if len(self._queue) < limits.batch and not is_last:
+                if len(self._queue) < self._limits.batch:
                     break
-            if is_last:
-                with suppress(Exception):
-                    self._exporter.close()
-                return
+        while self._queue and not self._is_late:
+            self._export(self._taken())
+        with suppress(Exception):
+            self._exporter.close()
 
     def _taken(self) -> list[RunningCall]:
         return [self._queue.popleft() for _ in range(min(len(self._queue), self._limits.batch))]
 
     def _export(self, calls: Sequence[RunningCall]) -> None:
-        """The one place where an exporter's failure is caught."""
-        self._in_hand = len(calls)
-        try:
-            spans = [span for call in calls if (span := self._span(call)) is not None]
-            for piece in _pieces(spans):
-                self._exporter.export(piece)
+        spans = [span for call in calls if (span := self._span(call)) is not None]
+        for piece in _pieces(spans):
+            if any(self._is_exported(piece) for _ in range(TRIES)):
                 self.exported += len(piece)
-                self._in_hand -= len(piece)
+            else:
+                self.dropped += len(piece)
+
+    def _is_exported(self, piece: Sequence[Span]) -> bool:
+        """One try, after the rest that the last failure costs; the one place where an exporter's
+        failure is caught. At the end of a run one that fails twice in a row is given up."""
+        while (rest := self._resting_until - time.monotonic()) > 0:
+            if self._closing.wait(rest):
+                time.sleep(min(rest, LAST_REST_S))
+                break
+        if self._is_late or self._is_given_up:
+            return False
+        try:
+            self._exporter.open()
+            self._exporter.export(piece)
         except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
-            self._resting_until = time.monotonic() + REST_S
-            self.dropped += self._in_hand
             self._failed(error)
-        finally:
-            self._in_hand = 0
+            self._is_given_up = self._closing.is_set() and self._failures > 1
+            return False
+        self._failures, self._resting_until = 0, 0.0
+        return True
 
     def _span(self, call: RunningCall) -> Span | None:
         """None for one that can't be made, which is a bug of ours: it costs that span alone."""
@@ -175,16 +202,21 @@ class Tracer:
             )
         except Exception as error:  # noqa: BLE001 (whatever it is, the others are exported)
             self.dropped += 1
-            self._in_hand -= 1
-            self._failed(error)
+            self._told(error)
             return None
 
     def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        self._resting_until = time.monotonic() + REST_S
+        self._told(error)
+
+    def _told(self, error: Exception) -> None:
         if not self._problem:
-            self._problem = without_passwords(described(error))
+            words = without_passwords(described(error))[:LONGEST_WORDS]
+            self._problem = "".join(one if one.isprintable() else "?" for one in words)
             self._tell(
-                f"tracing: spans can't be exported, and are dropped while that lasts; the run goes "
-                f"on: {self._problem}"
+                f"tracing: spans can't be exported; each is tried {TRIES} times and dropped then, "
+                f"and the run goes on: {self._problem}"
             )
 
 
