@@ -18,6 +18,7 @@ TABS: tuple[Tab, ...] = (
     Tab("now", "Now", ""),
     Tab("metrics", "Metrics", "/metrics"),
     Tab("attempts", "Attempts", "/attempts"),
+    Tab("evaluation", "Evaluation", "/evaluation"),
     Tab("config", "Configuration", "/config"),
     Tab("control", "Changes", "/control"),
 )

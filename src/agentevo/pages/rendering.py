@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 import jinja2
 
-from agentevo.pages import assets, drawing, navigation, words
+from agentevo.pages import assets, drawing, intervals, navigation, words
 from agentevo.pages.text import one_line, shown
 
 FILTERS = {
@@ -21,6 +21,9 @@ FILTERS = {
     "duration": words.duration,
     "ago": words.ago,
     "moment": words.moment,
+    "share_interval": intervals.share_interval,
+    "number_interval": intervals.number_interval,
+    "points": intervals.points,
 }
 """What templates may do with a value; all of them give plain text."""
 
@@ -43,6 +46,7 @@ def environment() -> jinja2.Environment:
         run_url=navigation.run_url,
         sparkline=drawing.sparkline,
         scale=drawing.scale,
+        interval_scale=intervals.interval_scale,
         json=drawing.as_json,
     )
     return made

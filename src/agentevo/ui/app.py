@@ -20,6 +20,7 @@ from agentevo.ui import (
     attempts_page,
     compare_page,
     control_page,
+    evaluation_page,
     live,
     metrics_page,
     run_page,
@@ -41,6 +42,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     attempts_page.router,
     attempt_page.router,
     control_page.router,
+    evaluation_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"
 

@@ -1,0 +1,287 @@
+"""Held-out results of a run: `/runs/{run}/evaluation`, beside those of others (`with`), and what
+changed between two steps (`from`, `to`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse, Response
+
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import in_thread
+from agentevo.pages.charts import Chart, Line
+from agentevo.pages.drawing import for_json
+from agentevo.pages.navigation import run_url
+from agentevo.ui import held_out
+from agentevo.ui.attempts_page import FIRST_S, reader_of
+from agentevo.ui.context import NotFoundError, dashboard, run_of
+from agentevo.ui.held_out import Account, Changes, HeldOut
+from agentevo.ui.index.reader import IndexAway, IndexReader
+from agentevo.ui.run_page import run_page
+from agentevo.ui.run_state import RunView
+from agentevo.ui.runs_page import newest_evaluation
+from agentevo.ui.watching import UnknownRunError
+
+router = APIRouter()
+
+MOST_BESIDE = 8
+MOST_OFFERED = 60
+GREEDY = "greedy"
+
+
+class Result(NamedTuple):
+    """A row of the table of results."""
+
+    name: str
+    key: str
+    step: int | None
+    account: Account
+
+
+class Found(NamedTuple):
+    """What the page says, once the index is there."""
+
+    decodings: dict[str, int]
+    decoding: str
+    agents: dict[str, int]
+    agent: str
+    steps: list[int]
+    first: int | None
+    last: int | None
+    rows: list[Result]
+    parts: list[tuple[str, str, Account | None, Account]]
+    """(kind, difficulty, at the first step, at the last one)."""
+    changes: Changes | None
+    chart: Chart | None
+
+
+class Asked(NamedTuple):
+    """What the address asks for."""
+
+    decoding: str
+    agent: str
+    first: int | None
+    last: int | None
+    beside: tuple[str, ...]
+
+    def query(self, **changed: Any) -> str:
+        """Of an address that differs in something."""
+        values = {
+            "decoding": self.decoding,
+            "agent": self.agent,
+            "from": self.first,
+            "to": self.last,
+            "with": list(self.beside),
+        } | changed
+        return urlencode({k: v for k, v in values.items() if v not in ("", None, [])}, doseq=True)
+
+
+@router.get("/runs/{run}/evaluation", response_class=HTMLResponse)
+async def evaluation(
+    request: Request,
+    run: str,
+    decoding: str = "",
+    agent: str = "",
+    first: int | None = Query(default=None, alias="from"),
+    last: int | None = Query(default=None, alias="to"),
+    beside: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
+) -> HTMLResponse:
+    """The results, as a page."""
+    view = await run_of(request, run)
+    asked = Asked(decoding, agent, first, last, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
+    found, missing, (state, trouble) = await _find(request, view, asked)
+    players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
+    base = run_url(view.key, "evaluation")
+    return run_page(
+        request,
+        "evaluation.html",
+        view,
+        "evaluation",
+        found=found,
+        missing=missing,
+        index=state,
+        trouble=trouble,
+        asked=asked,
+        base=base,
+        here=f"{base}?{asked.query()}",
+        random=_number(players.get("random")),
+        optimal=_number(players.get("optimal")),
+        offered=await _offered(request, view, asked),
+    )
+
+
+@router.get("/runs/{run}/evaluation/series")
+async def series(
+    request: Request,
+    run: str,
+    decoding: str = "",
+    agent: str = "",
+    beside: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
+) -> Response:
+    """The numbers of the page's chart, as charts.js takes them."""
+    view = await run_of(request, run)
+    asked = Asked(decoding, agent, None, None, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
+    found, _, _ = await _find(request, view, asked)
+    if found is None or found.chart is None:
+        raise NotFoundError("This run was not evaluated, or its index is not there yet.")
+    text = json.dumps(for_json(found.chart.told), separators=(",", ":"), allow_nan=False)
+    return Response(text.encode("utf-8", "replace"), media_type="application/json")
+
+
+async def _find(
+    request: Request, view: RunView, asked: Asked
+) -> tuple[Found | None, list[str], tuple[Any, str]]:
+    """What the page says, what keeps some of the runs beside from being there, and how far the
+    index is."""
+    reader, state = await _ready(request, view)
+    others: list[tuple[RunView, IndexReader]] = []
+    missing = []
+    for key in asked.beside:
+        try:
+            other = await run_of(request, key)
+            its, (its_state, its_trouble) = await _ready(request, other)
+        except (UnknownRunError, AgentEvoError) as error:
+            missing.append(f"{key}: {error if isinstance(error, AgentEvoError) else 'no such run'}")
+            continue
+        if not its_state.at:
+            why = its_trouble or "its attempts are being listed, load the page again"
+            missing.append(f"{key}: {why}")
+            continue
+        others.append((other, its))
+    found = None
+    with suppress(IndexAway):
+        if state[0].at:
+            found = await in_thread(_read, view, reader, asked, others)
+    return found, missing, state
+
+
+async def _ready(request: Request, view: RunView) -> tuple[IndexReader, tuple[Any, str]]:
+    """The index of a run, waited for a moment where it is made for the first time."""
+    shared = dashboard(request)
+    reader, url = await reader_of(request, view)
+    until = time.monotonic() + FIRST_S
+    state = await in_thread(shared.indexes.state, url)
+    while not state[0].at and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+        state = await in_thread(shared.indexes.state, url)
+    return reader, state
+
+
+def _read(
+    view: RunView,
+    reader: IndexReader,
+    asked: Asked,
+    others: Sequence[tuple[RunView, IndexReader]],
+) -> Found:
+    with reader.steady():
+        everything = held_out.held_out(reader)
+        decodings = everything.counted("decoding")
+        decoding = held_out.first_of(decodings, asked.decoding, preferred=GREEDY)
+        attempts = everything.of_word("decoding", decoding)
+        agents = attempts.counted("agent")
+        named = view.config.get("agents")
+        trained = next(iter(named), "") if isinstance(named, dict) else ""
+        agent = held_out.first_of(agents, asked.agent, preferred=str(trained))
+        attempts = attempts.of_word("agent", agent)
+        steps = attempts.steps
+        first = asked.first if asked.first in steps else (steps[0] if steps else None)
+        last = asked.last if asked.last in steps else (steps[-1] if steps else None)
+        rows = [
+            Result(view.name, view.key, step, held_out.account_at(attempts, step))
+            for step in dict.fromkeys((first, last))
+            if step is not None
+        ]
+        curves = [(view.name, held_out.curve(attempts))]
+        for other, its in others:
+            row, line = _beside(other, its, decoding)
+            rows += row
+            curves.append((other.name, line))
+        changed = None
+        if first is not None and last is not None and first != last:
+            changed = held_out.changes(reader, attempts, first, last)
+        return Found(
+            decodings,
+            decoding,
+            agents,
+            agent,
+            steps,
+            first,
+            last,
+            rows,
+            _parts(attempts, first, last),
+            changed,
+            _chart(curves),
+        )
+
+
+def _beside(
+    other: RunView, reader: IndexReader, decoding: str
+) -> tuple[list[Result], list[tuple[int, Any]]]:
+    """The newest results of another run, and its curve."""
+    try:
+        with reader.steady():
+            attempts = held_out.held_out(reader).of_word("decoding", decoding)
+            steps = attempts.steps
+            if not steps:
+                return [], []
+            own = held_out.account_at(attempts, steps[-1])
+            return [Result(other.name, other.key, steps[-1], own)], held_out.curve(attempts)
+    except IndexAway:
+        return [], []
+
+
+def _parts(
+    attempts: HeldOut, first: int | None, last: int | None
+) -> list[tuple[str, str, Account | None, Account]]:
+    """Only where the tasks can be told apart."""
+    if last is None:
+        return []
+    now = held_out.by_part(attempts.part(attempts.step == last))
+    if len(now) < 2:
+        return []
+    before = {one[:2]: one[2] for one in held_out.by_part(attempts.part(attempts.step == first))}
+    return [
+        (kind, difficulty, before.get((kind, difficulty)) if first != last else None, own)
+        for kind, difficulty, own in now
+    ]
+
+
+def _chart(curves: Sequence[tuple[str, list[tuple[int, Any]]]]) -> Chart | None:
+    where = sorted({step for _, line in curves for step, _ in line})
+    if len(where) < 2:
+        return None
+    lines = []
+    for color, (name, line) in enumerate(curves):
+        at = dict(line)
+        ends = [
+            [getattr(at[step], end) if step in at else math.nan for step in where]
+            for end in ("value", "low", "high")
+        ]
+        lines.append(Line(name, ends[0], low=ends[1], high=ends[2], color=color))
+    return Chart("Success on held-out tasks", where, lines, share=True)
+
+
+async def _offered(
+    request: Request, view: RunView, asked: Asked
+) -> list[tuple[str, str, str, bool]]:
+    """(name, key, address with or without it, whether it is chosen) of other runs."""
+    found = []
+    for other in await dashboard(request).watcher.views():
+        if other.key == view.key or not (other.config or other.key in asked.beside):
+            continue
+        chosen = other.key in asked.beside
+        keys = [one for one in asked.beside if one != other.key] + [other.key] * (not chosen)
+        found.append((other.name, other.key, asked.query(**{"with": keys}), chosen))
+    return sorted(found, key=lambda one: (not one[3], one[0]))[:MOST_OFFERED]
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

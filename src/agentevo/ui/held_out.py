@@ -1,0 +1,245 @@
+"""What a run's held-out attempts come to, read from the index: success at each step that was
+evaluated, by kind and difficulty, and what changed between two steps.
+
+A mean is over tasks, of what each task's completed attempts come to, as in `agentevo eval`
+(evaluation/summary.py): what failed is in none, and counted apart. Intervals are those of
+evaluation/estimates.py. They are kept by the values that they are of, since a page is asked for
+again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from agentevo.evaluation.estimates import RESAMPLES, Estimate, mean_of, paired_difference
+from agentevo.store.store import SPLITS
+from agentevo.ui.index.columns import STATUSES
+from agentevo.ui.index.reader import IndexReader
+
+MOST_DRAWS = 24_000_000
+"""Numbers drawn for the intervals of a chart: with more tasks fewer of its steps are shown."""
+MOST_STEPS = 120
+MOST_CHANGES = 200
+"""Tasks listed as better, and as worse."""
+CACHED = 4_096
+
+
+class HeldOut(NamedTuple):
+    """Held-out attempts as columns [N], in the order of writing."""
+
+    step: np.ndarray
+    task: np.ndarray
+    """Number of the task."""
+    decoding: np.ndarray
+    agent: np.ndarray
+    kind: np.ndarray
+    difficulty: np.ndarray
+    success: np.ndarray
+    reward: np.ndarray
+    is_completed: np.ndarray
+    place: np.ndarray
+    """In the index."""
+    words: dict[int, str]
+    """Of the numbers in decoding, agent, kind and difficulty."""
+
+    def part(self, where: np.ndarray) -> HeldOut:
+        """Only some of the attempts."""
+        return HeldOut(*(column[where] for column in self[:-1]), self.words)
+
+    def counted(self, name: str) -> dict[str, int]:
+        """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
+        counts = np.bincount(getattr(self, name))
+        found = {self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()}
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+    def of_word(self, name: str, word: str) -> HeldOut:
+        """Those that have this word in `decoding` or `agent`."""
+        numbers = [number for number, text in self.words.items() if text == word]
+        return self.part(np.isin(getattr(self, name), numbers))
+
+    @property
+    def steps(self) -> list[int]:
+        """At which something was evaluated."""
+        return [int(step) for step in np.unique(self.step)]
+
+
+class Account(NamedTuple):
+    """What some attempts come to."""
+
+    success: Estimate | None
+    reward: Estimate | None
+    num_attempts: int
+    num_failed: int
+
+
+class Change(NamedTuple):
+    """A task at which two steps differ: the share of successes, and an attempt of each."""
+
+    task: str
+    before: float
+    after: float
+    attempt_before: str
+    attempt_after: str
+
+
+class Changes(NamedTuple):
+    """Two steps at the tasks that both have completed."""
+
+    difference: Estimate | None
+    num_tasks: int
+    better: list[Change]
+    num_better: int
+    worse: list[Change]
+    num_worse: int
+
+
+def held_out(reader: IndexReader) -> HeldOut:
+    """All of a run. Raises IndexAway."""
+    table = reader.columns()
+    where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
+    names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
+    columns = [table[name][where] for name in names]
+    completed = table["status"][where] == STATUSES.index("completed")
+    return HeldOut(*columns, completed, where + 1, reader.words_by_number())
+
+
+def account(attempts: HeldOut) -> Account:
+    """The mean over tasks of their success and reward."""
+    done = attempts.part(attempts.is_completed)
+    _, success = _by_task(done, done.success)
+    _, reward = _by_task(done, done.reward)
+    total = len(attempts.task)
+    return Account(_estimate(success), _estimate(reward), total, total - len(done.task))
+
+
+def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
+    """(kind, difficulty, account), in the order of their words, numbers by size."""
+    found = []
+    pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
+    for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
+        own = (attempts.kind == kind) & (attempts.difficulty == difficulty)
+        words = attempts.words.get(kind, ""), attempts.words.get(difficulty, "")
+        found.append((*words, account(attempts.part(own))))
+    return sorted(found, key=lambda one: (one[0], _in_order(one[1])))
+
+
+def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
+    """Success at the steps that were evaluated; of very many only some, the first and last among
+    them, evenly apart."""
+    steps = attempts.steps
+    tasks = len(np.unique(attempts.task)) or 1
+    most = int(min(max(MOST_DRAWS // (RESAMPLES * tasks), 8), MOST_STEPS))
+    if len(steps) > most:
+        places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
+        steps = [steps[place] for place in places.tolist()]
+    found = []
+    for step in steps:
+        success = account_at(attempts, step).success
+        if success is not None:
+            found.append((step, success))
+    return found
+
+
+def account_at(attempts: HeldOut, step: int) -> Account:
+    """What one step has come to."""
+    return account(attempts.part(attempts.step == step))
+
+
+def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Changes:
+    """Which tasks are solved more often, and which less often, at the last of two steps."""
+    sides = []
+    for step in (first, last):
+        done = attempts.part((attempts.step == step) & attempts.is_completed)
+        tasks, shares = _by_task(done, done.success)
+        # The first attempt at each task, in their order.
+        _, places = np.unique(done.task, return_index=True)
+        sides.append((tasks, shares, done.place[places]))
+    (tasks, before, place_before), (others, after, place_after) = sides
+    both, mine, theirs = np.intersect1d(tasks, others, assume_unique=True, return_indices=True)
+    before, after = before[mine], after[theirs]
+    gain = after - before
+    order = np.argsort(-np.abs(gain), kind="stable")
+    found: dict[bool, list[Change]] = {}
+    for is_better in (True, False):
+        chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MOST_CHANGES]
+        names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
+        ids = _names(
+            reader,
+            "SELECT place, id FROM attempts WHERE place",
+            np.concatenate([place_before[mine[chosen]], place_after[theirs[chosen]]]),
+        )
+        found[is_better] = [
+            Change(
+                names.get(int(both[i]), ""),
+                float(before[i]),
+                float(after[i]),
+                ids.get(int(place_before[mine[i]]), ""),
+                ids.get(int(place_after[theirs[i]]), ""),
+            )
+            for i in chosen.tolist()
+        ]
+    return Changes(
+        _difference(before, after),
+        len(both),
+        found[True],
+        int(np.count_nonzero(gain > 0)),
+        found[False],
+        int(np.count_nonzero(gain < 0)),
+    )
+
+
+def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray) -> dict[int, str]:
+    found: dict[int, str] = {}
+    values = [int(one) for one in numbers]
+    for start in range(0, len(values), 500):
+        some = values[start : start + 500]
+        marks = ", ".join("?" * len(some))
+        found.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
+    return found
+
+
+def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tasks, in the order of their numbers, and the mean value of each."""
+    tasks, places = np.unique(done.task, return_inverse=True)
+    counts = np.bincount(places, minlength=len(tasks))
+    sums = np.bincount(places, weights=values.astype(np.float64), minlength=len(tasks))
+    return tasks, sums / np.maximum(counts, 1)
+
+
+def _estimate(values: np.ndarray) -> Estimate | None:
+    # In order, so that the same outcomes have the same interval whoever reached them.
+    return _kept_mean(np.sort(values).tobytes())
+
+
+@lru_cache(maxsize=CACHED)
+def _kept_mean(values: bytes) -> Estimate | None:
+    return mean_of(np.frombuffer(values).tolist())
+
+
+def _difference(before: np.ndarray, after: np.ndarray) -> Estimate | None:
+    return _kept_difference(before.tobytes(), after.tobytes())
+
+
+@lru_cache(maxsize=CACHED)
+def _kept_difference(before: bytes, after: bytes) -> Estimate | None:
+    return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
+
+
+def _in_order(word: str) -> tuple[int, float, str]:
+    """Numbers by size, then words."""
+    try:
+        return 0, float(word), ""
+    except ValueError:
+        return 1, 0.0, word
+
+
+def first_of(counts: Mapping[str, int], wanted: str, *, preferred: str = "") -> str:
+    """What is asked for where it is there, else the preferred one, else the most frequent."""
+    for word in (wanted, preferred):
+        if word in counts:
+            return word
+    return next(iter(counts), "")
