@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,10 @@ class HeldOut(NamedTuple):
 
     def part(self, where: np.ndarray) -> HeldOut:
         """Only some of the attempts."""
-        return HeldOut(*(column[where] for column in self[:-1]), self.words)
+        columns: dict[str, Any] = {
+            name: column[where] for name, column in self._asdict().items() if name != "words"
+        }
+        return HeldOut(**columns, words=self.words)
 
     def counted(self, name: str) -> dict[str, int]:
         """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
@@ -102,9 +105,11 @@ def held_out(reader: IndexReader) -> HeldOut:
     table = reader.columns()
     where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
     names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
-    columns = [table[name][where] for name in names]
+    columns: dict[str, Any] = {name: table[name][where] for name in names}
     completed = table["status"][where] == STATUSES.index("completed")
-    return HeldOut(*columns, completed, where + 1, reader.words_by_number())
+    return HeldOut(
+        **columns, is_completed=completed, place=where + 1, words=reader.words_by_number()
+    )
 
 
 def account(attempts: HeldOut) -> Account:
