@@ -7,8 +7,9 @@
 Where a command has said `showing(stderr)`, one thread looks at the number now and then and draws
 it: a bar on a terminal, which is gone at the end; elsewhere a line after FIRST_LINE_S and then
 every LINE_S, each of which stands on its own. Work that is over before leaves nothing. Without
-`showing`, as from Python, nothing is ever drawn, and within a bar no other one is. The time left is
-what the pace of the last WINDOW_S says, a standstill included. `advance` costs an addition.
+`showing`, as from Python, nothing is ever drawn, and within a bar no other one is. Within `hidden`
+somebody else shows what is done, and may look at the bars that are under way. The time left is what
+the pace of the last WINDOW_S says, a standstill included. `advance` costs an addition.
 """
 
 from __future__ import annotations
@@ -44,7 +45,28 @@ class Display:
         self.taken = threading.Lock()
 
 
-_display: ContextVar[Display | None] = ContextVar("agentevo_progress", default=None)
+class Hidden:
+    """Bars that are not drawn."""
+
+    def __init__(self) -> None:
+        self._bars: tuple[Bar, ...] = ()
+
+    def newest(self) -> Bar | None:
+        """The bar that began last, of those under way. For any thread."""
+        bars = self._bars
+        return bars[-1] if bars else None
+
+    @contextmanager
+    def has(self, bar: Bar) -> Iterator[None]:
+        """Around the work that the bar counts."""
+        self._bars = (*self._bars, bar)
+        try:
+            yield
+        finally:
+            self._bars = tuple(one for one in self._bars if one is not bar)
+
+
+_display: ContextVar[Display | Hidden | None] = ContextVar("agentevo_progress", default=None)
 
 
 @contextmanager
@@ -59,11 +81,12 @@ def showing(stream: TextIO, *, plain: bool | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
+def hidden() -> Iterator[Hidden]:
     """No bar is drawn within this block: somebody else shows what is done."""
-    token = _display.set(None)
+    bars = Hidden()
+    token = _display.set(bars)
     try:
-        yield
+        yield bars
     finally:
         _display.reset(token)
 
@@ -71,7 +94,7 @@ def hidden() -> Iterator[None]:
 def is_shown() -> bool:
     """Whether a bar that begins now would be drawn."""
     display = _display.get()
-    return display is not None and not display.taken.locked()
+    return isinstance(display, Display) and not display.taken.locked()
 
 
 class Bar:
@@ -93,10 +116,15 @@ class Bar:
         """So much is done in all."""
         self.done = done
 
-    def pace(self) -> float:
-        """Done per second, lately. For one thread."""
+    def counted_now(self) -> float:
+        """What is done by now."""
         if self._look is not None:
             self.done = self._look()
+        return self.done
+
+    def pace(self) -> float:
+        """Done per second, lately. For one thread."""
+        self.counted_now()
         now = time.monotonic()
         self._seen.append((now, self.done))
         while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_S:
@@ -145,6 +173,10 @@ def bar(
     """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
     nobody counts it; it is called by another thread."""
     made, display = Bar(what, total, unit, look), _display.get()
+    if isinstance(display, Hidden):
+        with display.has(made):
+            yield made
+        return
     if display is None or not display.taken.acquire(blocking=False):
         yield made
         return

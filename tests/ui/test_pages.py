@@ -34,7 +34,7 @@ def test_a_run_that_is_not_there_is_a_page_that_says_so(runs_folder: Path, get: 
     assert "No such run" in answer.text
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "now.json"])
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe{]\n" * 50, b"[1, 2]\n", None])
 def test_a_damaged_run_is_a_row_and_never_an_error(
     name: str, content: bytes | None, runs_folder: Path, tmp_path: Path, get: Get

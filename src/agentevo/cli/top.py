@@ -102,7 +102,7 @@ def _line_of(view: RunView, *, ask: bool) -> RunLine:
     )
     return RunLine(
         name=view.name,
-        state=view.state,
+        state="silent" if view.is_silent else view.state,
         step=view.step,
         planned=view.planned,
         reward=table.latest("critic/score/mean"),
@@ -114,6 +114,8 @@ def _line_of(view: RunView, *, ask: bool) -> RunLine:
         rewards=tuple(table.series("critic/score/mean")[1][-20:]),
         warnings=tuple(map(str, view.summary.get("warnings") or warnings)),
         problem=view.problem,
+        doing=view.doing.words() if view.doing is not None and not view.is_silent else "",
+        reason=view.reason,
         calls=tuple(calls or ()),
     )
 

@@ -75,9 +75,11 @@ class _Notes(LiveView):
         super().__init__(title, plain=True)
         self._tell = tell
 
-    def phase(self, name: str, detail: str = "") -> None: ...
+    def phase(self, name: str, detail: str = "") -> None:
+        self._enter_phase(name, detail)
 
-    def step(self, *arguments: Any) -> None: ...
+    def step(self, step: int, *arguments: Any) -> None:
+        self.stands_at(step, None)
 
     def evaluation(self, *arguments: Any) -> None: ...
 

@@ -25,7 +25,8 @@ import msgspec
 
 from agentevo.console import format_duration, open_console, print_line
 from agentevo.observability.metrics import Evaluation, read_evaluations
-from agentevo.progress import hidden
+from agentevo.observability.moment import Moment
+from agentevo.progress import Hidden, hidden
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -118,6 +119,8 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: str = "starting"
     detail: str = ""
+    phase_since: float = 0.0
+    """Unix time."""
     step: int = 0
     total: int = 0
     metrics: Mapping[str, float | None] = {}
@@ -155,7 +158,7 @@ class LiveView:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
-        self._state = ViewState(started_at=clock())
+        self._state = ViewState(started_at=clock(), phase_since=time.time())
         self._step_ends: deque[float] = deque(maxlen=20)
         self._seen_phases: set[str] = set()
         self._printed_at = clock()
@@ -163,13 +166,14 @@ class LiveView:
         self._live: Live | None = None
         self._bars = ExitStack()
         """Closed, progress bars are drawn again."""
+        self._hidden = Hidden()
 
     @property
     def plain(self) -> bool:
         return self._console is None
 
     def __enter__(self) -> Self:
-        self._bars.enter_context(hidden())
+        self._hidden = self._bars.enter_context(hidden())
         if self._console is not None:
             from rich.live import Live
 
@@ -189,13 +193,36 @@ class LiveView:
     def phase(self, name: str, detail: str = "") -> None:
         """What the run does now, such as `phase("cold start", "epoch 2/3")`. Cheap enough to call
         many times a step."""
-        self._change(phase=name, detail=detail)
+        self._enter_phase(name, detail)
         if self.plain and (
             name not in self._seen_phases
             or (detail and self._clock() - self._printed_at >= HEARTBEAT_S)
         ):
             self._print(f"-- {name}: {detail}" if detail else f"-- {name}")
         self._seen_phases.add(name)
+
+    def stands_at(self, step: int, total: int | None) -> None:
+        """So many steps are done, of so many; None where nobody knows."""
+        self._change(step=step, total=total or 0)
+
+    def moment(self) -> Moment:
+        """What the run does now. For any thread."""
+        state, bar = self._state, self._hidden.newest()
+        total = None if bar is None else bar.total
+        done = None
+        if bar is not None and total is not None:
+            with suppress(OSError):  # of a file that is gone by now
+                done = bar.counted_now()
+        return Moment(
+            phase=state.phase,
+            detail=state.detail,
+            since=state.phase_since,
+            step=state.step,
+            planned=state.total or None,
+            done=done,
+            total=total,
+            unit="" if bar is None else bar.unit,
+        )
 
     def step(
         self, step: int, total: int, metrics: Mapping[str, float | None], dropped: Mapping[str, int]
@@ -261,6 +288,11 @@ class LiveView:
             from rich.text import Text
 
             self._console.print(Text(text))
+
+    def _enter_phase(self, name: str, detail: str) -> None:
+        same = (name, detail) == (self._state.phase, self._state.detail)
+        since = self._state.phase_since if same else time.time()
+        self._change(phase=name, detail=detail, phase_since=since)
 
     def _change(self, **fields: object) -> None:
         self._state = msgspec.structs.replace(self._state, **fields)

@@ -38,6 +38,10 @@ class RunLine:
     rewards: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
     problem: str = ""
+    doing: str = field(default="", compare=False)
+    """What its process does now."""
+    reason: str = field(default="", compare=False)
+    """Why it goes on no more, or gives no sign."""
     calls: tuple[str, ...] = field(default=(), compare=False)
     """A line for each attempt under way."""
 
@@ -56,9 +60,10 @@ class RunLine:
         )
 
     def words(self) -> list[str]:
-        """What went wrong, the newest last."""
+        """What it does, and what went wrong, the newest last."""
         found = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
-        return [*([f"! {visible(self.problem)}"] if self.problem else []), *found]
+        wrong = [f"! {visible(text)}" for text in (self.reason, self.problem) if text]
+        return [*([visible(self.doing)] if self.doing else []), *wrong, *found]
 
 
 def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
@@ -96,7 +101,9 @@ def draw(
     room = max(height // 2, 3)
     first = max(0, min(chosen - room // 2, len(runs) - room))
     for number, run in enumerate(runs[first : first + room], start=first):
-        style = "reverse" if number == chosen else "" if run.state == "running" else "dim"
+        style = (
+            "reverse" if number == chosen else "" if run.state in ("running", "silent") else "dim"
+        )
         cells = (*run.cells(), sparkline(run.rewards[-SPARKS_SHOWN:]))
         table.add_row(*(Text(cell) for cell in cells[:num_columns]), style=style)
     below: list[RenderableType] = []

@@ -35,6 +35,7 @@ from agentevo.inference.transports import remote_sender
 from agentevo.models.own_state import own_torch_state
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.lost_attempts import LostAttempts, in_vain
+from agentevo.progress import bar
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE, group_name, group_of_all
 from agentevo.rollout.service import SamplerService
@@ -204,9 +205,11 @@ class Stream:
             written = {group_of_all(summary.group_id) for summary in summaries}
             missing = [task for task, group in groups.items() if group not in written]
             aside[:] = await self._lost.set_aside(missing) if missing else []
+            passed.to(len(groups) - len(missing) + len(aside))
             return len(aside) == len(missing)
 
-        await self._until(finished)
+        with bar("waiting for attempts", len(groups), "groups") as passed:
+            await self._until(finished)
         if len(aside) == len(groups):
             raise in_vain(step, aside)
         trajectories = [row.trajectory for row in await self._read(step=step, split="train")]
@@ -245,9 +248,11 @@ class Stream:
                 for name in dict.fromkeys(map(group_of_all, listed))
                 if name not in self._taken and f"/{BASELINE}@" not in name
             ]
+            passed.to(min(len(groups), wanted))
             return groups if len(groups) >= wanted else []
 
-        groups = (await self._until(fresh))[:wanted]
+        with bar("waiting for attempts", wanted, "groups") as passed:
+            groups = (await self._until(fresh))[:wanted]
         self._taken.update(groups)
         return Round(await self._groups(groups))
 

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -31,6 +32,7 @@ from agentevo.inference.transports import local_transport
 from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_at_end
+from agentevo.observability.moment import Moment
 from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import (
@@ -54,7 +56,7 @@ from agentevo.orchestration.step_metrics import (
     step_metrics,
 )
 from agentevo.orchestration.submissions import Submissions
-from agentevo.orchestration.tracking import attempts_table, tracked
+from agentevo.orchestration.tracking import attempts_table, is_first, tracked
 from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
@@ -62,6 +64,7 @@ from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import LOG, End, HeadFile, is_given_up
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
 from agentevo.runs.lock import only_trainer
+from agentevo.runs.now_file import NowFile
 from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
@@ -144,6 +147,7 @@ async def run_training(
         view.phase("loading", config.model.name)
         if resume:
             stack.enter_context(only_trainer(folder))
+            now_file = stack.enter_context(_now_file(folder, view, stopped))
             start = await find_resume_point(config, checkpoints, note=view.note)
         if loaded is None or start.checkpoint is not None:
             loaded = load_policy(config, start.checkpoint)
@@ -153,6 +157,7 @@ async def run_training(
         if not resume:
             make_final = stack.enter_context(new_folder(config))
             stack.enter_context(only_trainer(folder))
+            now_file = stack.enter_context(_now_file(folder, view, stopped))
         processes = None if supervisor is None else supervisor(config, view.note)
         async with open_components(
             config,
@@ -178,11 +183,22 @@ async def run_training(
             with run.log, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
+            if stopped() and not run.is_complete:
+                now_file.result = "stopped"
             if run.progress.step >= run.end.step and (run.progress.begun or not resume):
                 write_summary(folder, summary_of(run))
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
+
+
+def _now_file(folder: Path, view: LiveView, is_stopped: Callable[[], bool]) -> NowFile:
+    """Of several processes that train together the first writes it."""
+
+    def moment() -> Moment:
+        return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())
+
+    return NowFile(folder, moment, note=view.note, is_written=is_first())
 
 
 class TrainingRun:
@@ -270,8 +286,15 @@ class TrainingRun:
             self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
             self.log.log(0, metrics)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last step is done."""
+        return self.progress.step >= self._num_steps
+
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until it is asked to stop."""
+        planned = self._num_steps if math.isfinite(self._num_steps) else None
+        self.view.stands_at(self.progress.step, None if planned is None else int(planned))
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
         await self.rollouts.begin(self.progress.step)
@@ -339,6 +362,7 @@ class TrainingRun:
             if batch.samples:
                 updated = await rollouts.compute(lambda: trainer.step(batch.samples))
             trained = time.perf_counter()
+            self.view.phase("publishing weights", f"version {step}")
             with phase("publish"):
                 await rollouts.swap(step)
         now = time.perf_counter()
@@ -371,6 +395,7 @@ class TrainingRun:
             await self._commit(plan, metrics, checkpoint)
         if checkpoint is not None:
             self.checkpoints.prune()
+        self.view.phase("publishing weights", f"version {step}")
         await rollouts.announce(step)
         self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
 

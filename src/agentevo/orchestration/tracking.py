@@ -84,7 +84,7 @@ def tracked(
     an evaluation."""
     tracking = Tracking(
         [(one, trackers.get(one.name)) for one in chosen(config, board=folder is None)]
-        if _is_first()
+        if is_first()
         else [],
         _described(config, kind, folder),
         note=hearer.note,
@@ -195,7 +195,7 @@ def _best_checkpoint(config: RunConfig) -> dict[str, Path]:
         return {"model": model} if model.is_dir() else {}
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
     """Whether this process is the first of those that train together (training/parallel.py); one
     that a launcher has started and that has not joined the others yet knows by RANK."""
     torch = sys.modules.get("torch")

@@ -254,13 +254,15 @@ class Group:
         wanted: int,
         beside: tuple[str, Attempt] | None,
         score: Score,
+        ended: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`wanted` completed members are enough. beside: (group id, attempt)."""
+        """`wanted` completed members are enough. beside: (group id, attempt). `ended` hears how
+        many attempts have ended, whenever one does."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
         self.beside = beside
-        self._wanted, self._score = wanted, score
+        self._wanted, self._score, self._ended = wanted, score, ended
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -288,6 +290,7 @@ class Group:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for failed in done:
                     failed.result()
+                self._ended(len(runs) - len(pending))
                 if len(self.members) > self._wanted and pending & members:
                     completed = sum(
                         run.done() and run.result()[0].status == "completed" for run in members

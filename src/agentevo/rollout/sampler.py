@@ -30,6 +30,7 @@ from agentevo.gateway.gateway import Gateway
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
+from agentevo.progress import bar
 from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rewards.baselines import Baselines
@@ -165,19 +166,27 @@ class Sampler:
         known = await _with_retries(
             lambda: self._known(names, split, step), "looking for known groups"
         )
+        extra = self._config.rollout.extra_attempts if split == "train" else 0
+        size, counted = attempts + extra + baseline, dict[str, int]()
+
+        def ended(task: Task, number: int) -> None:
+            passed.advance(number - counted.get(task.id, 0))
+            counted[task.id] = number
 
         async def group(task: Task) -> list[Trajectory]:
             stored = [known.get(one, []) for one in self._group_names(task.id, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
+                ended(task, size)
                 return list(itertools.chain(*stored))
             trajectories = await self.play(
                 task,
                 attempts=attempts,
-                extra=self._config.rollout.extra_attempts if split == "train" else 0,
+                extra=extra,
                 temperature=temperature,
                 step=step,
                 label=label,
                 baseline=baseline,
+                ended=partial(ended, task),
             )
             return await written(
                 trajectories,
@@ -187,7 +196,8 @@ class Sampler:
                 ),
             )
 
-        groups = await gather_all([group(task) for task in tasks])
+        with bar(f"playing ({label})", len(tasks) * size, "attempts") as passed:
+            groups = await gather_all([group(task) for task in tasks])
         return list(itertools.chain(*groups))
 
     @property
@@ -213,11 +223,12 @@ class Sampler:
         baseline: bool = False,
         shown: Task | None = None,
         engines: Mapping[str, Engine] = MappingProxyType({}),
+        ended: Callable[[int], None] = lambda number: None,
     ) -> Group:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
-        `shown` is the task as the agent gets it. `engines`: see `policy`.
+        `shown` is the task as the agent gets it. `engines`: see `policy`. `ended`: see Group.
         """
         name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
 
@@ -242,6 +253,7 @@ class Sampler:
             wanted=attempts,
             beside=greedy,
             score=partial(self._scored, task=shown or task, engines=engines),
+            ended=ended,
         )
 
     def check_scorer(self, task: Task) -> None:

@@ -16,6 +16,7 @@ from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
 from agentevo.runs.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder import MADE_BY
 from agentevo.runs.lock import LOCK, only_trainer
+from agentevo.runs.now_file import NOW
 from agentevo.runs.shared_store import prepare_store
 from agentevo.tracing.opening import FOLDER as TRACING
 
@@ -24,6 +25,7 @@ _BEFORE_CONFIG = {
     LOCK,
     _LOG,
     HEAD,
+    NOW,
     TASKS_FILE,
     TRACING,
     "bad_rows.jsonl",

@@ -23,6 +23,7 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.models.grammar import Grammars
+from agentevo.progress import Bar, bar
 from agentevo.training.batching.passes import device_of, micro_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import Listener
@@ -145,7 +146,8 @@ class Trainer:
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
-        updates = [self._update(part) for part in minibatches(samples, self.section)]
+        with bar("update", len(samples) * self.section.epochs, "samples") as passed:
+            updates = [self._update(part, passed) for part in minibatches(samples, self.section)]
         first = {}
         if updates and "actor/ppo_kl" in updates[0]:
             first = {
@@ -157,7 +159,7 @@ class Trainer:
             self.roles.reference.follow(self.model, self.steps)
         return over_updates(of_first_update(updates)) | first
 
-    def _update(self, samples: list[Sample]) -> dict[str, float]:
+    def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         section = self.section
         batches = micro_batches(
@@ -202,6 +204,7 @@ class Trainer:
             largest_diff = max(largest_diff, token_sums.pop("largest_diff"))
             for key, value in token_sums.items():
                 sums[key] += value
+            passed.advance(len(indices))
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()

@@ -1,9 +1,11 @@
 """Server-sent events: `GET /live?run=KEY&run=...` tells of each change of these runs.
 
     event: run
-    data: {"run": "coins", "version": 12, "step": 8, "state": "running"}
+    data: {"run": "coins", "version": 12, "step": 8, "state": "running", "at": 1795473961.2,
+           "now": {"words": "sampling, step 9: 37 of 64 attempts", "share": 0.58, "since": ...}}
 
-A page then asks for its parts again, so whatever it shows by its URL (filters, a metric) stays. A
+A page asks for its parts again at a new version, so whatever it shows by its URL (filters, a
+metric) stays. What the run does now is written by the page itself, about once a second. A
 line without meaning comes every BEAT_S, or a client that is gone would never be noticed. A stream
 ends after LONGEST_S; browsers open it again by themselves.
 """
@@ -18,12 +20,16 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from agentevo.pages.text import one_line, shown
 from agentevo.ui.context import dashboard
+from agentevo.ui.run_state import RunView
 from agentevo.ui.watching import Watcher
 
 BEAT_S = 15.0
 LONGEST_S = 3600.0
 MAX_STREAMS = 200
+LONGEST_WORDS = 160
+LONGEST_REASON = 2000
 MAX_RUNS = 500
 """Runs of one stream."""
 
@@ -55,7 +61,10 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
                 "run": view.key,
                 "version": view.version,
                 "step": view.step,
-                "state": view.state,
+                "state": "silent" if view.is_silent else view.state,
+                "why": shown(view.reason, LONGEST_REASON),
+                "at": round(time.time(), 3),
+                "now": _doing(view),
             }
             yield f"event: run\ndata: {json.dumps(told)}\n\n".encode()
             beat = now
@@ -64,6 +73,13 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
             beat = now
         if now > ends or await _is_gone(request):
             return
+
+
+def _doing(view: RunView) -> dict[str, object] | None:
+    if (moment := view.doing) is None or view.is_silent:
+        return None
+    words = one_line(moment.words(), LONGEST_WORDS)
+    return {"words": words, "share": moment.share(), "since": moment.since}
 
 
 async def _is_gone(request: Request) -> bool:

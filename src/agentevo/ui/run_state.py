@@ -4,6 +4,7 @@ can't be read becomes a sentence in `RunView.problem`."""
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any, Literal
 from agentevo.config import sources as yaml_sources
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.moment import OLD_S, Moment, read_moment
 from agentevo.observability.signs import Signs, told_warnings
 from agentevo.observability.summary import read_summary
 from agentevo.runs.folder import command_of
 from agentevo.runs.lock import LOCK
+from agentevo.runs.now_file import NOW
 from agentevo.ui.sources import RunSource
 
-State = Literal["running", "finished", "interrupted", "damaged", "unknown"]
+State = Literal["running", "finished", "interrupted", "failed", "damaged", "unknown"]
 
 PIECE_S = 1.0
 """How long one reading may take, before what was read so far is shown."""
@@ -48,6 +51,12 @@ class RunView:
     """Unix time of the newest row."""
     is_behind: bool = False
     """Whether metrics.jsonl has more that is being read."""
+    is_silent: bool = False
+    """Whether a process has the run's lock, and gives no sign."""
+    moment: Moment | None = field(default=None, compare=False)
+    """What the run does, or did last, as its process has told it."""
+    beat: int = field(default=0, compare=False)
+    """Grows whenever the moment has changed, which makes no new version."""
 
     @property
     def key(self) -> str:
@@ -58,6 +67,21 @@ class RunView:
         """The run's own name, or its folder's."""
         given = self.summary.get("name") or self.setting("run", "name")
         return given if isinstance(given, str) and given else self.source.name
+
+    @property
+    def reason(self) -> str:
+        """Why the run goes on no more, or gives no sign, in a sentence; else empty."""
+        if self.moment is None or self.state not in ("running", "failed", "interrupted"):
+            return ""
+        if self.state == "running":
+            return self.moment.lateness() if self.is_silent else ""
+        return self.moment.ending() or (self.moment.death() if not self.moment.ended else "")
+
+    @property
+    def doing(self) -> Moment | None:
+        """What the run does now; None unless it runs, and says so."""
+        lives = self.state == "running" and self.moment is not None and not self.moment.ended
+        return self.moment if lives else None
 
     def setting(self, section: str, key: str) -> Any:
         """A value of config.yaml as it was written; None where there is none."""
@@ -76,6 +100,7 @@ class RunReader:
         self._summary: dict[str, Any] = {}
         self._signatures: dict[str, object] = {}
         self._problems: dict[str, str] = {}
+        self._moment: Moment | None = None
 
     def read(self) -> None:
         """Reads what has changed since, for about PIECE_S at most."""
@@ -99,9 +124,13 @@ class RunReader:
             self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
         changed |= self._read_file("config.yaml", self._read_config)
         changed |= self._read_file("summary.json", self._read_summary)
+        before, beat = self._moment, self.view.beat
+        self._read_file(NOW, self._read_moment)
+        if before is None or self._moment is None or before.words() != self._moment.words():
+            beat += before is not self._moment
         seen = replace(self.view, **self._facts(source), is_behind=is_behind)
-        if changed or seen != self.view:
-            self.view = replace(seen, version=self.view.version + 1)
+        version = self.view.version + (changed or seen != self.view)
+        self.view = replace(seen, version=version, moment=self._moment, beat=beat)
 
     def _facts(self, source: RunSource) -> dict[str, Any]:
         table = self._table
@@ -117,8 +146,11 @@ class RunReader:
             )
         step = max(table.last_step, int(self._summary.get("steps") or 0))
         planned = planned if isinstance(planned, int) else None
+        changed_at = table.times[-1] if table.num_rows else None
+        state, is_silent = self._state(source, step, planned, changed_at)
         return {
-            "state": self._state(source, step, planned),
+            "state": state,
+            "is_silent": is_silent,
             "problem": "; ".join(problems),
             "step": step,
             "planned": planned,
@@ -127,7 +159,7 @@ class RunReader:
             "table": table,
             "num_rows": table.num_rows,
             "warnings": self._warnings(),
-            "changed_at": table.times[-1] if table.num_rows else None,
+            "changed_at": changed_at,
         }
 
     def _warnings(self) -> tuple[tuple[int | None, str], ...]:
@@ -136,15 +168,27 @@ class RunReader:
             return tuple(reversed(self._signs.found))
         return told_warnings(self._summary)
 
-    def _state(self, source: RunSource, step: int, planned: int | None) -> State:
-        folder = source.folder
+    def _state(
+        self, source: RunSource, step: int, planned: int | None, changed_at: float | None
+    ) -> tuple[State, bool]:
+        """The state, and whether a process that has the lock gives no sign. The lock decides where
+        it can be seen; of a process of another machine only the heartbeat is known."""
+        folder, moment = source.folder, self._moment
         if folder is None or not self._config:
-            return "damaged" if "config.yaml" in self._problems else "unknown"
+            return ("damaged" if "config.yaml" in self._problems else "unknown"), False
+        goes_on = moment is not None and not moment.ended
+        is_late = moment is None or moment.silent_s() > OLD_S
         if is_locked(folder):
-            return "running"
-        if self._summary and (planned is None or step >= planned):
-            return "finished"
-        return "interrupted"
+            has_logged = changed_at is not None and time.time() - changed_at <= OLD_S
+            return "running", goes_on and is_late and not has_logged
+        if moment is not None and goes_on and not is_late and moment.host != socket.gethostname():
+            return "running", False
+        if moment is not None and moment.ended == "failed":
+            return "failed", False
+        is_complete = self._summary and (planned is None or step >= planned)
+        if is_complete or (moment is not None and moment.ended == "finished"):
+            return "finished", False
+        return "interrupted", False
 
     def _read_file(self, name: str, read: Any) -> bool:
         """Whether the file is another than at the last look; then it was read."""
@@ -177,6 +221,9 @@ class RunReader:
         self._config = yaml_sources.read_yaml(path)
         command = command_of(path.parent)
         self.view = replace(self.view, command=command or "train")
+
+    def _read_moment(self, path: Path | None) -> None:
+        self._moment = None if path is None else read_moment(path)
 
     def _read_summary(self, path: Path | None) -> None:
         self._summary = {}

@@ -22,7 +22,7 @@ SORTS = {
     "result": ("Result", lambda row: -(row.after if row.after is not None else -math.inf)),
     "progress": ("Progress", lambda row: -row.share),
 }
-STATES = ("running", "finished", "interrupted", "damaged")
+STATES = ("running", "finished", "interrupted", "failed", "damaged")
 MOST_LIVE = 500
 
 

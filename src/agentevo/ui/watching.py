@@ -81,7 +81,7 @@ class Watcher:
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | None]:
         """What changes of these runs, all that are known first; None at least every POLL_S, so
         that the listener can see to itself. Ends when the dashboard does."""
-        known: dict[str, int] = {}
+        known: dict[str, tuple[int, int]] = {}
         self.num_streams += 1
         self._look(keys, 1)
         try:
@@ -91,8 +91,8 @@ class Watcher:
                     if watched is None:
                         continue
                     view = watched.reader.view
-                    if view.version and known.get(key) != view.version:
-                        known[key] = view.version
+                    if view.version and known.get(key) != _told(view):
+                        known[key] = _told(view)
                         yield view
                 yield None
                 with suppress(TimeoutError):
@@ -120,9 +120,9 @@ class Watcher:
         """Reads one run on and on."""
         while not self.is_closed:
             before = self._readers.get(key)
-            version = before.reader.view.version if before else 0
+            known = _told(before.reader.view) if before else None
             with suppress(UnknownRunError):
-                if (await self.view(key)).version != version:
+                if _told(await self.view(key)) != known:
                     async with self._changed:
                         self._changed.notify_all()
             await asyncio.sleep(POLL_S)
@@ -135,6 +135,10 @@ class Watcher:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         async with self._changed:
             self._changed.notify_all()
+
+
+def _told(view: RunView) -> tuple[int, int]:
+    return view.version, view.beat
 
 
 class _Watched:

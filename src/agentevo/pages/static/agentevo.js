@@ -81,11 +81,39 @@
   const known = new Map(Object.entries(JSON.parse(document.body.dataset.versions || "{}")));
   function news(event) {
     const told = JSON.parse(event.data);
+    moment(told);
     if (known.get(told.run) === told.version) return;
     known.set(told.run, told.version);
     document.dispatchEvent(new CustomEvent("news", { detail: told }));
     if (window.htmx) for (const part of all("[data-live]")) window.htmx.trigger(part, "news");
   }
+  // --- what a run does now comes with the news itself; the page counts the seconds
+  let ahead = 0;
+  function moment(told) {
+    if (told.at) ahead = told.at - Date.now() / 1000;
+    const now = told.now, of = (name) => all(`[data-${name}]`).filter((part) => [part.dataset[name], part.dataset.of].includes(told.run));
+    for (const part of of("moment")) part.textContent = now ? now.words : "";
+    for (const part of of("share")) part.value = now && now.share !== null ? now.share : 0;
+    for (const part of of("state")) {
+      part.firstElementChild.className = `state ${told.state}`;
+      part.firstElementChild.textContent = told.state;
+    }
+    for (const part of of("why")) {
+      part.hidden = !told.why;
+      part.classList.toggle("bad", told.state === "failed");
+      part.lastElementChild.textContent = told.why;
+    }
+    for (const part of of("since")) part.dataset.since = now ? now.since : "";
+    tick();
+  }
+  function tick() {
+    for (const part of all("[data-since]")) {
+      const seconds = Math.max(Math.floor(Date.now() / 1000 + ahead - Number(part.dataset.since)), 0);
+      part.textContent = part.dataset.since ? (seconds < 60 ? `for ${seconds} s` : `for ${Math.floor(seconds / 60)} m ${String(seconds % 60).padStart(2, "0")} s`) : "";
+    }
+  }
+  tick();
+  setInterval(tick, 1000);
   function listen() {
     const about = document.body.dataset.news;
     if (!about || document.hidden || stream) return;

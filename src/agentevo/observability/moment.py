@@ -1,0 +1,130 @@
+"""What a run does at one moment: what its live view knows, and what RUN/now.json holds of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from agentevo.console import format_duration
+from agentevo.errors import AgentEvoError, described
+
+Ended = Literal["", "finished", "stopped", "failed"]
+
+LONGEST_REASON = 2000
+LARGEST_BYTES = 100_000
+"""A file that is larger is none of ours."""
+LATEST = 1e11
+"""Seconds of Unix time that no run will see."""
+OLD_S = 20.0
+"""A heartbeat that is older is late: it comes every 5 s."""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are Unix times, in seconds."""
+
+    phase: str = "starting"
+    """Such as playing, training, evaluating, saving, publishing weights."""
+    detail: str = ""
+    since: float = 0.0
+    """When the phase began."""
+    step: int = 0
+    """Steps that are done."""
+    planned: int | None = None
+    done: float | None = None
+    """So much of `total` is done in this phase; None where nobody counts."""
+    total: float | None = None
+    unit: str = ""
+    is_stopping: bool = False
+    """Whether somebody has asked the run to stop."""
+    heartbeat_at: float = 0.0
+    """When the process was last known to live; that of a file."""
+    started_at: float = 0.0
+    """When the process began, or went on with, the run."""
+    process: int = 0
+    host: str = ""
+    ended: Ended = ""
+    """How the run ended; empty while it goes on, or where its process was killed."""
+    reason: str = ""
+    """Why it failed, in a sentence."""
+
+    def words(self) -> str:
+        """`sampling, step 12: 37 of 64 attempts`."""
+        text = f"{self.phase}, {self.detail}" if self.detail else self.phase
+        if counted := self.counted():
+            text = f"{text}: {counted}"
+        return f"{text} (asked to stop)" if self.is_stopping else text
+
+    def counted(self) -> str:
+        """`37 of 64 attempts`; empty where nobody counts."""
+        if self.done is None or not self.total:
+            return ""
+        if self.unit == "bytes":
+            return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+        return f"{self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip()
+
+    def share(self) -> float | None:
+        """How much of this phase is done, from 0 to 1."""
+        if self.done is None or not self.total:
+            return None
+        return min(max(self.done / self.total, 0.0), 1.0)
+
+    def silent_s(self, now: float | None = None) -> float:
+        """How old the heartbeat is. One of the future, by another machine's clock, is new."""
+        return max((time.time() if now is None else now) - self.heartbeat_at, 0.0)
+
+    def ending(self) -> str:
+        """How the run ended, in a sentence; empty while it goes on."""
+        if self.ended == "failed":
+            return self.reason or "the run failed"
+        when = time.strftime("%H:%M:%S", time.localtime(self.heartbeat_at))
+        if self.ended == "stopped":
+            return f"it was asked to stop, and did at {when}: --resume goes on with it"
+        return ""
+
+    def death(self) -> str:
+        """What is to be said where the process is gone and has not said how it ended."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.heartbeat_at))
+        return (
+            f"its process ended without a word after {when}, within {self.words()}: it was killed, "
+            "such as for too much memory, or its machine went down; --resume goes on with it"
+        )
+
+    def lateness(self, now: float | None = None) -> str:
+        """What is to be said of a process that has the run's lock and gives no sign."""
+        return (
+            f"its process {self.process} has not given a sign for "
+            f"{format_duration(self.silent_s(now))}, within {self.words()}: it was halted, its "
+            "machine is out of memory, or its disk is full, does not answer, or can't be written"
+        )
+
+
+def failure(error: BaseException) -> str:
+    """The sentence of an error, for `reason`."""
+    text = " ".join((str(error) if isinstance(error, AgentEvoError) else described(error)).split())
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+
+
+def read_moment(path: Path) -> Moment | None:
+    """That of a file; None where there is none, or what is there is none of ours. Raises OSError
+    for a file that can't be read."""
+    try:
+        what = path.stat()
+        if not stat.S_ISREG(what.st_mode) or what.st_size > LARGEST_BYTES:
+            return None
+        moment = msgspec.convert(json.loads(path.read_bytes()), Moment)
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        return None
+    times = (moment.since, moment.heartbeat_at, moment.started_at)
+    counts = (moment.done, moment.total)
+    sane = all(0 <= one <= LATEST for one in times) and all(
+        math.isfinite(count) for count in counts if count is not None
+    )
+    return moment if sane else None

@@ -1,0 +1,107 @@
+"""RUN/now.json: what the run does now, for whoever looks at its folder.
+
+    {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
+     "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
+
+The fields are those of observability/moment.py. A thread writes it, whole each time: once in
+LEAST_S at most, when something has changed, and every HEARTBEAT_S otherwise. At the end it says how
+the run ended. Nobody waits for that thread longer than END_S: a disk that is full, read-only or
+does not answer costs the file, and a note at the end. It is not brought to the disk with a sync.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from agentevo.files import write_atomic
+from agentevo.observability.moment import Ended, Moment, failure
+
+NOW = "now.json"
+LEAST_S = 1.0
+HEARTBEAT_S = 5.0
+END_S = 3.0
+
+
+class NowFile:
+    """Context manager around the run, from when its folder is there. `look` says what it does; it
+    is called by the thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        look: Callable[[], Moment],
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        least_s: float = LEAST_S,
+        is_written: bool = True,
+    ) -> None:
+        """`is_written`: whether this process is the one to write it."""
+        self._path, self._look, self._note = folder / NOW, look, note
+        self._least_s, self._is_written = least_s, is_written
+        self._started_at = time.time()
+        self._over = threading.Event()
+        self._ended: tuple[Ended, str] = ("", "")
+        self._problem = ""
+        self.result: Ended = "finished"
+        """What is said at an end without an exception."""
+        self._thread = threading.Thread(target=self._write_on, name="now.json", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._is_written:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is None:
+            self._ended = (self.result, "")
+        elif isinstance(error, Exception):
+            self._ended = ("failed", failure(error))
+        else:  # Ctrl-C, SIGTERM, a cancellation
+            self._ended = ("stopped", "")
+        if not self._is_written:
+            return
+        self._over.set()
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._problem = "its disk does not answer"
+        if self._problem:
+            self._note(
+                f"{self._path} could not be written ({self._problem}): what shows runs does not "
+                "know what this one did"
+            )
+
+    def _write_on(self) -> None:
+        last, written_at = Moment(), -HEARTBEAT_S
+        while not self._over.is_set():
+            moment, now = self._look(), time.monotonic()
+            if moment != last or now - written_at >= HEARTBEAT_S:
+                self._write(moment)
+                last, written_at = moment, now
+            self._over.wait(self._least_s)
+        ended, reason = self._ended
+        self._write(msgspec.structs.replace(self._look(), ended=ended, reason=reason))
+
+    def _write(self, moment: Moment) -> None:
+        told = msgspec.structs.replace(
+            moment,
+            heartbeat_at=time.time(),
+            started_at=self._started_at,
+            process=os.getpid(),
+            host=socket.gethostname(),
+        )
+        try:
+            write_atomic(self._path, msgspec.json.encode(told) + b"\n")
+        except OSError as error:
+            self._problem = error.strerror or str(error)
+        else:
+            self._problem = ""

@@ -1,0 +1,149 @@
+"""What a run does now, and why it ended, as the dashboard and `agentevo top` know it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from agentevo.cli.top import top
+from agentevo.observability.moment import read_moment
+from agentevo.runs.lock import LOCK
+from agentevo.ui.run_state import RunReader, RunView
+from agentevo.ui.sources import RunSource
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    run = tmp_path / "runs" / "half"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: half}\ntrainer: {steps: 4}\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 5.0, "timing_s/step": 1.0}\n')
+    return run
+
+
+def tell(folder: Path, *, age_s: float = 0.0, host: str = HERE, **told: Any) -> None:
+    told = {"phase": "sampling", "detail": "step 2", "since": 7.0, "host": host} | told
+    (folder / "now.json").write_text(json.dumps(told | {"heartbeat_at": time.time() - age_s}))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    lock = FileLock(folder / LOCK)
+    with lock:
+        yield
+
+
+def seen(folder: Path) -> RunView:
+    reader = RunReader(RunSource("half", "half", folder))
+    reader.read()
+    return reader.view
+
+
+def test_a_run_under_way_says_what_it_does(folder: Path) -> None:
+    tell(folder, done=3, total=8, unit="attempts")
+    with locked(folder):
+        view = seen(folder)
+    assert (view.state, view.is_silent, view.reason) == ("running", False, "")
+    assert view.doing is not None and view.doing.words() == "sampling, step 2: 3 of 8 attempts"
+
+
+def test_a_process_that_gives_no_sign_is_told_from_one_that_is_dead(folder: Path) -> None:
+    tell(folder, age_s=100.0)
+    with locked(folder):
+        slow = seen(folder)
+    dead = seen(folder)
+    assert (slow.state, slow.is_silent) == ("running", True)
+    assert "has not given a sign for 1m40s" in slow.reason
+    assert (dead.state, dead.is_silent, dead.doing) == ("interrupted", False, None)
+    assert "ended without a word" in dead.reason
+
+
+def test_a_process_that_can_not_write_the_file_and_logs_its_steps_is_not_silent(
+    folder: Path,
+) -> None:
+    tell(folder, age_s=100.0)
+    row = {"step": 2, "time": time.time(), "timing_s/step": 1.0}
+    with locked(folder), (folder / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(row) + "\n")
+        log.flush()
+        assert not seen(folder).is_silent
+
+
+def test_a_killed_process_of_this_machine_is_dead_at_once_and_one_elsewhere_after_a_while(
+    folder: Path,
+) -> None:
+    tell(folder)
+    assert seen(folder).state == "interrupted"
+    tell(folder, host="another-machine")
+    assert seen(folder).state == "running"
+    tell(folder, host="another-machine", age_s=100.0)
+    assert seen(folder).state == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("ended", "state", "words"),
+    [
+        ("failed", "failed", "the disk <is> full"),
+        ("stopped", "interrupted", "asked to stop"),
+        ("finished", "finished", ""),
+    ],
+)
+def test_how_it_ended(ended: str, state: str, words: str, folder: Path) -> None:
+    tell(folder, ended=ended, reason="the disk <is> full" if ended == "failed" else "")
+    view = seen(folder)
+    assert view.state == state and words in view.reason
+
+
+def test_a_resumed_run_is_no_more_what_it_ended_as(folder: Path) -> None:
+    tell(folder, ended="failed", reason="the disk is full")
+    reader = RunReader(RunSource("half", "half", folder))
+    reader.read()
+    assert reader.view.state == "failed"
+    version = reader.view.version
+    with locked(folder):
+        tell(folder, phase="loading")
+        reader.read()
+    assert reader.view.state == "running" and reader.view.version > version
+
+
+def test_a_new_count_is_a_beat_and_no_new_version(folder: Path) -> None:
+    reader = RunReader(RunSource("half", "half", folder))
+    with locked(folder):
+        tell(folder, done=3, total=8)
+        reader.read()
+        before = reader.view
+        tell(folder, done=41, total=80)
+        reader.read()
+    assert reader.view.beat > before.beat and reader.view.version == before.version
+
+
+def test_the_list_and_top_say_why_a_run_failed(folder: Path, get: Any, capsys: Any) -> None:
+    def once() -> str:
+        top([str(folder.parent)], once=True)
+        return str(capsys.readouterr().out)
+
+    tell(folder, ended="failed", reason="the disk <is> full")
+    text = get("/", folder.parent).text
+    assert "the disk &lt;is&gt; full" in text and 'class="state failed"' in text
+    assert "the disk &lt;is&gt; full" in get("/runs/half", folder.parent).text
+    assert "! the disk <is> full" in once()
+    tell(folder)
+    with locked(folder):
+        assert "sampling, step 2" in get("/", folder.parent).text
+        assert "sampling, step 2" in once()
+
+
+@pytest.mark.slow  # a whole run is made for it, once
+def test_a_run_says_that_it_has_finished(runs_folder: Path) -> None:
+    last = read_moment(runs_folder / "lake" / "now.json")
+    assert last is not None and (last.ended, last.step, last.planned) == ("finished", 2, 2)
