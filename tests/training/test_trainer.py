@@ -152,10 +152,10 @@ def test_minibatches_and_epochs_are_optimizer_steps_over_whole_groups(
     seen = []
     update = Trainer._update
 
-    def spy(self, part):
+    def spy(self, part, passed):
         seen.append(sorted({s.group_id for s in part}))
         assert len(part) == 4 * len(seen[-1]), "groups come whole"
-        return update(self, part)
+        return update(self, part, passed)
 
     monkeypatch.setattr(Trainer, "_update", spy)
     metrics = trainer.step(samples)
