@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from agentevo.pages import words
 from agentevo.pages.drawing import line_chart
+from agentevo.pages.text import one_line
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Chart:
         """For charts.js, which says what the fields mean."""
         lines = []
         for line in self.lines:
-            told: dict[str, Any] = {"name": line.name, "values": list(line.values)}
+            told: dict[str, Any] = {"name": one_line(line.name, 160), "values": list(line.values)}
             if line.low is not None and line.high is not None:
                 told |= {"low": list(line.low), "high": list(line.high)}
             if line.color is not None:

@@ -9,7 +9,9 @@ import json
 import math
 from collections.abc import Sequence
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
+
+from agentevo.pages.text import one_line
 
 SPARK_POINTS = 60
 CHART_POINTS = 300
@@ -187,7 +189,7 @@ def line_chart(
         last=f"{x[-1]:g}",
         right=width - 8,
     )
-    name = escape(", ".join(name for name, _ in lines))
+    name = one_line(", ".join(name for name, _ in lines), 300)
     return Markup(
         '<svg class="plot" viewBox="0 0 {w} {h}" role="img" aria-label="{name}">'
         "{labels}{paths}</svg>"
@@ -208,7 +210,7 @@ def timeline(
             w=max(length / end * width, 0.6),
             h=height - 8,
         )
-        + Markup("<title>{}</title></rect>").format(text)
+        + Markup("<title>{}</title></rect>").format(one_line(text, 300))
         for start, length, color, text in segments
     ]
     return Markup(
