@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -14,10 +16,12 @@ import pytest
 from filelock import FileLock
 
 from agentevo.cli.top import top
+from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.observability.moment import read_moment
 from agentevo.runs.lock import LOCK
 from agentevo.ui.run_state import RunReader, RunView
 from agentevo.ui.sources import RunSource
+from agentevo.ui.work import _engines, _Known
 
 HERE = socket.gethostname()
 
@@ -147,3 +151,41 @@ def test_the_list_and_top_say_why_a_run_failed(folder: Path, get: Any, capsys: A
 def test_a_run_says_that_it_has_finished(runs_folder: Path) -> None:
     last = read_moment(runs_folder / "lake" / "now.json")
     assert last is not None and (last.ended, last.step, last.planned) == ("finished", 2, 2)
+
+
+@pytest.mark.slow  # a whole run is made for it, once
+def test_the_work_of_a_run_is_counted_and_its_failures_lead_to_their_attempts(
+    runs_folder: Path, get: Any, tmp_path: Path
+) -> None:
+    text = get("/runs/lake/work", runs_folder, headers={"hx-request": "true"}).text
+    assert "Trained on" in text and "state=committed" in text
+    assert get("/runs/lake/work", runs_folder).status_code == 404
+    shutil.copytree(runs_folder, tmp_path / "copy")
+    with (tmp_path / "copy" / "lake" / "metrics.jsonl").open("a") as log:
+        row = {"step": 3, "time": 9.0, "timing_s/step": 1.0, "rollout/failed/ValueError": 2.0}
+        log.write(json.dumps(row) + "\n")
+    page = get("/runs/lake", tmp_path / "copy").text
+    assert "/runs/lake/attempts?split=train&amp;error=ValueError" in page
+
+
+@pytest.mark.slow
+def test_a_store_that_is_gone_is_a_sentence_and_engines_are_shown_all_the_same(
+    runs_folder: Path, get: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(runs_folder, tmp_path / "copy")
+    run = tmp_path / "copy" / "lake"
+    (run / "store.sqlite").unlink()
+    text = get("/runs/lake/work", tmp_path / "copy", headers={"hx-request": "true"}).text
+    assert "no store at" in text
+
+
+def test_engines_that_live_are_counted(folder: Path) -> None:
+    directory = EngineDirectory(folder / "engines")
+    for name, pid in (("engine-0", 1), ("engine-1", 2)):
+        directory.announce(Announcement(url="http://127.0.0.1:1", name=name, pid=pid, started_at=5))
+    os.utime(folder / "engines" / "engine-1.json", (1.0, 1.0))
+    (folder / "engines" / "broken.json").write_text("[")
+    known = _Known()
+    assert _engines(seen(folder), known) == (("engine-0", 5.0),)
+    shutil.rmtree(folder / "engines")
+    assert _engines(seen(folder), known) == ()

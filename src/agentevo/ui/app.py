@@ -32,6 +32,7 @@ from agentevo.ui.indexes import Indexes
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
 from agentevo.ui.watching import UnknownRunError, Watcher
+from agentevo.ui.work import Works
 
 ROUTERS: tuple[APIRouter, ...] = (
     runs_page.router,
@@ -53,7 +54,8 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
     app = FastAPI(
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
-    shared = Dashboard(sources, Watcher(sources), Stores(sources), access, Indexes())
+    stores = Stores(sources)
+    shared = Dashboard(sources, Watcher(sources), stores, access, Indexes(), Works(stores))
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)

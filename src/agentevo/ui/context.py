@@ -17,6 +17,7 @@ from agentevo.ui.run_state import RunView
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
 from agentevo.ui.watching import Watcher
+from agentevo.ui.work import Works
 
 THEMES = ("light", "dark")
 
@@ -30,6 +31,7 @@ class Dashboard:
     stores: Stores
     access: Access
     indexes: Indexes
+    works: Works
 
 
 class NotFoundError(Exception):

@@ -13,7 +13,7 @@ from agentevo.observability.chart_lines import chart_of
 from agentevo.pages.drawing import timeline
 from agentevo.pages.navigation import TABS
 from agentevo.parsing import read_text
-from agentevo.ui.context import NotFoundError, page, run_of
+from agentevo.ui.context import NotFoundError, dashboard, is_part, page, part, run_of
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import row_of
 
@@ -65,6 +65,15 @@ async def now(request: Request, run: str) -> HTMLResponse:
         timeline=timeline(drawn),
         shares=run_now.shares(segments),
     )
+
+
+@router.get("/runs/{run}/work", response_class=HTMLResponse)
+async def work(request: Request, run: str) -> HTMLResponse:
+    """What the run has in its hands: a part of the page."""
+    view = await run_of(request, run)
+    if not is_part(request):
+        raise NotFoundError("This is a part of the page Now.")
+    return part("run_work.html", view=view, work=await dashboard(request).works.of(view))
 
 
 @router.get("/runs/{run}/config", response_class=HTMLResponse)

@@ -104,6 +104,7 @@
       part.lastElementChild.textContent = told.why;
     }
     for (const part of of("since")) part.dataset.since = now ? now.since : "";
+    if (window.htmx) for (const part of all("[data-beat]")) window.htmx.trigger(part, "beat");
     tick();
   }
   function tick() {

@@ -1,0 +1,117 @@
+"""What a run has in its hands: tasks and attempts by their place in the ledger, attempts being
+played, by how many processes, and the engines that live.
+
+The store is asked once for all viewers, and then left alone for as long as REST times what the
+question took, so that it costs a run little however large its store is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import in_thread
+from agentevo.inference.directory import EngineDirectory
+from agentevo.store import Store
+from agentevo.ui.run_state import RunView
+from agentevo.ui.stores import Stores
+
+FRESH_S = 2.0
+REST = 10.0
+MOST_CALLS = 2000
+"""Of those under way that are counted."""
+LIVING_S = 10.0
+"""An engine whose heart has not beaten for longer does not answer."""
+MOST_RUNS = 200
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts at one moment."""
+
+    queued: int = 0
+    claimed: int = 0
+    poison: int = 0
+    ready: int = 0
+    reserved: int = 0
+    trained: int = 0
+    dropped: int = 0
+    playing: int = 0
+    """Attempts under way, MOST_CALLS at most."""
+    is_cut: bool = False
+    players: int = 0
+    """Processes that play them."""
+    engines: tuple[tuple[str, float], ...] = ()
+    """(name, when it began) of the engines in processes of their own that live."""
+    problem: str = ""
+
+
+@dataclass
+class _Known:
+    work: Work = field(default_factory=Work)
+    asked_at: float = -1e9
+    rests_s: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    directory: EngineDirectory | None = None
+
+
+class Works:
+    """See the module. Belongs to the dashboard's event loop."""
+
+    def __init__(self, stores: Stores) -> None:
+        self._stores = stores
+        self._known: dict[str, _Known] = {}
+
+    async def of(self, view: RunView) -> Work:
+        """What is known of a run, asked again if it is old. A store that is away is a sentence."""
+        known = self._known.setdefault(view.key, _Known())
+        while len(self._known) > MOST_RUNS:
+            del self._known[next(iter(self._known))]
+        async with known.lock:
+            if time.monotonic() - known.asked_at >= max(FRESH_S, known.rests_s):
+                began = time.monotonic()
+                known.work = await self._ask(view, known)
+                known.asked_at = time.monotonic()
+                known.rests_s = REST * (known.asked_at - began)
+        return known.work
+
+    async def _ask(self, view: RunView, known: _Known) -> Work:
+        engines = await in_thread(_engines, view, known)
+        try:
+            async with self._stores.reading(view.source) as store:
+                return await _counted(store, engines)
+        except AgentEvoError as error:
+            return Work(engines=engines, problem=str(error))
+
+
+async def _counted(store: Store, engines: tuple[tuple[str, float], ...]) -> Work:
+    counts = await store.counts()
+    running = [one.call async for one in store.calls(state="running", limit=MOST_CALLS)]
+    attempts = [call for call in running if call.parent is None]
+    return Work(
+        queued=counts["tasks/queued"],
+        claimed=counts["tasks/leased"],
+        poison=counts["tasks/poison"],
+        ready=counts["trajectories/train/ready"],
+        reserved=counts["trajectories/train/reserved"],
+        trained=counts["trajectories/train/committed"],
+        dropped=counts["trajectories/train/dropped"],
+        playing=len(attempts),
+        is_cut=len(running) == MOST_CALLS,
+        players=len({call.id.rpartition("-")[0] for call in attempts}),
+        engines=engines,
+    )
+
+
+def _engines(view: RunView, known: _Known) -> tuple[tuple[str, float], ...]:
+    folder = view.source.file("engines")
+    if folder is None or not folder.is_dir():
+        return ()
+    if known.directory is None:
+        known.directory = EngineDirectory(folder)
+    try:
+        return tuple((one.name, one.started_at) for one in known.directory.living(LIVING_S))
+    except OSError:  # the folder has gone
+        return ()
