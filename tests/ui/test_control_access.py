@@ -7,27 +7,22 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from dashboard_control import CONTROL, ORIGIN, TOKEN, changing, form_token
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from agentevo.errors import ConfigError
-from agentevo.event_loop import in_thread
 from agentevo.runs.records import CHANGES, add_record, read_records
 from agentevo.ui import forms
 from agentevo.ui.access import Access
-from agentevo.ui.app import make_app
 from agentevo.ui.changes import ask_again, changes, see
 from agentevo.ui.context import run_of
-from agentevo.ui.sources import Sources
 
-TOKEN, CONTROL = "the-token-of-the-tests", "the-control-token-of-the-tests"
-ORIGIN = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"}
 WHERE = "/runs/lake/try"
 router = APIRouter()
 
@@ -41,20 +36,6 @@ async def change_it(request: Request, run: str) -> Response:
     return see("/runs/lake/control")
 
 
-@asynccontextmanager
-async def changing(folder: Path, *, control: str | bool = CONTROL) -> AsyncIterator[Any]:
-    guard, shared = make_app(Sources([str(folder)]), Access(token=TOKEN, control=control))
-    guard._app.include_router(router)
-    transport = httpx.ASGITransport(app=guard)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
-        try:
-            yield client
-        finally:
-            await shared.watcher.close()
-            await shared.stores.close()
-            await in_thread(shared.indexes.close)
-
-
 @pytest.fixture
 def lake(tmp_path: Path) -> Path:
     (tmp_path / "lake").mkdir()
@@ -66,18 +47,11 @@ def form_of(text: str) -> dict[str, str]:
     return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', text))
 
 
-async def form_token(client: httpx.AsyncClient) -> str:
-    """What the forms of this dashboard have: it comes from a page, as the browser's does."""
-    known = Access(token=TOKEN, control=CONTROL)
-    await client.get("/", params={"control": CONTROL})
-    return known.visitor(f"{known.control_cookie}={known._control_pass}", "").form_token
-
-
 def post(folder: Path, data: dict[str, str], headers: dict[str, str] = ORIGIN) -> httpx.Response:
     """By somebody with both cookies, and with the form's token unless `data` has another."""
 
     async def asked() -> httpx.Response:
-        async with changing(folder) as client:
+        async with changing(folder, router=router) as client:
             given = {"form": await form_token(client)} | data
             return await client.post(WHERE, data=given, headers=headers)
 
@@ -86,7 +60,7 @@ def post(folder: Path, data: dict[str, str], headers: dict[str, str] = ORIGIN) -
 
 def test_a_change_is_asked_twice_and_recorded_with_who_made_it(lake: Path) -> None:
     async def changed() -> list[httpx.Response]:
-        async with changing(lake) as client:
+        async with changing(lake, router=router) as client:
             token = await form_token(client)
             first = await client.post(WHERE, data={"form": token, "word": "<b>"}, headers=ORIGIN)
             sent = form_of(first.text.replace("&lt;", "<").replace("&gt;", ">"))
@@ -112,7 +86,7 @@ def test_a_change_is_asked_twice_and_recorded_with_who_made_it(lake: Path) -> No
 
 def test_without_control_nothing_but_get_is_answered(lake: Path) -> None:
     async def asked() -> tuple[httpx.Response, httpx.Response]:
-        async with changing(lake, control=False) as client:
+        async with changing(lake, control=False, router=router) as client:
             for given in ("", CONTROL, "x"):
                 assert (await client.get("/", params={"control": given})).status_code == 401
             await client.get("/", params={"token": TOKEN})
@@ -129,7 +103,7 @@ def test_without_control_nothing_but_get_is_answered(lake: Path) -> None:
 
 def test_the_token_for_looking_changes_nothing_and_shows_no_buttons(lake: Path) -> None:
     async def asked() -> tuple[httpx.Response, httpx.Response]:
-        async with changing(lake) as client:
+        async with changing(lake, router=router) as client:
             form = await form_token(client)
             client.cookies.clear()
             assert (await client.get("/", params={"token": TOKEN})).status_code == 303
@@ -149,7 +123,7 @@ def test_a_visitor_without_cookies_or_with_those_of_an_older_dashboard_is_refuse
     lake: Path,
 ) -> None:
     async def asked() -> list[int]:
-        async with changing(lake) as client:
+        async with changing(lake, router=router) as client:
             form = await form_token(client)
             given = dict(client.cookies)
             client.cookies.clear()
@@ -166,7 +140,7 @@ def test_a_visitor_without_cookies_or_with_those_of_an_older_dashboard_is_refuse
 
 def test_the_cookie_of_control_is_out_of_scripts_and_other_sites(lake: Path) -> None:
     async def asked() -> httpx.Response:
-        async with changing(lake) as client:
+        async with changing(lake, router=router) as client:
             return await client.get("/runs/lake", params={"control": CONTROL, "q": "x"})
 
     answer = asyncio.run(asked())
@@ -233,7 +207,7 @@ def test_a_body_that_is_too_large_broken_or_never_ends_is_refused(
             yield b"a" * 100_000
 
     async def asked() -> list[int]:
-        async with changing(lake) as client:
+        async with changing(lake, router=router) as client:
             form = await form_token(client)
             bodies: list[Any] = [
                 b"a" * (forms.MAX_BODY + 1),

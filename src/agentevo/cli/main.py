@@ -25,6 +25,7 @@ import typer
 from agentevo import __version__, progress
 from agentevo.cli import (
     agent,
+    annotating,
     audit,
     data,
     doctor,
@@ -91,6 +92,7 @@ app.add_typer(names.config_commands, name="config")
 app.add_typer(agent.agent, name="agent")
 app.add_typer(data.data, name="data")
 app.add_typer(trajectories.trajectories, name="trajectories")
+app.add_typer(annotating.commands, name="annotations")
 app.add_typer(store.stores, name="store")
 app.add_typer(sandbox.sandbox, name="sandbox")
 app.add_typer(mcp.mcp, name="mcp")

@@ -16,6 +16,7 @@ from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, described
 from agentevo.pages import assets
 from agentevo.ui import (
+    annotate_page,
     attempt_page,
     attempts_page,
     compare_page,
@@ -42,6 +43,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     live.router,
     attempts_page.router,
     attempt_page.router,
+    annotate_page.router,
     control_page.router,
     evaluation_page.router,
 )

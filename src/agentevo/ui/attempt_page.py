@@ -10,15 +10,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.errors import ConfigError
 from agentevo.event_loop import in_thread
 from agentevo.observability import attempt_tokens, attempt_view
 from agentevo.store.calls import StoredCall
 from agentevo.store.store import StoredTrajectory
+from agentevo.ui.annotate_page import annotation_facts, annotations_of
+from agentevo.ui.attempt_loading import load_attempt
 from agentevo.ui.attempt_training import Tools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of
-from agentevo.ui.index.reader import IndexAway, Row
+from agentevo.ui.index.reader import Row
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
@@ -26,28 +28,6 @@ router = APIRouter()
 
 WITHIN_S = 20.0
 """How long a page may take, all in all."""
-
-
-async def _load(request: Request, view: RunView, name: str) -> tuple[StoredTrajectory, Row | None]:
-    """An attempt from the store, and its row in the index. Raises NotFoundError."""
-    reader, _ = await reader_of(request, view)
-    try:
-        row = await in_thread(reader.find, name)
-    except IndexAway:
-        row = None
-    async with dashboard(request).stores.reading(view.source) as store:
-        if row is not None:
-            for _, stored in await store.written(range(row.seq, row.seq + 1), limit=1):
-                if stored.trajectory.id == name:
-                    return stored, row
-        try:
-            trajectory = await store.trajectory(name)
-        except AgentEvoError as error:
-            raise NotFoundError(f"There is no attempt {name[:200]} in this run's store.") from error
-        async for stored in store.trajectories(group_id=trajectory.group_id):
-            if stored.trajectory.id == name:
-                return stored, row
-    raise NotFoundError(f"The attempt {name[:200]} was deleted just now.")
 
 
 async def _calls(request: Request, view: RunView, name: str) -> list[StoredCall]:
@@ -64,7 +44,7 @@ async def attempt(
     """The attempt, as messages or as tokens."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, row = await _load(request, view, id)
+        stored, row = await load_attempt(request, view, id)
         calls = await _calls(request, view, id)
         trajectory = stored.trajectory
         messages, tokens, tools = None, None, None
@@ -99,6 +79,7 @@ async def attempt(
         turn_rewards=[(t.index, t.reward) for t in trajectory.turns if t.reward][:60],
         files=[(path, len(data)) for path, data in list(trajectory.files.items())[:50]],
         can_decode=tools is None or tools.decode is not None,
+        **await annotation_facts(view, trajectory),
     )
 
 
@@ -156,7 +137,7 @@ async def turns(
     """Further turns as messages."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, _ = await _load(request, view, id)
+        stored, _ = await load_attempt(request, view, id)
         calls = await _calls(request, view, id)
         found = await in_thread(
             lambda: attempt_view.part_of(stored.trajectory, calls, start=max(start, 0), leaf=leaf)
@@ -171,7 +152,7 @@ async def tokens(
     """Further tokens."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, row = await _load(request, view, id)
+        stored, row = await load_attempt(request, view, id)
         tools = await tools_of(view)
         if tools is None:
             raise TimeoutError
@@ -187,7 +168,7 @@ async def text(
     """More of a long message."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, _ = await _load(request, view, id)
+        stored, _ = await load_attempt(request, view, id)
     try:
         more, rest = attempt_view.text_part(stored.trajectory, turn, message, start)
     except IndexError:
@@ -216,9 +197,16 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
     """Two attempts beside each other."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        left, _ = await _load(request, view, a)
-        right, _ = await _load(request, view, b)
+        left, _ = await load_attempt(request, view, a)
+        right, _ = await load_attempt(request, view, b)
         rows = await in_thread(attempt_view.diff, left.trajectory, right.trajectory)
     return run_page(
-        request, "attempts_diff.html", view, "attempts", left=left, right=right, rows=rows
+        request,
+        "attempts_diff.html",
+        view,
+        "attempts",
+        left=left,
+        right=right,
+        rows=rows,
+        preferred=(await annotations_of(view)).pairs.get(frozenset((a, b))),
     )

@@ -1,0 +1,200 @@
+"""Annotations as training data: rows for `agentevo sft`, pairs and labelled answers for
+`data.pairs` of `agentevo train`, and what a judge is calibrated by.
+
+sft     attempts that are right, as `agentevo trajectories export --sft` writes them, and edited
+        last replies, of which that reply alone is taught unless the attempt is right
+pairs   better against worse from where two conversations part, edited against original reply
+labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
+judge   each verdict beside the reward, its parts and the conversation
+
+A pair's file has no place for tools, so attempts with tools are left out of pairs and labels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.runs.annotations import RIGHT, Annotation, Annotations
+from agentevo.runs.sft_export import Read, conversations_of
+from agentevo.store.export import whole_file
+from agentevo.store.store import Store
+from agentevo.types import RemoteTurn, Trajectory, Turn
+
+Format = Literal["sft", "pairs", "labels", "judge"]
+FORMATS: tuple[Format, ...] = ("sft", "pairs", "labels", "judge")
+Row = dict[str, Any]
+GONE = "the attempt is not in the store"
+SILENT = "nothing was said in it"
+TOOLS = "it has tools, which a pair's file has no place for"
+SAME = "both say the same"
+OTHER_TASK = "the two conversations differ before the first answer"
+NOT_WHOLE = "the last reply was cut off by the token limit"
+
+
+class LeftOutError(Exception):
+    """Why an annotation gives no row."""
+
+
+def last_answer(trajectory: Trajectory) -> Turn | RemoteTurn | None:
+    """The one that an annotation may edit: the last turn of those that are taught."""
+    turns: Sequence[Turn | RemoteTurn] = trajectory.remote_turns or trajectory.turns
+    return turns[-1] if turns else None
+
+
+async def export_annotations(
+    store: Store, found: Annotations, path: Path, form: Format, read: Read
+) -> tuple[int, Counter[str]]:
+    """Writes the rows to `path` (.jsonl or .jsonl.gz): how many, and reason -> annotations that
+    gave none. Raises ConfigError, with nothing written, if there is no row."""
+    wanted = set(found.attempts) | {name for pair in found.pairs for name in pair}
+    attempts: dict[str, Trajectory] = {}
+    for name in wanted:
+        try:
+            attempts[name] = await store.trajectory(name)
+        except AgentEvoError:
+            continue  # told as GONE, once for each annotation
+    count, left_out = 0, Counter[str]()
+    with whole_file(path) as file:
+        for row in _rows(found, attempts, form, read):
+            if isinstance(row, LeftOutError):
+                left_out[str(row)] += 1
+                continue
+            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            count += 1
+        if not count:
+            said = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
+            raise ConfigError(
+                f"no annotation gives a row of the format {form}: "
+                f"{said or 'annotate attempts on their pages (agentevo ui --control)'}"
+            )
+    return count, left_out
+
+
+def _rows(
+    found: Annotations, attempts: dict[str, Trajectory], form: Format, read: Read
+) -> Iterator[Row | LeftOutError]:
+    for one in found.attempts.values():
+        try:
+            trajectory = attempts.get(one.attempt)
+            if trajectory is None:
+                raise LeftOutError(GONE)
+            if form == "sft":
+                yield from _sft_rows(one, trajectory, read)
+            elif form == "pairs" and one.reply is not None:
+                original = _conversation(trajectory, read)
+                edited = _conversation(_edited(trajectory, one.reply), read)
+                yield {**_pair(edited, original), "trajectory_id": one.attempt}
+            elif form == "labels" and one.verdict:
+                yield _label_row(one, trajectory, read)
+            elif form == "judge" and one.verdict:
+                yield _judge_row(one, trajectory, read)
+        except LeftOutError as error:
+            yield error
+    for two in found.pairs.values() if form == "pairs" else ():
+        try:
+            if two.better not in attempts or two.worse not in attempts:
+                raise LeftOutError(GONE)
+            sides = [_conversation(attempts[name], read) for name in (two.better, two.worse)]
+            yield {**_pair(*sides), "better": two.better, "worse": two.worse}
+        except LeftOutError as error:
+            yield error
+
+
+def _edited(trajectory: Trajectory, reply: str) -> Trajectory:
+    """With another last reply, which is whole."""
+    last = last_answer(trajectory)
+    if last is None or not last.messages:
+        raise LeftOutError(SILENT)
+    said = msgspec.structs.replace(last.messages[-1], content=reply, tool_calls=(), reasoning=None)
+    messages = [*last.messages[:-1], said]
+    turn = msgspec.structs.replace(last, messages=messages, finish_reason="stop")
+    if isinstance(turn, RemoteTurn):
+        turns = [*trajectory.remote_turns[:-1], turn]
+        return msgspec.structs.replace(trajectory, remote_turns=turns)
+    return msgspec.structs.replace(trajectory, turns=[*trajectory.turns[:-1], turn])
+
+
+def _sft_rows(one: Annotation, trajectory: Trajectory, read: Read) -> Iterator[Row]:
+    if one.reply is None and one.verdict != RIGHT:
+        return
+    if one.reply is not None:
+        trajectory = _edited(trajectory, one.reply)
+    rows = list(conversations_of(trajectory, read))
+    if not rows:
+        raise LeftOutError(SILENT)
+    if one.verdict != RIGHT:  # its other answers are nobody's: they are context
+        row = rows[-1]
+        *before, last = row["messages"]
+        context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]
+        rows = [row | {"messages": [*context, last]}]
+    for row in rows:
+        answers = [m for m in row["messages"] if m["role"] == "assistant"]
+        if all(answer.get("weight") == 0 for answer in answers):
+            raise LeftOutError(NOT_WHOLE)
+        yield {**row, "task_id": trajectory.task_id, "trajectory_id": trajectory.id}
+
+
+def _conversation(trajectory: Trajectory, read: Read, *, tools: bool = False) -> list[Row]:
+    """The messages up to the last answer."""
+    rows = list(conversations_of(trajectory, read))
+    if not rows:
+        raise LeftOutError(SILENT)
+    if "tools" in rows[-1] and not tools:
+        raise LeftOutError(TOOLS)
+    return [{k: v for k, v in m.items() if k != "weight"} for m in rows[-1]["messages"]]
+
+
+def _first_answer(messages: Sequence[Row]) -> int:
+    return next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+
+
+def _pair(chosen: list[Row], rejected: list[Row]) -> Row:
+    """From the first message in which two conversations differ; back to the answer before it, where
+    that is none of the assistant's."""
+    if chosen == rejected:
+        raise LeftOutError(SAME)
+    place = 0
+    while place < min(len(chosen), len(rejected)) and chosen[place] == rejected[place]:
+        place += 1
+    while place >= 0 and not all(
+        place < len(side) and side[place]["role"] == "assistant" for side in (chosen, rejected)
+    ):
+        place -= 1
+    if place < 1:
+        raise LeftOutError(OTHER_TASK)
+    return {"prompt": chosen[:place], "chosen": chosen[place:], "rejected": rejected[place:]}
+
+
+def _label_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
+    messages = _conversation(trajectory, read)
+    first = _first_answer(messages)
+    if first == 0:
+        raise LeftOutError(OTHER_TASK)
+    return {
+        "prompt": messages[:first],
+        "completion": messages[first:],
+        "label": one.verdict == RIGHT,
+        "trajectory_id": one.attempt,
+    }
+
+
+def _judge_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
+    return {
+        "trajectory_id": one.attempt,
+        "task_id": trajectory.task_id,
+        "messages": _conversation(trajectory, read, tools=True),
+        "label": one.verdict == RIGHT,
+        "note": one.note,
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "reward_parts": trajectory.reward_parts,
+        "who": one.who,
+        "at": one.at,
+    }

@@ -1,0 +1,197 @@
+"""What people have said of a run's attempts: right or wrong, a note, a better last reply, and which
+of two is better.
+
+It lies in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
+record is added and none is changed (records.py); the newest of an attempt, or of two attempts, is
+the one that counts, and one that says nothing takes back what was said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.observability.curves import wilson_interval
+from agentevo.runs.records import add_record, read_records
+
+ANNOTATIONS = "annotations.jsonl"
+RIGHT, WRONG = "right", "wrong"
+MAX_NOTE = 10_000
+MAX_REPLY = 200_000
+"""Characters."""
+
+
+class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="attempt"):
+    """What somebody said of one attempt."""
+
+    attempt: str
+    at: float = 0.0
+    who: str = ""
+    address: str = ""
+    id: str = ""
+    verdict: Literal["right", "wrong", ""] = ""
+    note: str = ""
+    reply: str | None = None
+    """What the last reply should have been."""
+    task: str = ""
+    reward: float = 0.0
+    success: bool = False
+    parts: dict[str, float] = {}
+    """Of the attempt, as its scorers and judges have said."""
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.verdict or self.note or self.reply is not None)
+
+
+class Preference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
+    """Which of two attempts somebody finds better."""
+
+    better: str
+    worse: str
+    equal: bool = False
+    """Whether neither is; also what takes a preference back."""
+    at: float = 0.0
+    who: str = ""
+    address: str = ""
+    id: str = ""
+    note: str = ""
+    rewards: tuple[float, float] = (0.0, 0.0)
+    """Of the better one, and of the other."""
+
+    @property
+    def says_something(self) -> bool:
+        return not self.equal
+
+
+Record = Annotation | Preference
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """All of one run."""
+
+    attempts: dict[str, Annotation]
+    """The newest of each attempt, where it says something; the newest last."""
+    pairs: dict[frozenset[str], Preference]
+    history: Sequence[Record]
+    """Everything that was ever said, the oldest first."""
+
+
+def annotate(folder: Path, record: Record) -> None:
+    """Adds one; `at` is now unless it says when. Raises ConfigError."""
+    if not record.at:
+        record = msgspec.structs.replace(record, at=time.time())
+    add_record(folder / ANNOTATIONS, msgspec.to_builtins(record))
+
+
+def read_annotations(folder: Path) -> Annotations:
+    """All of a run; a line that is none, and one sent twice, is left out. Raises ConfigError."""
+    attempts: dict[str, Annotation] = {}
+    pairs: dict[frozenset[str], Preference] = {}
+    history: list[Record] = []
+    ids: set[str] = set()
+    for found in read_records(folder / ANNOTATIONS):
+        try:
+            record: Record = msgspec.convert(found, Annotation | Preference)
+        except msgspec.ValidationError:
+            continue
+        if record.id and record.id in ids:
+            continue
+        ids.add(record.id)
+        history.append(record)
+        if isinstance(record, Annotation):
+            attempts.pop(record.attempt, None)
+            if record.says_something:
+                attempts[record.attempt] = record
+        else:
+            both = frozenset((record.better, record.worse))
+            pairs.pop(both, None)
+            if record.says_something:
+                pairs[both] = record
+    return Annotations(attempts, pairs, history)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far people and one judge say the same."""
+
+    judge: str
+    counts: tuple[int, int, int, int]
+    """right and passed, right and not, wrong and passed, wrong and not."""
+
+    @property
+    def num(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def rate(self) -> float | None:
+        """The share on which they agree."""
+        return (self.counts[0] + self.counts[3]) / self.num if self.num else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95%, Wilson's."""
+        return None if self.rate is None else wilson_interval(self.rate, self.num)
+
+    @property
+    def kappa(self) -> float | None:
+        """Cohen's kappa (1960), (p_o - p_e) / (1 - p_e): agreement beyond what two who say `right`
+        as often as these would reach by chance. None where one of both never differs, so that
+        p_e = 1."""
+        if self.rate is None:
+            return None
+        a, b, c, d = self.counts
+        n = self.num
+        chance = ((a + b) * (a + c) + (c + d) * (b + d)) / (n * n)
+        return None if chance == 1 else (self.rate - chance) / (1 - chance)
+
+
+def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
+    """`verdicts`: (people say right, the judge passed it)."""
+    counts = [0, 0, 0, 0]
+    for right, passed in verdicts:
+        counts[2 * (not right) + (not passed)] += 1
+    return Agreement(judge, (counts[0], counts[1], counts[2], counts[3]))
+
+
+def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]:
+    """People against the attempts' success, and against each part of the reward, which passes an
+    attempt from `passed_from` on; then, of two attempts, whether the one that people find better
+    has the higher reward (`reward, of two`; equal rewards count as disagreement)."""
+    judged = [one for one in found.attempts.values() if one.verdict]
+    rows = [agreement("success", ((one.verdict == RIGHT, one.success) for one in judged))]
+    names = sorted({name for one in judged for name in one.parts})
+    rows += [
+        agreement(
+            f"{name} ≥ {passed_from:g}",
+            (
+                (one.verdict == RIGHT, one.parts[name] >= passed_from)
+                for one in judged
+                if name in one.parts
+            ),
+        )
+        for name in names
+    ]
+    pairs = [one.rewards for one in found.pairs.values()]
+    rows.append(agreement("reward, of two", ((True, better > worse) for better, worse in pairs)))
+    return [row for row in rows if row.num]
+
+
+def as_row(row: Agreement) -> dict[str, Any]:
+    """The numbers of a line of the table."""
+    low, high = row.interval or (None, None)
+    return {
+        "judge": row.judge,
+        "n": row.num,
+        "agree": row.rate,
+        "low": low,
+        "high": high,
+        "kappa": row.kappa,
+        "counts": row.counts,
+    }
