@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from agentevo.store import open_store
 from agentevo.store.store import Store, TrajectorySummary
 from agentevo.types import Message, Trajectory, Turn
 from agentevo.ui.index import database
+from agentevo.ui.index import indexer as indexer_module
 from agentevo.ui.index.follow import Follower
 from agentevo.ui.index.indexer import Indexer
 from agentevo.ui.index.reader import IndexAway, IndexReader
@@ -313,6 +315,29 @@ def test_a_damaged_index_is_made_again_and_one_of_two_writes(
         first.stop()
         second.stop()
     assert len(before) <= (tmp_path / "store.sqlite").stat().st_size
+
+
+def test_a_long_first_look_does_not_hide_what_is_written_after_it(
+    sqlite_url: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+    refresh = Follower.refresh
+
+    async def slow(self: Follower, *, compare: bool = False) -> None:
+        await refresh(self, compare=compare)
+        looks.append(time.monotonic())
+        await asyncio.sleep(2.0 if len(looks) == 1 else 0.0)
+
+    monkeypatch.setattr(Follower, "refresh", slow)
+    monkeypatch.setattr(indexer_module, "REST_S", 0.1)
+    write(sqlite_url, ["a@0#0"])
+    indexer = Indexer(sqlite_url, every_s=0.05)
+    indexer.start()
+    try:
+        until(lambda: len(looks) > 1)
+    finally:
+        indexer.stop()
+    assert looks[1] - looks[0] < 15, "ten times as long as the first look would be 20"
 
 
 def test_a_run_that_was_made_anew_is_read_anew(

@@ -2,9 +2,9 @@
 
 Of all processes that have the store open one writes the index: the one that holds its lock. When it
 ends another one goes on. It looks at the store at most once in EVERY_S, and rests ten times as long
-as a look took, however many people watch; what is read out of turns, it reads as long as it rested
-where the run goes on, and without a rest where it does not. A store that is away is waited for; an
-index that can't be read is made again, and says so.
+as a look took (REST_S at most), however many people watch; what is read out of turns, it reads as
+long as it rested where the run goes on, and without a rest where it does not. A store that is away
+is waited for; an index that can't be read is made again, and says so.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from agentevo.ui.index.follow import Follower
 from agentevo.ui.index.writer import Writer
 
 EVERY_S = 1.0
+REST_S = 10.0
+"""The longest rest: the first look at a million rows takes minutes, and what is committed then is
+to be seen soon."""
 COMPARE_EVERY_S = 120.0
 """How often the numbers of rows are compared, which costs a second at a million of them."""
 AGAIN_S = 5.0
@@ -124,7 +127,7 @@ class Indexer:
             unread = follower.num_unread()
             phase = "reading" if unread else ""
             writer.set_facts(phase=phase, done=0, of=unread, listed_at=time.time())
-            rest_until = time.monotonic() + max(self._every_s, 10 * took)
+            rest_until = time.monotonic() + min(max(self._every_s, 10 * took), REST_S)
             while time.monotonic() < rest_until and not self._stop.is_set():
                 if not await self._read_for_a_while(follower, rules):
                     if unread:
