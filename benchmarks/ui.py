@@ -8,9 +8,12 @@ fifty people watch.
     pages      milliseconds of each list over a store that holds the attempts: SQLite, PostgreSQL.
                Rows are written by SQL; the index is made by the real code, columns of all and turns
                of as many as --read-s allows, and the search is timed over those
-    viewers    ratio step_time_with_viewers: CPU seconds of a training with 50 open pages and a
-               dashboard over it, over those of the same training alone, least of --pairs each. The
-               dashboard and the viewers are processes of their own
+    viewers    ratio step_time_with_viewers: CPU seconds that the trainer's process spends on a step
+               while a dashboard serves 50 people over those of the same training alone, the median
+               of --pairs pairs in turns with the same seed; wall seconds beside it. Each viewer
+               has a connection with the cookie, an open stream of news (GET /live) and asks for its
+               part of the page on news, as the page does. Trainer, dashboard and viewers are
+               processes of their own
 
 A page is asked for three times before it is timed, as somebody who clicks has columns and
 connections warm; the median of --repeats counts.
@@ -24,7 +27,7 @@ import contextlib
 import gzip
 import json
 import os
-import resource
+import re
 import sqlite3
 import statistics
 import subprocess
@@ -33,9 +36,10 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -285,52 +289,122 @@ async def measure_pages(arguments: argparse.Namespace, folder: Path) -> dict[str
     return found
 
 
-def train_once(folder: Path, watched: bool, steps: int) -> float:
-    """CPU seconds of a training of `frozen_lake` in a process of its own."""
-    run = folder / f"runs-{watched}-{time.time_ns()}"
-    words = ["train", "frozen_lake", f"run.dir={run}/lake", f"trainer.steps={steps}"]
-    words += ["evaluation.tasks=8", "cold_start.episodes=16", "tracking.report=false"]
-    run.mkdir()
+class Step(NamedTuple):
+    """Seconds of a step, the mean of those after the first."""
+
+    cpu_s: float
+    """Of the trainer's process."""
+    wall_s: float
+    dashboard_s: float
+    """CPU, of the dashboard's process."""
+    told: int
+    """News that the viewers have heard, and asked for their part after it."""
+
+
+def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
+    """A training of `frozen_lake` in a process of its own."""
+    root = Path(tempfile.mkdtemp(dir=folder))
+    words = ["train", "frozen_lake", f"run.dir={root}/lake", f"trainer.steps={steps}"]
+    words += [f"run.seed={seed}", "evaluation.tasks=8", "tracking.report=false"]
+    words += ["trainer.save_every=1000", "evaluation.every=1000"]
     with contextlib.ExitStack() as stack:
+        dashboard, told = None, root / "told"
         if watched:
-            program = [sys.executable, __file__, "--watch", str(run)]
-            watcher = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-            stack.callback(watcher.wait)
-            stack.callback(watcher.kill)
-            assert watcher.stdout is not None
-            watcher.stdout.readline()
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "agentevo", *words], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            dashboard, url = started(stack, [sys.executable, "-m", "agentevo", "ui", str(root)])
+            started(stack, [sys.executable, __file__, "--watch", url, str(told)])
+        trainer = psutil.Popen(
+            [sys.executable, "-m", "agentevo", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        stack.callback(trainer.wait)
+        stack.callback(trainer.kill)
+        first = until_steps(root / "lake" / "metrics.jsonl", 1, trainer, dashboard)
+        last = until_steps(root / "lake" / "metrics.jsonl", steps, trainer, dashboard)
+        heard = int(told.read_text() or 0) if watched else 0
+    if watched and heard < VIEWERS * (steps - 1) / 2:
+        raise SystemExit(f"the viewers have heard of {heard} changes only")
+    mean = [(b - a) / (steps - 1) for a, b in zip(first, last, strict=True)]
+    return Step(mean[0], mean[1], mean[2], heard)
 
 
-async def watch(folder: str) -> None:
-    """A dashboard with VIEWERS people: each has an open stream of news and loads a page again every
-    few seconds. Until it is killed."""
-    async with browsing(folder) as (client, _):
-        print("watching", flush=True)
-
-        async def one(number: int) -> None:
-            await asyncio.sleep(number / 10)
-            while True:
-                for path in ("/runs/lake", "/runs/lake/attempts", "/runs/lake/steps/1"):
-                    with contextlib.suppress(httpx.HTTPError, IndexError):
-                        await client.get(path)
-                    await asyncio.sleep(5)
-
-        await asyncio.gather(*(one(number) for number in range(VIEWERS)))
+def started(stack: contextlib.ExitStack, program: list[str]) -> tuple[psutil.Popen, str]:
+    """A process that has printed a URL, or `ready`, and is killed at the end."""
+    process = psutil.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    for line in process.stdout:
+        if found := re.search(r"http://\S+|ready", line):
+            return process, found.group()
+    raise SystemExit(f"{program[2:]} has ended")
 
 
-def viewers(folder: Path, pairs: int, steps: int) -> dict[str, float]:
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(pairs):
-        for watched in (False, True):
-            seconds[watched].append(train_once(folder, watched, steps))
-            print(
-                f"{'watched' if watched else 'alone'}: {seconds[watched][-1]:.1f} s CPU", flush=True
-            )
-    return {"step_time_with_viewers": min(seconds[True]) / min(seconds[False])}
+def until_steps(
+    path: Path, steps: int, trainer: psutil.Popen, dashboard: psutil.Popen | None
+) -> tuple[float, float, float]:
+    """CPU of the trainer, the clock, and CPU of the dashboard, once that many steps are there."""
+    while True:
+        rows = path.read_bytes().splitlines() if path.is_file() else []
+        if sum(b'"actor/' in row for row in rows) >= steps:
+            spent = [sum(one.cpu_times()[:2]) if one else 0.0 for one in (trainer, dashboard)]
+            return spent[0], time.perf_counter(), spent[1]
+        if trainer.poll() is not None:
+            raise SystemExit(f"the training has ended before step {steps}: {trainer.returncode}")
+        time.sleep(0.02)
+
+
+async def watch(url: str, told: str) -> None:
+    """VIEWERS people who look at the run's page, until this is killed."""
+    heard, address = 0, httpx.URL(url)
+    note = lambda number: Path(told).write_text(str(number))  # noqa: E731
+    base = str(address.copy_with(path="/", query=None)).rstrip("/")
+
+    async def one(client: httpx.AsyncClient) -> None:
+        nonlocal heard
+        await client.get(url)
+        while (await client.get("/runs/lake")).status_code != 200:
+            await asyncio.sleep(1)
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                async with client.stream("GET", "/live", params={"run": "lake"}) as stream:
+                    async for line in stream.aiter_lines():
+                        if line.startswith("event: run"):
+                            heard += 1
+                            note(heard)
+                            answer = await client.get("/runs/lake", headers={"HX-Request": "true"})
+                            answer.raise_for_status()
+                            await asyncio.sleep(0.5)  # the page's own throttle
+
+    async with contextlib.AsyncExitStack() as stack:
+        options = {"base_url": base, "timeout": httpx.Timeout(60), "trust_env": False}
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(**options)) for _ in range(VIEWERS)
+        ]
+        note(0)
+        print("ready", flush=True)
+        await asyncio.gather(*map(one, clients))
+
+
+def viewers(folder: Path, pairs: int, steps: int) -> dict[str, Any]:
+    """Pairs in turns; the order of a pair changes, so that neither always comes first."""
+    runs: dict[bool, list[Step]] = {False: [], True: []}
+    for number in range(pairs):
+        for watched in (False, True) if number % 2 == 0 else (True, False):
+            runs[watched].append(train_once(folder, watched, steps, seed=number))
+            print("watched" if watched else "alone", runs[watched][-1], flush=True)
+    found: dict[str, Any] = {
+        "alone": [step._asdict() for step in runs[False]],
+        "watched": [step._asdict() for step in runs[True]],
+        "load_average": os.getloadavg(),
+    }
+    for name, field in (("", "cpu_s"), ("_wall", "wall_s")):
+        ratios = [
+            getattr(with_them, field) / getattr(alone, field)
+            for alone, with_them in zip(runs[False], runs[True], strict=True)
+        ]
+        found[f"step_time_with_viewers{name}"] = statistics.median(ratios)
+        found[f"step_time_with_viewers{name}_pairs"] = ratios
+    return found
 
 
 def main() -> None:
@@ -341,7 +415,7 @@ def main() -> None:
     parser.add_argument("--read-s", type=float, default=3600.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save", metavar="FILE", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"attempts": arguments.attempts}
@@ -362,5 +436,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--watch"]:
-        asyncio.run(watch(sys.argv[2]))
+        asyncio.run(watch(sys.argv[2], sys.argv[3]))
     main()
