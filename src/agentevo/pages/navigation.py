@@ -19,6 +19,7 @@ TABS: tuple[Tab, ...] = (
     Tab("metrics", "Metrics", "/metrics"),
     Tab("attempts", "Attempts", "/attempts"),
     Tab("evaluation", "Evaluation", "/evaluation"),
+    Tab("data", "Data", "/data"),
     Tab("annotations", "Annotations", "/annotations"),
     Tab("config", "Configuration", "/config"),
     Tab("control", "Changes", "/control"),

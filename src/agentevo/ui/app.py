@@ -21,6 +21,7 @@ from agentevo.ui import (
     attempts_page,
     compare_page,
     control_page,
+    data_page,
     evaluation_page,
     live,
     metrics_page,
@@ -46,6 +47,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     annotate_page.router,
     control_page.router,
     evaluation_page.router,
+    data_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"
 

@@ -20,7 +20,7 @@ from agentevo.event_loop import in_thread
 from agentevo.pages.histograms import Bar, histogram
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, Row
+from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, Row, State
 from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -90,6 +90,19 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
     return shared.indexes.reader(url, view.source.folder), url
 
 
+async def ready_index(request: Request, view: RunView) -> tuple[IndexReader, tuple[State, str]]:
+    """The index of a run, waited for a moment where it is made for the first time; how far it is,
+    and what keeps it from going on. Raises ConfigError."""
+    shared = dashboard(request)
+    reader, url = await reader_of(request, view)
+    until = time.monotonic() + FIRST_S
+    state = await in_thread(shared.indexes.state, url)
+    while not state[0].at and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+        state = await in_thread(shared.indexes.state, url)
+    return reader, state
+
+
 def _selection(query: Mapping[str, str]) -> Selection:
     """Raises NotFoundError, which says what is wrong with the address."""
     try:
@@ -144,7 +157,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
 async def attempts(request: Request, run: str) -> HTMLResponse:
     """All attempts of a run, filtered, sorted and searched."""
     view = await run_of(request, run)
-    reader, url = await reader_of(request, view)
+    reader, _ = await reader_of(request, view)
     selection = _selection(request.query_params)
     base = run_url(run, "attempts")
 
@@ -152,14 +165,14 @@ async def attempts(request: Request, run: str) -> HTMLResponse:
         with reader.steady():
             return _view(reader, selection, base), reader.listing(selection)
 
-    return await _answer(request, view, url, "attempts.html", read, selection, base)
+    return await _answer(request, view, "attempts.html", read, selection, base)
 
 
 @router.get("/runs/{run}/steps/{step}", response_class=HTMLResponse)
 async def step(request: Request, run: str, step: int) -> HTMLResponse:
     """One step: its groups side by side."""
     view = await run_of(request, run)
-    reader, url = await reader_of(request, view)
+    reader, _ = await reader_of(request, view)
     query = dict(request.query_params) | {"step": str(step)}
     after = query.pop("after", None)
     selection = _selection(query)
@@ -176,7 +189,7 @@ async def step(request: Request, run: str, step: int) -> HTMLResponse:
                 _neighbours(reader, step),
             )
 
-    return await _answer(request, view, url, "step.html", read, selection, base, step=step)
+    return await _answer(request, view, "step.html", read, selection, base, step=step)
 
 
 def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, int, str]:
@@ -235,7 +248,6 @@ def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
 async def _answer(
     request: Request,
     view: RunView,
-    url: str,
     template: str,
     read: Any,
     selection: Selection,
@@ -243,12 +255,7 @@ async def _answer(
     **more: Any,
 ) -> HTMLResponse:
     """The page; without an index it says how far that is."""
-    shared = dashboard(request)
-    state, trouble = await in_thread(shared.indexes.state, url)
-    until = time.monotonic() + FIRST_S
-    while not state.at and time.monotonic() < until:
-        await asyncio.sleep(0.05)
-        state, trouble = await in_thread(shared.indexes.state, url)
+    _, (state, trouble) = await ready_index(request, view)
     shown, found = None, None
     with suppress(IndexAway):
         if state.at:

@@ -3,10 +3,8 @@ changed between two steps (`from`, `to`)."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from agentevo.pages.charts import Chart, Line
 from agentevo.pages.drawing import for_json
 from agentevo.pages.navigation import run_url
 from agentevo.ui import held_out
-from agentevo.ui.attempts_page import FIRST_S, reader_of
+from agentevo.ui.attempts_page import ready_index
 from agentevo.ui.context import NotFoundError, dashboard, run_of
 from agentevo.ui.held_out import Account, Changes, HeldOut
 from agentevo.ui.index.reader import IndexAway, IndexReader
@@ -141,13 +139,13 @@ async def _find(
 ) -> tuple[Found | None, list[str], tuple[Any, str]]:
     """What the page says, what keeps some of the runs beside from being there, and how far the
     index is."""
-    reader, state = await _ready(request, view)
+    reader, state = await ready_index(request, view)
     others: list[tuple[RunView, IndexReader]] = []
     missing = []
     for key in asked.beside:
         try:
             other = await run_of(request, key)
-            its, (its_state, its_trouble) = await _ready(request, other)
+            its, (its_state, its_trouble) = await ready_index(request, other)
         except (UnknownRunError, AgentEvoError) as error:
             missing.append(f"{key}: {error if isinstance(error, AgentEvoError) else 'no such run'}")
             continue
@@ -161,18 +159,6 @@ async def _find(
         if state[0].at:
             found = await in_thread(_read, view, reader, asked, others)
     return found, missing, state
-
-
-async def _ready(request: Request, view: RunView) -> tuple[IndexReader, tuple[Any, str]]:
-    """The index of a run, waited for a moment where it is made for the first time."""
-    shared = dashboard(request)
-    reader, url = await reader_of(request, view)
-    until = time.monotonic() + FIRST_S
-    state = await in_thread(shared.indexes.state, url)
-    while not state[0].at and time.monotonic() < until:
-        await asyncio.sleep(0.05)
-        state = await in_thread(shared.indexes.state, url)
-    return reader, state
 
 
 def _read(

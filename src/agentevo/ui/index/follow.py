@@ -13,6 +13,7 @@ one, by the newest row, or by the next comparison of the numbers.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable
@@ -194,6 +195,12 @@ class Follower:
             )
         }
         found = await self._store.counts()
+        tasks = {
+            name.removeprefix("tasks/"): count
+            for name, count in found.items()
+            if name.startswith("tasks/")
+        }
+        self._writer.set_facts(task_states=json.dumps(tasks), task_states_at=time.time())
         return all(
             counts.get(name, 0) == count
             for name, count in found.items()

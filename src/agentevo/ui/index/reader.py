@@ -370,6 +370,12 @@ class IndexReader:
         """The words that the columns `kind`, `difficulty`, `decoding`, ... have numbers of."""
         return {int(row[0]): str(row[1]) for row in self.ask("SELECT number, text FROM words")}
 
+    def task_states(self) -> tuple[dict[str, int], float]:
+        """State of the ledger -> number of tasks, and the Unix time at which they were counted;
+        nothing before that."""
+        facts = dict(self._all("SELECT name, value FROM facts WHERE name LIKE 'task_states%'"))
+        return json.loads(facts.get("task_states", "{}")), float(facts.get("task_states_at", 0.0))
+
     def ask(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         """All rows of a query on the index's tables (database.py)."""
         return self._all(query, values)

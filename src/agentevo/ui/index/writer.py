@@ -96,7 +96,7 @@ class Writer:
         self._db.executemany(_UPSERT, given)
 
     def _numbers_of_tasks(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> dict[str, int]:
-        names = list({row.task_id for _, row in rows})
+        names = list(dict.fromkeys(row.task_id for _, row in rows))
         self._db.executemany(
             "INSERT OR IGNORE INTO tasks (id) VALUES (?)", [(name,) for name in names]
         )

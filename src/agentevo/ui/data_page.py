@@ -1,0 +1,165 @@
+"""A run's tasks and where the ledger has them: `/runs/{run}/data`. Reads the index; of the store
+only the tasks that were set aside, which it finds by their state."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.credentials import without_password
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import in_thread
+from agentevo.pages.navigation import run_url
+from agentevo.store.store import Split, StoredTask
+from agentevo.ui import task_tallies
+from agentevo.ui.context import dashboard, run_of
+from agentevo.ui.evaluation_page import ready_index
+from agentevo.ui.index.derived import task_words
+from agentevo.ui.index.reader import IndexAway, IndexReader
+from agentevo.ui.index.selection import Selection
+from agentevo.ui.run_page import run_page
+from agentevo.ui.run_state import RunView
+from agentevo.ui.task_tallies import ORDERS, PAGE, Tasks
+
+router = APIRouter()
+
+MOST_ASIDE = 100
+"""Tasks of each state that are listed."""
+MOST_EVENTS = 5
+WITHIN_S = 10.0
+MOST_TEXT = 200
+Order = Literal["played", "hardest", "easiest", "worst", "failing"]
+
+
+class Found(NamedTuple):
+    """What the index says."""
+
+    ledger: list[tuple[str, list[tuple[str, int]]]]
+    reasons: list[tuple[str, int]]
+    """(why attempts were dropped, how many)."""
+    errors: list[tuple[str, int]]
+    """(kind of error, attempts that failed with it)."""
+    tasks: Tasks
+    task_states: dict[str, int]
+    """State of the ledger -> number of tasks, as of `counted_at`."""
+    counted_at: float
+
+
+class Aside(NamedTuple):
+    """A task that the ledger has set aside."""
+
+    state: str
+    id: str
+    kind: str
+    error: str
+    num_leases: int
+    num_failures: int
+    num_expiries: int
+    events: Sequence[tuple[str, float, str, str]]
+    """(what, when, worker, error), the newest first."""
+
+
+@router.get("/runs/{run}/data", response_class=HTMLResponse)
+async def data(
+    request: Request,
+    run: str,
+    split: Split = "train",
+    q: str = "",
+    order: Order = "played",
+    page: int = Query(default=0, ge=0, le=1_000_000),
+) -> HTMLResponse:
+    """Tasks, the ledger's states, and why something was not trained on."""
+    view = await run_of(request, run)
+    reader, (state, trouble) = await ready_index(request, view)
+    text = q[:MOST_TEXT].strip()
+    found = None
+    with suppress(IndexAway):
+        if state.at:
+            found = await in_thread(_read, reader, split, text, order, page)
+    aside, no_aside = await _aside(request, view)
+    base = run_url(view.key, "data")
+    keys = {"split": split, "q": text, "order": order}
+    left = {name: value for name, value in keys.items() if value}
+    return run_page(
+        request,
+        "data.html",
+        view,
+        "data",
+        found=found,
+        index=state,
+        trouble=trouble,
+        aside=aside,
+        no_aside=no_aside,
+        command=f"agentevo store retry {shlex.quote(_target(view))}",
+        split=split,
+        text=text,
+        order=order,
+        orders=ORDERS,
+        base=base,
+        here=f"{base}?{urlencode(left | {'page': page})}",
+        before=f"{base}?{urlencode(left | {'page': page - 1})}" if page else "",
+        after=f"{base}?{urlencode(left | {'page': page + 1})}"
+        if found is not None and found.tasks.total > (page + 1) * PAGE
+        else "",
+    )
+
+
+def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> Found:
+    with reader.steady():
+        states, counted_at = reader.task_states()
+        return Found(
+            task_tallies.ledger(reader),
+            reader.words(Selection(), "reason"),
+            reader.words(Selection(), "error"),
+            task_tallies.tasks(reader, split=split, text=text, order=order, page=page),
+            states,
+            counted_at,
+        )
+
+
+async def _aside(request: Request, view: RunView) -> tuple[list[Aside], str]:
+    """Poison and failed tasks, each at most MOST_ASIDE; and why they can't be read, if so."""
+    found: list[Aside] = []
+    try:
+        async with (
+            asyncio.timeout(WITHIN_S),
+            dashboard(request).stores.reading(view.source) as store,
+        ):
+            for state in ("poison", "failed"):
+                listed: Any = store.tasks(state=state)
+                async with aclosing(listed):
+                    async for stored in listed:
+                        found.append(_told(stored))
+                        if sum(one.state == state for one in found) >= MOST_ASIDE:
+                            break
+    except (AgentEvoError, TimeoutError) as error:
+        return found, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
+    return found, ""
+
+
+def _told(stored: StoredTask) -> Aside:
+    events = [(one.kind, one.at, one.worker, one.error) for one in stored.history]
+    return Aside(
+        stored.state,
+        stored.task.id,
+        task_words(stored.task).kind,
+        stored.error or "",
+        stored.num_leases,
+        stored.num_failures,
+        stored.num_expiries,
+        events[::-1][:MOST_EVENTS],
+    )
+
+
+def _target(view: RunView) -> str:
+    """What `agentevo store` takes for this run's store."""
+    if view.source.folder is not None:
+        return str(view.source.folder)
+    return without_password(view.source.url or "")

@@ -1,0 +1,168 @@
+"""How a run's tasks went, counted from the index: a few passes over its columns in memory, whatever
+the number of attempts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from agentevo.store.store import SPLITS, TRAJECTORY_STATES
+from agentevo.ui.index.columns import STATUSES
+from agentevo.ui.index.reader import IndexReader
+
+PAGE = 50
+MORE = 1e-9
+"""By which a completed attempt changes the place of a task among equal ones."""
+ORDERS = {
+    "played": "most attempts",
+    "hardest": "least success",
+    "easiest": "most success",
+    "worst": "lowest reward",
+    "failing": "most failed attempts",
+}
+
+
+class TaskRow(NamedTuple):
+    """One task and its attempts of a split."""
+
+    id: str
+    kind: str
+    difficulty: str
+    num_attempts: int
+    num_failed: int
+    """Attempts that failed or were cancelled: they are in neither mean."""
+    success: float | None
+    """Share of the completed attempts."""
+    reward: float | None
+    last_step: int
+    """For which it was last attempted."""
+
+
+class Tasks(NamedTuple):
+    """A page of the list."""
+
+    rows: list[TaskRow]
+    total: int
+    always: int
+    """Tasks of which every completed attempt succeeds, of those with two at least."""
+    never: int
+    """As above, and none succeeds."""
+    failing: int
+    """Tasks of which no attempt was completed."""
+
+
+def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
+    """(split, [(state, number of attempts)]) of the splits that have some."""
+    table = reader.columns()
+    width = len(TRAJECTORY_STATES)
+    # A word that this version does not know has the number -1, and is left out.
+    known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
+    places = table["split"][known].astype(np.int64) * width + table["state"][known]
+    counts = np.bincount(places, minlength=width * len(SPLITS)).reshape(len(SPLITS), width)
+    return [
+        (split, [(state, int(n)) for state, n in zip(TRAJECTORY_STATES, row, strict=True)])
+        for split, row in zip(SPLITS, counts, strict=True)
+        if row.any()
+    ]
+
+
+def tasks(
+    reader: IndexReader, *, split: str, text: str = "", order: str = "played", page: int = 0
+) -> Tasks:
+    """The tasks with an attempt of that split, their id with `text` in it. Raises IndexAway."""
+    table = reader.columns()
+    chosen = table["alive"] & (table["split"] == SPLITS.index(split))
+    done = chosen & (table["status"] == STATUSES.index("completed"))
+    task = table["task"]
+    size = int(task.max()) + 1 if len(task) else 1
+    attempts = np.bincount(task[chosen], minlength=size)
+    completed = np.bincount(task[done], minlength=size)
+    wins = np.bincount(task[done & table["success"]], minlength=size)
+    rewards = np.bincount(task[done], weights=table["reward"][done], minlength=size)
+    found = attempts > 0
+    if text:
+        numbers = reader.ask(
+            "SELECT number FROM tasks WHERE instr(lower(id), lower(?)) > 0", (text,)
+        )
+        has_text = np.zeros(size, dtype=bool)
+        some = np.fromiter((row[0] for row in numbers), dtype=np.int64, count=len(numbers))
+        has_text[some[some < size]] = True
+        found &= has_text
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share, mean = wins / completed, rewards / completed
+    often = found & (completed > 1)
+    keys = _keys(order, attempts, completed, share, mean)
+    places = np.flatnonzero(found)
+    shown = _page(places, keys[places], page)
+    return Tasks(
+        _rows(reader, table, chosen, shown, attempts, completed, share, mean),
+        len(places),
+        int(np.count_nonzero(often & (wins == completed))),
+        int(np.count_nonzero(often & (wins == 0))),
+        int(np.count_nonzero(found & (completed == 0))),
+    )
+
+
+def _keys(
+    order: str, attempts: np.ndarray, completed: np.ndarray, share: np.ndarray, mean: np.ndarray
+) -> np.ndarray:
+    """The smallest stands first, of equal ones what was completed more often; a task without a
+    completed attempt last, where a mean orders."""
+    if order == "failing":
+        return completed.astype(np.float64) - attempts
+    if order == "played":
+        return -attempts.astype(np.float64)
+    values = {"hardest": share, "easiest": -share, "worst": mean}[order]
+    values = values - MORE * completed
+    return np.where(np.isnan(values), np.inf, values)
+
+
+def _page(places: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
+    """The places of one page, equal ones in the order of their numbers."""
+    end = (page + 1) * PAGE
+    if len(places) > end:  # no sort of a million tasks for the first fifty
+        near = keys <= np.partition(keys, end)[end]
+        places, keys = places[near], keys[near]
+    order = np.argsort(keys, kind="stable")
+    return places[order][page * PAGE : end]
+
+
+def _rows(
+    reader: IndexReader,
+    table: dict[str, np.ndarray],
+    chosen: np.ndarray,
+    shown: np.ndarray,
+    attempts: np.ndarray,
+    completed: np.ndarray,
+    share: np.ndarray,
+    mean: np.ndarray,
+) -> list[TaskRow]:
+    numbers = [int(one) for one in shown]
+    marks = ", ".join("?" * len(numbers))
+    names = dict(reader.ask(f"SELECT number, id FROM tasks WHERE number IN ({marks})", numbers))
+    words = reader.words_by_number()
+    is_shown = np.zeros(len(attempts), dtype=bool)
+    is_shown[shown] = True
+    own = np.flatnonzero(chosen & is_shown[table["task"]])
+    task = table["task"][own]
+    last = np.zeros(len(attempts), dtype=np.int64)
+    np.maximum.at(last, task, table["step"][own])
+    said = {}
+    for name in ("kind", "difficulty"):
+        said[name] = np.zeros(len(attempts), dtype=np.int64)
+        known = table[name][own] > 0  # 0: its turns are not read yet
+        said[name][task[known]] = table[name][own][known]
+    return [
+        TaskRow(
+            str(names.get(number, "")),
+            words.get(int(said["kind"][number]), ""),
+            words.get(int(said["difficulty"][number]), ""),
+            int(attempts[number]),
+            int(attempts[number] - completed[number]),
+            float(share[number]) if completed[number] else None,
+            float(mean[number]) if completed[number] else None,
+            int(last[number]),
+        )
+        for number in numbers
+    ]
