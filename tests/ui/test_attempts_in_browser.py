@@ -225,8 +225,29 @@ def test_from_a_step_through_its_groups_to_two_attempts_beside_each_other(
     assert page.locator(".group").count() == 3
     page.locator("a[rel=prev]").click()
     page.wait_for_url("**/steps/2")
-    page.locator(".cell").first.click()
+
+
+def test_why_a_group_failed_is_found_by_clicking(listed: Visitor) -> None:
+    """From the list of runs: the run, its newest groups, the worst of them, an attempt of it
+    beside the best one."""
+    page = listed.go("/")
+    page.locator("[data-row] td.name a").click()
+    page.get_by_role("link", name="its groups").click()
+    page.wait_for_url("**/steps/2")
+    listed.go(f"/runs/lake/steps/{STEP}")
+    page.get_by_role("link", name="lowest mean first").click()
+    page.wait_for_url("**order=worst**")
+    means = [float(text) for text in page.locator(".group header b").all_inner_texts()]
+    assert means == sorted(means)
+    assert means[0] < means[-1]
+    page.locator(".group").first.locator(".cell.failed").first.click()
     page.wait_for_url("**/attempt?id=**")
+    assert "no answer from the tool" in page.inner_text("main")
+    assert page.locator("aside .cell").count() == SIZE
+    assert page.locator("aside .cell.here").count() == 1
+    page.get_by_role("link", name="its best beside this one").click()
+    page.wait_for_url("**/attempts/compare**")
+    assert page.locator(".diff .gone").count() > 0
 
 
 def test_compare_keeps_all_that_was_chosen(listed: Visitor) -> None:

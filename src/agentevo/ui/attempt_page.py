@@ -4,6 +4,7 @@ each other, and one token on its way to the gradient."""
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,25 @@ from agentevo.ui.attempt_loading import load_attempt
 from agentevo.ui.attempt_training import Tools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of
-from agentevo.ui.index.reader import Row
+from agentevo.ui.index.reader import IndexAway, Row
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
 router = APIRouter()
 
+MAX_SIBLINGS = 64
 WITHIN_S = 20.0
 """How long a page may take, all in all."""
+
+
+async def _siblings(request: Request, view: RunView, row: Row | None) -> list[Row]:
+    """The attempts of its group, itself among them; none where the index has none."""
+    if row is None:
+        return []
+    reader, _ = await reader_of(request, view)
+    with suppress(IndexAway):
+        return (await in_thread(reader.group, row.group_id))[:MAX_SIBLINGS]
+    return []
 
 
 async def _calls(request: Request, view: RunView, name: str) -> list[StoredCall]:
@@ -56,6 +68,7 @@ async def attempt(
             messages = await in_thread(
                 lambda: attempt_view.part_of(trajectory, calls, start=0, leaf=leaf)
             )
+    siblings = await _siblings(request, view, row)
     ends = attempt_view.leaves(trajectory.turns)
     return run_page(
         request,
@@ -65,6 +78,7 @@ async def attempt(
         stored=stored,
         one=trajectory,
         row=row,
+        siblings=siblings,
         show="tokens" if show == "tokens" else "messages",
         leaf=leaf,
         part=messages,

@@ -60,7 +60,7 @@ async def tools_of(view: RunView) -> Tools | None:
     """None while they are made ready: ask again."""
     task = _tools.get(view.key)
     is_old = task is not None and (
-        task.get_loop() is not asyncio.get_running_loop() or _failed(task)
+        task.get_loop() is not asyncio.get_running_loop() or _failed(task) or _lacks(task)
     )
     if task is None or is_old:
         folder = view.source.folder
@@ -73,6 +73,11 @@ async def tools_of(view: RunView) -> Tools | None:
 
 def _failed(task: asyncio.Task[Tools]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _lacks(task: asyncio.Task[Tools]) -> bool:
+    """Whether there was no tokenizer: a run's first checkpoint may have brought it since."""
+    return task.done() and task.result().decode is None
 
 
 def _make_tools(folder: Path | None) -> Tools:

@@ -186,18 +186,30 @@ class IndexReader:
     def step_groups(
         self, selection: Selection, *, after: str | None = None, limit: int = 24
     ) -> tuple[list[list[Row]], str | None, int]:
-        """Groups that have an attempt among those selected, whole, by their id; the id behind which
-        the next page begins; and how many groups there are."""
+        """Groups that have an attempt among those selected, whole; the id behind which the next
+        page begins; and how many groups there are. They stand in the order of their ids, or by the
+        mean reward of those that completed where attempts are ordered by reward."""
         table = self._table()
         where, _ = self._where(table, selection)
         places = (np.flatnonzero(where) + 1).tolist()
-        names: set[str] = set()
+        sums: dict[str, tuple[float, float]] = {}
         for chunk in _chunks(places, 5_000):
             marks = ", ".join("?" * len(chunk))
-            query = f"SELECT DISTINCT group_id FROM attempts WHERE place IN ({marks})"
-            names.update(row[0] for row in self._all(query, chunk))
-        ordered = sorted(names, key=_natural)
-        start = 0 if after is None else sum(_natural(name) <= _natural(after) for name in ordered)
+            query = (
+                "SELECT group_id, total(iif(status = 'completed', reward, 0)), "
+                "total(status = 'completed') FROM attempts "
+                f"WHERE place IN ({marks}) GROUP BY group_id"
+            )
+            for name, reward, number in self._all(query, chunk):
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + reward, before[1] + number)
+        sign = {"worst": 1.0, "best": -1.0}.get(selection.order, 0.0)
+        keys = {
+            name: (sign * sums[name][0] / max(sums[name][1], 1), _natural(name)) for name in sums
+        }
+        ordered = sorted(sums, key=keys.__getitem__)
+        last = None if after is None else keys.get(after, (0.0, _natural(after)))
+        start = 0 if last is None else sum(keys[name] <= last for name in ordered)
         page = ordered[start : start + limit]
         more = page[-1] if start + limit < len(ordered) else None
         return [self.group(name) for name in page], more, len(ordered)
