@@ -54,6 +54,14 @@ def test_the_page_and_the_refusals_have_the_same_pairs():
             "verl's actor.ppo_epochs is trainer.epochs here; "
             "verl's actor.optim.lr is trainer.learning_rate here",
         ),
+        (
+            "rollout.trace.backend=mlflow",
+            "verl's rollout.trace.backend is tracing.backend=mlflow here",
+        ),
+        (
+            "actor_rollout_ref.rollout.trace={token2text: true}",
+            "verl's rollout.trace.token2text is tracing.token2text here",
+        ),
         ("data.train_batch_size=8", "verl's data.train_batch_size is trainer.groups_per_step here"),
         ("critic.optim.lr=1e-6", "verl's critic.optim.lr is critic.learning_rate here"),
         (

@@ -88,11 +88,12 @@ def test_mlflow_server(tmp_path: Path) -> None:
     assert "summary.json" in found["artifacts"]
 
 
-@pytest.mark.parametrize("place", ["database", "server"])
+@pytest.mark.parametrize("place", ["database", "server", "one key"])
 def test_a_run_of_a_second_loses_no_span_in_mlflow(tmp_path: Path, place: str) -> None:
     """Its package is imported and a new database gets its tables, which takes longer."""
     with mlflow_server(tmp_path) if place == "server" else nullcontext("") as url:
         uri = url or f"sqlite:///{tmp_path}/traces.db"
+        uri = str(tmp_path / "run") if place == "one key" else uri
         said = call("mlflow", tmp_path, "trace_a_run.py", uri, "150").splitlines()[-1]
     found = json.loads(said)
     assert found["told"] == []

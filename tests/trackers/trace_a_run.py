@@ -1,7 +1,8 @@
 """Traces a run that ends at once, into MLflow; reads by MLflow's own API what has arrived.
 
-python trace_a_run.py URI ATTEMPTS: a database that need not be there, or a server. Prints JSON:
-the spans of each trace that was found, and what the tracer has told.
+python trace_a_run.py PLACE ATTEMPTS: the URI of a database that need not be there, or of a server,
+or the folder of a run whose one key is tracing.backend=mlflow. Prints JSON: the spans of each trace
+that was found, and what the tracer has told.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from agentevo.config import RunConfig, build_config
 from agentevo.store.call_log import AttemptCalls, CallLog, record_call
-from agentevo.tracing.mlflow import mlflow_exporter
-from agentevo.tracing.opening import source
-from agentevo.tracing.spans import RunFacts, Spans
-from agentevo.tracing.texts import Texts
-from agentevo.tracing.tracer import Tracer
+from agentevo.tracing import open_tracing
 
 EXPERIMENT = "agentevo-traces"
 CALLS = 3
@@ -32,18 +31,33 @@ class Nowhere:
     async def close(self) -> None: ...
 
 
-async def run(uri: str, attempts: int) -> tuple[list[str], float]:
+def run_of(place: str) -> RunConfig:
+    """A recipe as a person would have it."""
+    folder = Path(place) if "://" not in place else Path.cwd() / "run"
+    folder.mkdir(exist_ok=True)
+    keys = {"backend": "mlflow"}
+    keys |= {"endpoint": place, "experiment": EXPERIMENT} if "://" in place else {}
+    return build_config(
+        {
+            "run": {"dir": str(folder), "name": EXPERIMENT},
+            "model": {"name": "tiny"},
+            "environment": {"type": "coins"},
+            "tracing": keys,
+        }
+    )
+
+
+async def run(place: str, attempts: int) -> tuple[list[str], float]:
     """What the tracer has told, and how long the end took."""
     told: list[str] = []
-    facts = RunFacts("short", f"run-{time.time_ns()}", "tiny", False)
-    exporter = mlflow_exporter(uri, EXPERIMENT, source())
-    spans = Spans(facts, Texts(1000), contents=False)
-    tracer = Tracer(exporter, spans, run_id=facts.id, flush_s=120.0, tell=told.append)
 
     async def nowhere() -> Any:
         return Nowhere()
 
-    async with tracer:
+    async with open_tracing(
+        run_of(place), process="trainer", tell=told.append, is_remote=False
+    ) as tracer:
+        assert tracer is not None
         async with CallLog(nowhere, tracing=tracer) as log:
             for number in range(attempts):
                 with AttemptCalls(log, f"t/train@1#{number}").attempt("Player"):
@@ -74,5 +88,7 @@ def found(uri: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    told, end_s = asyncio.run(run(sys.argv[1], int(sys.argv[2])))
-    print(json.dumps({"traces": found(sys.argv[1]), "told": told, "end_s": end_s}))
+    place = sys.argv[1]
+    told, end_s = asyncio.run(run(place, int(sys.argv[2])))
+    uri = place if "://" in place else f"sqlite:///{place}/tracing/mlruns.db"
+    print(json.dumps({"traces": found(uri), "told": told, "end_s": end_s}))
