@@ -23,7 +23,7 @@ from agentevo.credentials import (
     without_passwords,
 )
 from agentevo.errors import ConfigError, StoreError
-from agentevo.observability import report_html
+from agentevo.observability.report_page import report_html
 from agentevo.runs.creation import write_config
 from agentevo.runs.identity import ensure_run_folder
 from agentevo.runs.resume_rules import check_resume
@@ -198,7 +198,7 @@ def test_a_variable_that_is_not_set_is_refused_before_anything_is_created(
 
 
 def test_a_report_of_an_old_run_hides_the_password_that_its_configuration_has():
-    page = report_html.config("store:\n  url: postgresql://me:hush@h/d\n")
+    page = report_html([], {}, "store:\n  url: postgresql://me:hush@h/d\n", [])
     assert "postgresql://me:***@h/d" in page and "hush" not in page
 
 

@@ -9,12 +9,13 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from agentevo.observability import report_html
 from agentevo.observability.collapse import CollapseMonitor
 from agentevo.observability.learning_curve import draw_learning_curve
 from agentevo.observability.live import LiveView, sparkline
 from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.observability.panels import leave_room
+from agentevo.observability.report_page import report_html
+from agentevo.observability.still_attempt import still_attempt
 from agentevo.observability.trajectory_view import outcome, render_trajectory
 from agentevo.types import Trajectory, Turn
 
@@ -81,7 +82,7 @@ def texts_of(temperature: float) -> list[str]:
     out = io.StringIO()
     shown = attempt(temperature)
     Console(file=out, width=200).print(render_trajectory(shown, lambda token: f"<{token}>"))
-    html = report_html.trajectories([("one", shown)], None)
+    html = report_html([], {}, "", [still_attempt(shown, caption="one")])
     return [outcome(shown), out.getvalue().partition("probability:")[0], html]
 
 
@@ -90,9 +91,9 @@ def test_greedy_tokens_are_not_shown_as_certain_ones():
         assert "greedy" in text
         assert "log-prob 0.00" not in text and "0.00 0.00" not in text
     *_, html = texts_of(0.0)
-    assert "logprob" not in html
+    assert "drawn greedily" in html and "· log-prob " not in html
     one_line, terminal, html = texts_of(1.0)
-    assert "log-prob 0.00" in one_line and "0.00" in terminal and "probability 1)" in html
+    assert "log-prob 0.00" in one_line and "0.00" in terminal and "log-prob 0.0000 (100%)" in html
 
 
 BEFORE = {"val-core/coins/success/greedy": 0.5, "val-aux/coins/failed/greedy": 0.0}
@@ -104,9 +105,10 @@ def test_evaluations_with_many_failures_are_marked_wherever_they_are_compared():
     words = not_comparable(read_evaluations(BEFORE), read_evaluations(AFTER))
     assert "can't be compared: 0% of the held-out attempts failed before and 25% after" in words
     rows = [{"step": 0, **BEFORE}, {"step": 3, **AFTER}]
-    assert "can&#x27;t be compared" in report_html.headline(rows, {})
-    assert "<th>failed attempts</th>" in report_html.evaluations(rows)
-    assert "failed attempts" not in report_html.evaluations([{"step": 0, **BEFORE}])
+    page = report_html(rows, {}, "", [])
+    assert "can&#39;t be compared" in page
+    assert '<th scope="col" class="num">failed attempts</th>' in page
+    assert "failed attempts" not in report_html([{"step": 0, **BEFORE}], {}, "", [])
     figure = Figure()
     draw_learning_curve(figure, rows, {})
     assert "(not comparable)" in figure.axes[0].get_title(loc="right")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import re
 import time
@@ -9,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agentevo.errors import ConfigError
@@ -21,9 +24,9 @@ from agentevo.observability import (
     write_report,
 )
 from agentevo.observability.metrics import MetricsRow
-from agentevo.observability.report_html import SHOWN_TOKENS
-from agentevo.store import open_store
-from agentevo.types import Message, Task, Trajectory, Turn
+from agentevo.observability.still_attempt import SHOWN_TOKENS
+from agentevo.store import StoredCall, open_store
+from agentevo.types import Call, Message, Task, ToolCall, Trajectory, Turn
 
 HOSTILE = "<script>alert('x')</script><img src=http://evil.example/a.png>"
 
@@ -61,6 +64,9 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.captions: list[str] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
         self._open: list[str] = []
         self.feed(text)
         self.close()
@@ -75,7 +81,15 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        where = self._open[-2:]
+        if where[-1:] == ["style"]:
+            self.styles.append(data)
+        elif where[-1:] == ["script"] and "type" not in self.tags[-1][1]:
+            self.scripts.append(data)
+        elif where[-1:] != ["script"]:
+            self.text += data
+        if where == ["figcaption", "b"]:
+            self.captions.append(data)
 
 
 def test_the_page_tells_the_whole_run(
@@ -97,12 +111,40 @@ def test_the_page_tells_the_whole_run(
         "3,840 came in", "dropped: zero-variance", "update_actor", "Best attempt", "steps: 60",
     ):  # fmt: skip
         assert part in page.text, part
-    assert sum(tag == "img" for tag, _ in page.tags) == 4
+    titles = [text for text in page.captions if text]
+    assert titles[:3] == ["Success on held-out tasks", "Success in training", "Reward in training"]
+    for one in ("Gradient norm before clipping", "Tokens of a completion", "Tokens a second"):
+        assert one in titles
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plots", "report.html"]
+    assert len(list((tmp_path / "plots").iterdir())) == 4
+
+
+def checked(text: str) -> Page:
+    """The page, which asks for nothing and runs only what its policy names by digest."""
+    page = Page(text)
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"link", "iframe", "object", "base", "form", "img", "embed"}
+    for tag, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            assert name not in ("src", "style", "srcdoc", "action"), (tag, name)
+            if name == "href":
+                assert (value or "").startswith("#")
+    policy = next(
+        attributes["content"] or ""
+        for _, attributes in page.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+    for kind, programs in (("script", page.scripts), ("style", page.styles)):
+        (program,) = programs
+        digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    return page
 
 
 @pytest.mark.slow
-def test_the_page_asks_the_network_for_nothing_and_runs_nothing(
+def test_the_page_asks_the_network_for_nothing_and_runs_nothing_that_a_run_says(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
     hostile = {
@@ -111,59 +153,90 @@ def test_the_page_asks_the_network_for_nothing_and_runs_nothing(
         "environment": HOSTILE,
         "warnings": [HOSTILE, {"code": "x", "step": HOSTILE, "message": HOSTILE}],
     }
-    broken = attempt("t", 0.0, status="failed", error=HOSTILE)
-    page = Page(
-        write_report(
-            tmp_path,
-            rows,
-            hostile,
-            HOSTILE,
-            [(HOSTILE, broken)],
-            lambda token: HOSTILE + decode(token),
-        ).read_text(encoding="utf-8")
+    broken = attempt(HOSTILE, 0.0, status="failed", error=HOSTILE)
+    named: list[MetricsRow] = [
+        {**row, HOSTILE: 1.0, f"reward_parts/{HOSTILE}/mean": 0.5} for row in rows
+    ]
+    text = write_report(
+        tmp_path,
+        named,
+        hostile,
+        HOSTILE,
+        [(HOSTILE, broken)],
+        lambda token: HOSTILE + decode(token),
+    ).read_text(encoding="utf-8")
+    assert checked(text).text.count(HOSTILE) >= 8  # shown as text, everywhere
+
+
+def test_words_that_are_no_text_are_shown_as_what_they_are(tmp_path: Path) -> None:
+    words = "\x1b[31mred \u202edesrever \ud83d half \x00 </style></script><!-- ]]>"
+    message = Message("user", words + "x" * 5_000_000)
+    hostile = attempt("t", 0.0)
+    turn = msgspec.structs.replace(hostile.turns[0], messages=[message])
+    hostile = msgspec.structs.replace(hostile, turns=[turn])
+    rows: list[MetricsRow] = [{"step": 1, f"reward_parts/{words}/mean": 1.0}]
+    text = write_report(tmp_path, rows, {"name": words}, words, [(words, hostile)]).read_text(
+        encoding="utf-8"
     )
-    assert not {tag for tag, _ in page.tags} & {
-        "script",
-        "link",
-        "iframe",
-        "object",
-        "base",
-        "form",
-        "a",
-    }
-    for tag, attributes in page.tags:
-        for name, value in attributes.items():
-            assert not name.startswith("on"), (tag, name)
-            if name in ("src", "href"):
-                assert (value or "").startswith("data:image/png;base64,")
-    assert page.text.count(HOSTILE) >= 8  # shown as text, everywhere
-    policy = next(
-        attributes["content"]
-        for tag, attributes in page.tags
-        if attributes.get("http-equiv") == "Content-Security-Policy"
-    )
-    assert policy is not None
-    assert "default-src 'none'" in policy
+    page = checked(text)
+    assert len(text) < 400_000, "a message of 5 MB is cut"
+    assert "further characters" in page.text
+    for raw in ("\x1b", "\u202e", "\x00"):
+        assert raw not in text
+    assert "␛[31mred ⟨RLO⟩desrever" in page.text
 
 
 def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[int], str]) -> None:
     text = write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))], decode).read_text(
         encoding="utf-8"
     )
-    spans = [
-        attributes for tag, attributes in Page(text).tags if tag == "span" and "title" in attributes
-    ]
-    assert [span["class"] for span in spans] == ["t p1", "t p4", "t p0"]
-    assert spans[0]["title"] == "id 11 · logprob -0.2500 (probability 0.779) · version 7"
+    spans = [attributes for _, attributes in Page(text).tags if "data-t" in attributes]
+    assert [span["class"] for span in spans] == ["s1", "s4", ""]
+    assert spans[0]["title"] == "id 11 · log-prob -0.2500 (78%) · weights 7"
     assert "é&amp;&lt;b&gt;" in text
-    assert "↵<br>" in text
+    assert "↵\n" in text
+
+
+def test_worlds_are_drawn_and_rewards_taken_apart(tmp_path: Path) -> None:
+    played = attempt("t", 0.9, reward_parts={"format": 0.25, "judge": -0.5})
+    turn = msgspec.structs.replace(
+        played.turns[0],
+        messages=[
+            Message("user", "The lake:\nPFF\nFHF\nFFG"),
+            Message("assistant", "", tool_calls=(ToolCall("look", '{"at": 3}', "c1"),)),
+        ],
+    )
+    played = msgspec.structs.replace(played, turns=[turn])
+    judged = Call(
+        id="k",
+        trajectory_id="t",
+        kind="scorer",
+        name="judge",
+        started_at=5.0,
+        ended_at=6.0,
+        status="completed",
+        attributes={"score": 0.5, "reason": "It went too far."},
+    )
+    calls = {"t": [StoredCall(call=judged, state="ended")]}
+    written = write_report(tmp_path, [], {}, "", [("a", played)], None, calls)
+    page = Page(written.read_text(encoding="utf-8"))
+    kinds = [attributes.get("class") for tag, attributes in page.tags if tag == "i"]
+    assert [kind for kind in kinds if kind in ("player", "floor", "hole", "goal")][:5] == [
+        "player",
+        "floor",
+        "floor",
+        "floor",
+        "hole",
+    ]
+    for part in ("format", "0.25", "judge", "−0.5", "It went too far.", "look", '"at": 3'):
+        assert part in page.text, part
 
 
 def test_without_a_tokenizer_ids_are_shown_and_said_to_be(tmp_path: Path) -> None:
     page = Page(
         write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8")
     )
-    assert "[11]" in page.text
+    assert "11 3 10" in page.text
     assert "no tokenizer was at hand" in page.text
 
 
@@ -173,8 +246,8 @@ def test_a_very_long_attempt_is_cut_and_says_so(
     text = write_report(
         tmp_path, [], {}, "", [("a", attempt("t", 0.9, tokens=SHOWN_TOKENS + 7))], decode
     ).read_text(encoding="utf-8")
-    assert "and 7 more tokens" in text
-    assert text.count('<span class="t p') - 5 == SHOWN_TOKENS  # five are the legend's
+    assert "… and 7 more tokens" in text
+    assert sum("data-t" in attributes for _, attributes in Page(text).tags) == SHOWN_TOKENS
 
 
 @pytest.mark.parametrize(("after", "told"), [(0.30, True), (0.60, False)])
@@ -238,9 +311,10 @@ def test_a_report_is_made_from_the_files_alone(
     }  # fmt: skip
     found = dict(
         re.findall(
-            r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?"
+            r"((?:A typical|Best|Worst|Newest failed) attempt "
             r"(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task",
             text,
+            re.DOTALL,
         )
     )
     assert found == captions

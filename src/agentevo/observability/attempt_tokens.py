@@ -66,11 +66,12 @@ def tokens_part(
     *,
     start: tuple[int, int] = (0, 0),
     leaf: int | None = None,
+    most: int = TOKENS,
 ) -> Tokens:
-    """About TOKENS tokens from `start` on. Without `decode` tokens are their ids."""
+    """About `most` tokens from `start` on. Without `decode` tokens are their ids."""
     order, shared = selected(trajectory.turns, leaf)
     blocks: list[Block] = []
-    left = TOKENS
+    left = most
     for place in range(start[0], len(order)):
         turn = trajectory.turns[order[place]]
         first = start[1] if place == start[0] else 0

@@ -107,15 +107,20 @@ def selected(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[in
 
 
 def part_of(
-    trajectory: Trajectory, calls: Sequence[StoredCall], *, start: int = 0, leaf: int | None = None
+    trajectory: Trajectory,
+    calls: Sequence[StoredCall],
+    *,
+    start: int = 0,
+    leaf: int | None = None,
+    most: int = TURNS,
 ) -> Part:
-    """TURNS turns from the `start`-th of those to show."""
+    """`most` turns from the `start`-th of those to show."""
     shown, shared = selected(trajectory.turns, leaf)
     uses = _uses(trajectory, calls)
-    page = shown[start : start + TURNS]
+    page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
     views = [_turn(trajectory.turns[i], before.get(i), i in shared, uses) for i in page]
-    more = start + TURNS
+    more = start + most
     return Part(views, more if more < len(shown) else None, len(shown))
 
 

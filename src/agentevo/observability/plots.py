@@ -1,4 +1,4 @@
-"""The run as pictures: PNG files for READMEs, papers and `report.html`.
+"""The run as pictures: PNG files for READMEs and papers.
 
 Drawn with matplotlib's Agg canvas on free-standing figures: no display and no pyplot state. A
 picture or panel whose metrics were never logged is left out. Values that are not finite leave gaps.

@@ -2,7 +2,8 @@
 
 It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so
 it can be made again at any time, also of a run that was interrupted and has no summary yet.
-Pictures are inside the page; opening it makes no request. The file is replaced in one rename.
+Style, scripts and charts are inside the page (pages/still.py); opening it makes no request. The
+file is replaced in one rename. Of the store a few attempts are read, however many it has.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import ConfigError
 from agentevo.event_loop import in_thread
 from agentevo.files import must_write, write_atomic
-from agentevo.observability import report_html as html
 from agentevo.observability.metrics import MetricsRow, read_metrics
 from agentevo.observability.plots import write_plots
 from agentevo.observability.profile_table import PROFILE_TABLE
@@ -28,10 +29,12 @@ from agentevo.types import Trajectory
 
 if TYPE_CHECKING:
     from agentevo.observability.live import LiveView
-    from agentevo.store import Store, TrajectorySummary
+    from agentevo.store import Split, Store, StoredCall, TrajectorySummary
 
 DEADLINE_S = 300.0
 """How long the end of a run waits for its report."""
+MOST_OF_A_STEP = 1_000
+NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
 AGAIN = "make room there, or make it writable, and make it again with `agentevo report`"
 
 
@@ -42,36 +45,35 @@ def write_report(
     config_yaml: str,
     trajectories: Sequence[tuple[str, Trajectory]],
     decode: Decode | None = None,
+    calls: Mapping[str, Sequence[StoredCall]] = NO_CALLS,
 ) -> Path:
-    """Draws `plots/*.png`, writes `report.html` around them and returns its path.
+    """Writes `report.html`, draws `plots/*.png` beside it, and returns the page's path.
 
-    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them. Without
-    `decode` tokens are shown as ids.
+    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls` are
+    those of each of them by its id. Without `decode` tokens are shown as ids.
     """
+    from agentevo.observability.report_page import report_html
+    from agentevo.observability.still_attempt import still_attempt
+
     run_dir = Path(run_dir)
-    with must_write(run_dir / "plots", AGAIN):
-        plots = write_plots(metrics_rows, summary, run_dir / "plots")
-    curve = [path for path in plots if path.stem in ("learning_curve", "supervised")]
-    sections = [
-        html.headline(metrics_rows, summary),
-        html.pictures("Learning curve", curve),
-        html.evaluations(metrics_rows),
-        html.rows_of_data(summary),
-        html.warnings(summary),
-        html.trajectories(trajectories, decode),
-        html.pictures(
-            "Optimisation, lengths and speed", [path for path in plots if path not in curve]
-        ),
-        html.rollouts(metrics_rows),
-        html.remote_models(summary),
-        html.timings(metrics_rows),
-        html.profile(run_dir / PROFILE_TABLE),
-        html.config(config_yaml),
+    attempts = [
+        still_attempt(one, calls.get(one.id, ()), decode, caption=caption, anchor=f"a{number}-")
+        for number, (caption, one) in enumerate(trajectories)
     ]
+    table_file = run_dir / PROFILE_TABLE
     path = run_dir / "report.html"
-    title = f"{summary.get('name', run_dir.name)}: AgentEvo report"
+    page = report_html(
+        metrics_rows,
+        summary,
+        config_yaml,
+        attempts,
+        profile=read_text(table_file) if table_file.is_file() else "",
+        name=run_dir.name,
+    )
     with must_write(path, AGAIN):
-        write_atomic(path, html.page(title, sections))
+        write_atomic(path, page)
+    with must_write(run_dir / "plots", AGAIN):
+        write_plots(metrics_rows, summary, run_dir / "plots")
     return path
 
 
@@ -94,12 +96,11 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
         read_summary(summary_path) if summary_path.is_file() else {"name": run_dir.name}
     )
     with ThreadPoolExecutor(1) as thread:
-        trajectories = thread.submit(
+        trajectories, calls = thread.submit(
             asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))
         ).result()
-    return write_report(
-        run_dir, read_metrics(run_dir / "metrics.jsonl"), summary, config_yaml, trajectories, decode
-    )
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return write_report(run_dir, rows, summary, config_yaml, trajectories, decode, calls)
 
 
 async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
@@ -132,45 +133,63 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     return text, config
 
 
-async def _read_samples(run_dir: Path, url: str | None) -> list[tuple[str, Trajectory]]:
+async def _read_samples(
+    run_dir: Path, url: str | None
+) -> tuple[list[tuple[str, Trajectory]], dict[str, list[StoredCall]]]:
+    """What `sample_trajectories` picks, and the calls of each by its id."""
+    from agentevo.observability.attempt_view import MAX_CALLS
     from agentevo.store import open_store
 
     if url is None and not (run_dir / "store.sqlite").is_file():
-        return []
+        return [], {}
     async with await open_store(
         url or f"sqlite:///{run_dir / 'store.sqlite'}", create=False
     ) as store:
-        return await sample_trajectories(store)
+        chosen = await sample_trajectories(store)
+        calls = {
+            one.id: [call async for call in store.calls(trajectory_id=one.id, limit=MAX_CALLS)]
+            for _, one in chosen
+        }
+        return chosen, calls
 
 
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
     """A few (caption, trajectory) pairs that show what was learned: a typical first attempt, the
     best, a typical and the worst of the last step, and the newest that broke. Held-out attempts are
-    preferred to training ones; the same store gives the same choice."""
-    summaries = [summary for summary in await store.summaries() if summary.split != "doctor"]
-    finished = [summary for summary in summaries if summary.status == "completed"]
-    if any(summary.split == "eval" for summary in finished):
-        finished = [summary for summary in finished if summary.split == "eval"]
+    preferred to training ones; the same store gives the same choice. Only MOST_OF_A_STEP attempts
+    of a step are looked at, so the cost does not grow with the store."""
     chosen: dict[str, str] = {}
-    if finished:
-        steps = sorted({summary.step for summary in finished})
-        last = sorted(
-            (summary for summary in finished if summary.step == steps[-1]), key=_by_reward
-        )
-        if len(steps) > 1:
-            first = sorted(
-                (summary for summary in finished if summary.step == steps[0]), key=_by_reward
-            )
-            chosen[first[len(first) // 2].id] = f"A typical attempt at step {steps[0]}"
+    ends = await _ends(store, "eval") or await _ends(store, "train")
+    if ends:
+        (first_step, first), (last_step, last) = ends
+        if first_step != last_step:
+            chosen[first[len(first) // 2].id] = f"A typical attempt at step {first_step}"
         for place, which in ((-1, "Best"), (len(last) // 2, "A typical"), (0, "Worst")):
-            chosen.setdefault(last[place].id, f"{which} attempt at step {steps[-1]}")
-    broken = [summary for summary in summaries if summary.status == "failed"]
-    if broken:
-        chosen[broken[-1].id] = f"Newest failed attempt (step {broken[-1].step})"
+            chosen.setdefault(last[place].id, f"{which} attempt at step {last_step}")
+    for broken in await store.summaries(status="failed", newest_first=True, limit=MOST_OF_A_STEP):
+        if broken.split != "doctor":
+            chosen[broken.id] = f"Newest failed attempt (step {broken.step})"
+            break
     return [
         (caption, await store.trajectory(trajectory_id))
         for trajectory_id, caption in chosen.items()
     ]
+
+
+async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySummary]]] | None:
+    """The steps of the oldest and of the newest attempt of the split that came to its end, each
+    with its attempts by reward; None where there are none."""
+    found = []
+    for newest in (False, True):
+        end = await store.summaries(split=split, status="completed", limit=1, newest_first=newest)
+        if not end:
+            return None
+        step = end[0].step
+        those = await store.summaries(
+            split=split, status="completed", step=step, limit=MOST_OF_A_STEP
+        )
+        found.append((step, sorted(those or end, key=_by_reward)))
+    return found
 
 
 def _by_reward(summary: TrajectorySummary) -> tuple[float, str]:

@@ -49,13 +49,13 @@ def url(name: str) -> str:
     return f"{PREFIX}/{digest(name)}/{name}"
 
 
-def inline_style() -> str:
-    """The style sheet, to stand in a `<style>` of a file that is alone."""
-    return contents("agentevo.css").decode()
+def inline_style(*names: str) -> str:
+    """These style sheets, to stand in a `<style>` of a file that is alone. No text in them ends
+    that element."""
+    return "\n".join(contents(name).decode() for name in names).replace("</style", "<\\/style")
 
 
-def inline_script(*more: str) -> str:
-    """Charts and pages' own script, to stand in a `<script>` of a file that is alone. No text in
-    them ends that element."""
-    parts = [contents(name).decode() for name in (UPLOT, "charts.js", "agentevo.js", *more)]
-    return "\n".join(parts).replace("</script", "<\\/script")
+def inline_script(*names: str) -> str:
+    """These scripts, to stand in a `<script>` of a file that is alone. No text in them ends that
+    element."""
+    return "\n".join(contents(name).decode() for name in names).replace("</script", "<\\/script")

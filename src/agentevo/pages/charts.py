@@ -54,7 +54,10 @@ class Chart:
     @property
     def picture(self) -> Markup:
         """The still one."""
-        return line_chart(self.x, [(line.name, line.values) for line in self.lines])
+        colors = [
+            place if line.color is None else line.color for place, line in enumerate(self.lines)
+        ]
+        return line_chart(self.x, [(line.name, line.values) for line in self.lines], colors)
 
     @property
     def last(self) -> str:

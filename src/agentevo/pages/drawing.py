@@ -154,10 +154,12 @@ def scale(
 def line_chart(
     x: Sequence[float],
     lines: Sequence[tuple[str, Sequence[float]]],
+    colors: Sequence[int] | None = None,
     width: int = 560,
     height: int = 180,
 ) -> Markup:
-    """A chart for readers without a script: (name, values) of each line over `x`."""
+    """A chart for readers without a script: (name, values) of each line over `x`. `colors`: the
+    number of each line's; None: by its place."""
     lines = [(name, [_drawable(value) for value in values]) for name, values in lines]
     finite = [value for _, values in lines for value in values if math.isfinite(value)]
     if not finite or not x:
@@ -176,7 +178,11 @@ def line_chart(
             else None
             for place, value in list(zip(x, values, strict=True))[::every]
         ]
-        paths.append(Markup('<path class="line c{}" d="{}"/>').format(number % 8, _lines(points)))
+        paths.append(
+            Markup('<path class="line c{}" d="{}"/>').format(
+                (number if colors is None else colors[number]) % 8, _lines(points)
+            )
+        )
     labels = Markup(
         '<text x="44" y="14" class="y">{top}</text><text x="44" y="{by}" class="y">{bottom}</text>'
         '<text x="48" y="{bx}">{first}</text><text x="{right}" y="{bx}" class="y">{last}</text>'

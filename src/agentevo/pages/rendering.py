@@ -24,6 +24,7 @@ FILTERS = {
     "share_interval": intervals.share_interval,
     "number_interval": intervals.number_interval,
     "points": intervals.points,
+    "token_words": words.token_words,
 }
 """What templates may do with a value; all of them give plain text."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 NONE = "–"
 """What stands where there is no number."""
@@ -41,6 +43,15 @@ def chance(logprob: float | None) -> str:
         return NONE
     share = 100 * math.exp(min(logprob, 0.0))
     return f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"
+
+
+def token_words(numbers: Mapping[str, Any], place: int) -> str:
+    """The numbers of one token of a block: `id 11 · log-prob -0.2500 (78%) · weights 7`."""
+    logprobs = numbers["lp"]
+    drawn = "drawn greedily"
+    if logprobs is not None:
+        drawn = f"log-prob {logprobs[place]:.4f} ({chance(logprobs[place])})"
+    return f"id {numbers['id'][place]} · {drawn} · weights {numbers['ver'][place]}"
 
 
 def count(value: float | None) -> str:

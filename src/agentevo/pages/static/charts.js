@@ -33,7 +33,7 @@
       const color = styled(`--c${(line.color ?? place) % 8}`);
       if (line.low) {
         data.push(line.high, line.low);
-        series.push({ stroke: "transparent", label: "" }, { stroke: "transparent", label: "" });
+        series.push({ stroke: "transparent", label: "", points: { show: false } }, { stroke: "transparent", label: "", points: { show: false } });
         bands.push({ series: [series.length - 2, series.length - 1], fill: `color-mix(in srgb, ${color} 16%, transparent)` });
       }
       if (weight) {

@@ -98,7 +98,7 @@
   }
   stream.addEventListener("pointerover", (event) => tell(event.target.closest("[data-t]")));
   function step(by) {
-    const all = [...stream.querySelectorAll("[data-t]")];
+    const all = [...stream.querySelectorAll("[data-t]")].filter((token) => token.offsetParent !== null);
     const next = all[Math.min(Math.max((here ? all.indexOf(here) : -1) + by, 0), all.length - 1)];
     if (next) { tell(next); next.scrollIntoView({ block: "nearest" }); }
   }
@@ -113,6 +113,7 @@
   // --- its way to the gradient
   const dialog = document.getElementById("token-history");
   async function follow(token) {
+    if (!dialog) return; // a page that is a file: nobody can be asked
     const { at, of: data } = place(token);
     const body = dialog.querySelector("[data-body]");
     body.textContent = "…";

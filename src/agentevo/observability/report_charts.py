@@ -1,0 +1,187 @@
+"""The charts of a report: the metrics that matter, as the dashboard draws them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agentevo.observability.chart_lines import MOST_POINTS, chart_of
+from agentevo.observability.curves import held_out, wilson_interval
+from agentevo.observability.metrics import Evaluation, MetricsRow
+from agentevo.observability.metrics_table import Measured
+from agentevo.pages.charts import Chart, Line
+
+LEARNING = (
+    ("train/success", "Success in training"),
+    ("critic/score/mean", "Reward in training"),
+    ("sft/loss", "Loss of the batches, nats a token"),
+    ("sft/eval/loss", "Loss of held-out conversations, nats a token"),
+    ("sft/eval/token_accuracy", "Held-out tokens that come first"),
+)
+OPTIMISATION = (
+    ("actor/grad_norm", "Gradient norm before clipping"),
+    ("actor/entropy", "Entropy, nats a token"),
+    ("actor/ppo_kl", "KL to the policy that drew, nats a token"),
+    ("actor/pg_clipfrac", "Clipped tokens, share"),
+    ("group/reward_std/mean", "Spread of rewards inside groups"),
+    ("group/zero_std_ratio", "Groups without spread, share"),
+    ("critic/vf_explained_var", "Returns that the critic foresees, share of variance"),
+    ("process_reward/accuracy", "Outcomes that the process reward tells"),
+    ("preference/rewards/accuracies", "Pairs in the right order"),
+    ("staleness/mean", "Staleness, versions"),
+)
+LENGTHS = (
+    ("prompt_length/mean", "Tokens of a prompt"),
+    ("num_turns/mean", "Turns of an attempt"),
+    ("response_length/clip_ratio", "Completions cut by the limit, share"),
+)
+SPEED = (
+    ("perf/throughput", "whole step"),
+    ("engine/tokens_per_s", "engine, new tokens"),
+    ("perf/tokens_per_s_logical", "trainer"),
+)
+TIMES = (
+    ("timing_s/gen", "sampling"),
+    ("timing_s/adv", "rewards and advantages"),
+    ("timing_s/update_actor", "update"),
+    ("timing_s/update_weights", "publishing weights"),
+    ("timing_s/save_checkpoint", "checkpoints"),
+    ("timing_s/testing", "evaluation"),
+)
+PARTS = "reward_parts/"
+MOST_PARTS = 8
+
+
+class ReportCharts(NamedTuple):
+    """By section; an empty list where nothing of it was logged."""
+
+    learning: list[Chart]
+    rewards: list[Chart]
+    optimisation: list[Chart]
+    lengths: list[Chart]
+    speed: list[Chart]
+
+
+def report_charts(
+    run: Measured, rows: Sequence[MetricsRow], summary: Mapping[str, Any]
+) -> ReportCharts:
+    """All of a run's charts. `rows` are those of which `run` has the columns."""
+    lengths = together(
+        run,
+        "Tokens of a completion",
+        [("response_length/mean", "mean")],
+        band=("response_length/min", "response_length/max"),
+    )
+    names = [
+        name
+        for name in sorted(run.table.columns)
+        if name.startswith(PARTS) and name.endswith("/mean")
+    ]
+    parts = [(name, name.removeprefix(PARTS).removesuffix("/mean")) for name in names]
+    rewards = [
+        together(run, "Mean part of the reward", parts[start : start + MOST_PARTS])
+        for start in range(0, min(len(parts), 4 * MOST_PARTS), MOST_PARTS)
+    ]
+    number = (summary.get("eval") or {}).get("n")
+    number = float(number) if isinstance(number, (int, float)) else 0.0
+    return ReportCharts(
+        learning=[*_held_out(rows, number), *_singles(run, LEARNING)],
+        rewards=[one for one in rewards if one],
+        optimisation=_singles(run, OPTIMISATION),
+        lengths=[*([lengths] if lengths else []), *_singles(run, LENGTHS)],
+        speed=[
+            one
+            for one in (
+                together(run, "Tokens a second", SPEED),
+                together(run, "Seconds a step", TIMES),
+            )
+            if one
+        ],
+    )
+
+
+def _singles(run: Measured, shown: Sequence[tuple[str, str]]) -> list[Chart]:
+    return [chart for name, title in shown if (chart := chart_of(run, name, title))]
+
+
+def together(
+    run: Measured,
+    title: str,
+    lines: Sequence[tuple[str, str]],
+    band: tuple[str, str] | None = None,
+) -> Chart | None:
+    """A chart of several (metric, name) over the steps; `band`: the metrics around the first line.
+    None where none of them was ever a number."""
+    columns = {
+        name: dict(zip(*run.table.series(name), strict=True))
+        for name in [*(name for name, _ in lines), *(band or ())]
+    }
+    drawn = [
+        (name, says) for name, says in lines if any(map(math.isfinite, columns[name].values()))
+    ]
+    if not drawn:
+        return None
+    rows = sorted({row for name, _ in drawn for row in columns[name]})
+    rows = rows[:: max(1, math.ceil(len(rows) / MOST_POINTS))]
+
+    def values(name: str) -> list[float]:
+        return [columns[name].get(row, math.nan) for row in rows]
+
+    has_band = band is not None and bool(columns[band[0]]) and bool(columns[band[1]])
+    return Chart(
+        title,
+        [float(run.table.steps[row]) for row in rows],
+        [
+            Line(
+                says,
+                values(name),
+                low=values(band[0]) if band and has_band and not place else None,
+                high=values(band[1]) if band and has_band and not place else None,
+            )
+            for place, (name, says) in enumerate(drawn)
+        ],
+    )
+
+
+def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
+    """Success on held-out tasks: a chart for each environment, with 95% intervals and the two
+    players. `number`: how many tasks an evaluation had that does not say so itself."""
+    charts = []
+    environments = held_out(rows)
+    for environment, points in environments.items():
+        of = f" in {environment}" if len(environments) > 1 else ""
+        charts.append(_evaluated(f"Success on held-out tasks{of}", points, number))
+    return charts
+
+
+def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float) -> Chart:
+    x = [step for step, _ in points]
+    lines = []
+    for name, rates in (
+        ("greedy", [one.success_greedy for _, one in points]),
+        ("sampled", [one.success_sampled for _, one in points]),
+    ):
+        if any(rate is not None for rate in rates):
+            ends = [
+                wilson_interval(rate, one.n or number)
+                if rate is not None and (one.n or number)
+                else (math.nan, math.nan)
+                for rate, (_, one) in zip(rates, points, strict=True)
+            ]
+            is_first = not lines  # two bands over each other say nothing
+            lines.append(
+                Line(
+                    name,
+                    [math.nan if rate is None else rate for rate in rates],
+                    low=[low for low, _ in ends] if is_first else None,
+                    high=[high for _, high in ends] if is_first else None,
+                )
+            )
+    for name, color, level in (
+        ("random player", 7, points[-1][1].random),
+        ("optimal player", 2, points[-1][1].optimal),
+    ):
+        if level is not None:
+            lines.append(Line(name, [level] * len(x), color=color))
+    return Chart(title, x, lines, share=True)

@@ -1,0 +1,331 @@
+"""What a report says: pure functions from a run's records to the plain data of report.html.
+
+Everything is text until the template escapes it; numbers are written here where their place is a
+cell of a table.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentevo.console import format_duration
+from agentevo.credentials import without_passwords
+from agentevo.observability import run_now
+from agentevo.observability.curves import held_out, wilson_interval
+from agentevo.observability.metrics import (
+    Evaluation,
+    MetricsRow,
+    not_comparable,
+    read_evaluations,
+)
+from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.report_charts import report_charts
+from agentevo.observability.signs import Signs, told_warnings
+from agentevo.observability.still_attempt import StillAttempt
+from agentevo.pages.drawing import timeline
+from agentevo.pages.still import CHARTS, render_still
+
+SHOWN_WARNINGS = 50
+Table = tuple[list[str], list[list[str]]]
+"""Header and rows."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The rows of a run, as columns."""
+
+    table: MetricsTable
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.num_rows
+
+
+class Result(NamedTuple):
+    """What changed, on how many tasks, against whom."""
+
+    before: float | None
+    after: float | None
+    random: float | None
+    optimal: float | None
+    words: str
+    caveats: list[str]
+
+
+def columns_of(rows: Sequence[MetricsRow]) -> Numbers:
+    """The same numbers as columns."""
+    table = MetricsTable(Path("metrics.jsonl"))
+    for row in rows:
+        values = {name: value for name, value in row.items() if name not in ("step", "time")}
+        table.add_row(int(row["step"] or 0), row.get("time"), values)
+    return Numbers(table)
+
+
+def report_html(
+    rows: Sequence[MetricsRow],
+    summary: Mapping[str, Any],
+    config_yaml: str,
+    attempts: Sequence[StillAttempt],
+    *,
+    profile: str = "",
+    name: str = "run",
+) -> str:
+    """The whole page."""
+    run = columns_of(rows)
+    segments = run_now.timeline(run)
+    drawn = [
+        (
+            one.start_s,
+            one.lasted_s,
+            one.place,
+            f"step {one.step}: {one.phase}, {one.lasted_s:.1f} s",
+        )
+        for one in segments
+    ]
+    found = _warnings(run, summary)
+    return render_still(
+        "report.html",
+        scripts=CHARTS,
+        name=str(summary.get("name") or name),
+        about=" · ".join(
+            str(summary[key]) for key in ("environment", "model", "recipe") if summary.get(key)
+        ),
+        made_at=time.time(),
+        result=result(rows, summary),
+        facts=facts(rows, summary),
+        warnings=found[:SHOWN_WARNINGS],
+        num_more_warnings=max(0, len(found) - SHOWN_WARNINGS),
+        charts=report_charts(run, rows, summary),
+        evaluations=evaluations(rows),
+        data=rows_of_data(summary),
+        attempts=attempts,
+        timings=timings(rows),
+        timeline=timeline(drawn),
+        shares=run_now.shares(segments),
+        came_in=rollouts(rows),
+        failures=[
+            [kind.replace("_", " "), f"{total:,.0f}"]
+            for kind, _, total in run_now.counts_below(run, "rollout/failed/")
+        ],
+        remote=remote_models(summary),
+        profile=profile,
+        config=without_passwords(config_yaml),
+    )
+
+
+def _warnings(run: Numbers, summary: Mapping[str, Any]) -> Sequence[tuple[int | None, str]]:
+    """Those of the summary; of a run that has none yet those that its numbers give."""
+    if "warnings" in summary:
+        return told_warnings(summary)
+    signs = Signs()
+    signs.observe(run.table)
+    return signs.found[::-1]
+
+
+def _number(value: object, otherwise: float | None = None) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else otherwise
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
+    """The headline. Numbers that the summary lacks are taken from the rows."""
+    scores: Mapping[str, Any] = summary.get("eval") or {}
+    points = next(iter(held_out(rows).values()), [])
+    first = points[0][1] if points else Evaluation(environment="")
+    last = points[-1][1] if points else first
+    before = _number(scores.get("before"), first.success)
+    after = _number(scores.get("after"), last.success)
+    random = _number(scores.get("random"), last.random)
+    optimal = _number(scores.get("optimal"), last.optimal)
+    cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n"), last.n)
+    if before is None or after is None:
+        return Result(before, after, random, optimal, "", [])
+    low, high = wilson_interval(after, number) if number else (after, after)
+    tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
+    what = "supervised fine-tuning" if summary.get("command") == "sft" else "RL"
+    words = [
+        f"success on {tasks} before and after {what}"
+        + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")
+    ]
+    words += [f"before the cold start it was {cold:.0%}"] if cold is not None else []
+    words += [f"a random player reaches {random:.0%}"] if random is not None else []
+    words += [f"an optimal player {optimal:.0%}"] if optimal is not None else []
+    caveats = [not_comparable([first], [last])]
+    if random is not None and low <= random:
+        caveats.append("The result can't be told from random play.")
+    return Result(before, after, random, optimal, "; ".join(words), list(filter(None, caveats)))
+
+
+def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(label, value, unit) of what it took."""
+    tokens: Mapping[str, Any] = summary.get("tokens") or {}
+    best: Mapping[str, Any] = summary.get("best") or {}
+    wall, best_value = _number(summary.get("wall_s")), _number(best.get("value"))
+    steps = summary.get("steps", max((row["step"] or 0 for row in rows), default=0))
+    label = "optimizer steps" if summary.get("command") == "sft" else "RL steps"
+    told = [
+        (label, f"{steps}"),
+        ("wall time", "" if wall is None else format_duration(wall)),
+        ("tokens generated", f"{tokens['generated']:,}" if "generated" in tokens else ""),
+        ("tokens trained on", f"{tokens['trained']:,}" if "trained" in tokens else ""),
+        ("best evaluation", _best(best_value, best, summary)),
+    ]
+    return [(label, value, "") for label, value in told if value]
+
+
+def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """A success rate; of a run without an environment the held-out loss, below 0 so that the best
+    is the highest."""
+    if value is None:
+        return ""
+    loss = summary.get("command") == "sft" and not summary.get("environment")
+    return f"{f'loss {-value:.3f}' if loss else f'{value:.0%}'} at step {best.get('step')}"
+
+
+def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
+    """What became of the rows of `agentevo sft`, and how well the held-out conversations are
+    foretold."""
+    kinds: Mapping[str, Any] = summary.get("data") or {}
+    if not kinds:
+        return []
+    body = [[kind, "used", str(counts["used"]), ""] for kind, counts in kinds.items()]
+    body += [
+        [kind, reason.replace("_", " "), str(left_out["count"]), ", ".join(left_out["first"])]
+        for kind, counts in kinds.items()
+        for reason, left_out in counts["left_out"].items()
+    ]
+    tables: list[Table] = [(["data", "what became of them", "rows", "the first"], body)]
+    held: Mapping[str, Any] = summary.get("held_out") or {}
+    if held.get("after"):
+        measured = [
+            [when, *(f"{held[when][key]:.4g}" for key in held[when])]
+            for when in ("before", "after")
+            if held.get(when)
+        ]
+        header = [
+            f"{held['conversations']} held-out conversations",
+            *(key.replace("_", " ") for key in held["after"]),
+        ]
+        tables.append((header, measured))
+    return tables
+
+
+def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(environment, header, rows): each evaluation of the agent, with the players that give its
+    numbers a meaning."""
+    tables = []
+    for environment, points in held_out(rows).items():
+        measured = [
+            (row["step"] or 0, one)
+            for row in rows
+            for one in read_evaluations(row)
+            if one.environment == environment
+        ]
+        some_failed = any(one.failed_greedy or one.failed_sampled for _, one in measured)
+        columns = 8 if some_failed else 7
+        body = [
+            [
+                f"{step:.0f}" if (step, one) in points else "before the cold start",
+                _percent(one.success_greedy),
+                _percent(one.success_sampled),
+                "" if one.reward_greedy is None else f"{one.reward_greedy:.3f}",
+                "" if one.reward_sampled is None else f"{one.reward_sampled:.3f}",
+                _percent(one.random),
+                _percent(one.optimal),
+                _percent(max(one.failed_greedy or 0.0, one.failed_sampled or 0.0)),
+            ][:columns]
+            for step, one in measured
+        ]
+        header = [
+            "step",
+            "agent greedy",
+            "agent sampled",
+            "reward greedy",
+            "reward sampled",
+            "random player",
+            "optimal player",
+            "failed attempts",
+        ][:columns]
+        tables.append((environment, header, body))
+    return tables
+
+
+def timings(rows: Sequence[MetricsRow]) -> Table | None:
+    """Seconds per part of the step: mean and longest over the steps that had it, and its share of
+    the time of all parts."""
+    spent: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("timing_s/") and value:
+                spent.setdefault(key.removeprefix("timing_s/"), []).append(value)
+    if not spent:
+        return None
+    whole = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
+    body = [
+        [
+            name,
+            str(len(values)),
+            f"{statistics.fmean(values):.3f}",
+            f"{max(values):.3f}",
+            format_duration(sum(values)),
+            "" if name == "step" else f"{sum(values) / whole:.1%}",
+        ]
+        for name, values in sorted(spent.items(), key=lambda item: -sum(item[1]))
+    ]
+    return ["part", "times", "mean [s]", "longest [s]", "total", "share"], body
+
+
+def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str] | None:
+    """What each role has asked of each remote model, and what is left of the budgets."""
+    asked: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get("asked") or ()
+    if not asked:
+        return None
+    body = [
+        [
+            row["model"],
+            row["role"],
+            f"{row['answers']:,}",
+            f"{row['from_cache']:,}",
+            f"{row['failed_requests']:,}",
+            f"{row['tokens']:,}",
+            f"{row['cost']:.4g}",
+        ]
+        for row in asked
+    ]
+    header = ["model", "asked by", "answers", "from the cache", "failed requests", "tokens", "cost"]
+    budgets: Mapping[str, Any] = summary["remote_models"].get("budget_left") or {}
+    left = [
+        f"{name}: " + ", ".join(f"{value:,.4g} {what}" for what, value in budget.items())
+        for name, budget in budgets.items()
+    ]
+    return header, body, "; ".join(left)
+
+
+def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]]] | None:
+    """How many trajectories came in over the whole run, and why some were not trained on."""
+    total = sum(row.get("rollout/in") or 0.0 for row in rows)
+    if not total:
+        return None
+    reasons: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("rollout/dropped/"):
+                reason = key.removeprefix("rollout/dropped/")
+                reasons[reason] = reasons.get(reason, 0.0) + (value or 0.0)
+    dropped = sorted(((count, reason) for reason, count in reasons.items() if count), reverse=True)
+    trained = total - sum(count for count, _ in dropped)
+    body = [["trained on", f"{trained:,.0f}", f"{trained / total:.1%}"]]
+    body += [
+        [f"dropped: {reason.replace('_', '-')}", f"{count:,.0f}", f"{count / total:.1%}"]
+        for count, reason in dropped
+    ]
+    return f"{total:,.0f}", ["what became of them", "number", "share"], body

@@ -1,0 +1,88 @@
+"""One attempt for a page that is a file: everything that the dashboard's page of it has, cut where
+a browser would become slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from agentevo.observability.attempt_tokens import Tokens, Training, tokens_part
+from agentevo.observability.attempt_view import (
+    CallRow,
+    Part,
+    Said,
+    Verdict,
+    part_of,
+    remote_part,
+    timeline,
+    verdicts,
+)
+from agentevo.observability.trajectory_view import MOST_FILES, Decode, outcome
+from agentevo.store.calls import StoredCall
+from agentevo.types import RemoteTurn, Trajectory
+
+SHOWN_TOKENS = 3_000
+"""Drawn tokens of one attempt that a page shows."""
+SHOWN_TURNS = 200
+SHOWN_REWARDS = 60
+
+
+class ShownTokens(NamedTuple):
+    """Tokens, and how many more there are."""
+
+    found: Tokens
+    rest: int
+
+
+class StillAttempt(NamedTuple):
+    """What still_components.html shows of an attempt."""
+
+    caption: str
+    anchor: str
+    """What the ids of its turns begin with, so that a page may have several attempts."""
+    one: Trajectory
+    outcome: str
+    part: Part
+    tokens: ShownTokens
+    can_decode: bool
+    remote: list[tuple[RemoteTurn, list[Said]]]
+    verdicts: list[Verdict]
+    timeline: list[CallRow]
+    num_calls: int
+    turn_rewards: list[tuple[int, float]]
+    files: list[tuple[str, int]]
+
+
+def still_attempt(
+    trajectory: Trajectory,
+    calls: Sequence[StoredCall] = (),
+    decode: Decode | None = None,
+    *,
+    caption: str = "",
+    anchor: str = "",
+) -> StillAttempt:
+    """`calls`: those that were recorded of it. Without `decode` tokens are shown as ids."""
+    found = tokens_part(
+        trajectory,
+        None if decode is None else lambda ids: "".join(map(decode, ids)),
+        Training(None, None, None),
+        most=SHOWN_TOKENS,
+    )
+    shown = sum(len(block.tokens) for block in found.blocks)
+    return StillAttempt(
+        caption=caption,
+        anchor=anchor,
+        one=trajectory,
+        outcome=outcome(trajectory),
+        part=part_of(trajectory, calls, most=SHOWN_TURNS),
+        tokens=ShownTokens(found, trajectory.num_completion_tokens() - shown),
+        can_decode=decode is not None,
+        remote=remote_part(trajectory.remote_turns),
+        verdicts=verdicts(calls),
+        timeline=timeline(calls),
+        num_calls=len(calls),
+        turn_rewards=[(turn.index, turn.reward) for turn in trajectory.turns if turn.reward][
+            :SHOWN_REWARDS
+        ],
+        files=[(path, len(data)) for path, data in list(trajectory.files.items())[:MOST_FILES]],
+    )
