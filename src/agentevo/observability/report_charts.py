@@ -157,7 +157,7 @@ def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
 
 def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float) -> Chart:
     x = [step for step, _ in points]
-    lines = []
+    lines: list[Line] = []
     for name, rates in (
         ("greedy", [one.success_greedy for _, one in points]),
         ("sampled", [one.success_sampled for _, one in points]),
