@@ -158,7 +158,7 @@ def test_the_work_of_a_run_is_counted_and_its_failures_lead_to_their_attempts(
     runs_folder: Path, get: Any, tmp_path: Path
 ) -> None:
     text = get("/runs/lake/work", runs_folder, headers={"hx-request": "true"}).text
-    assert "Trained on" in text and "state=committed" in text
+    assert "Dropped" in text and "state=dropped" in text
     assert get("/runs/lake/work", runs_folder).status_code == 404
     shutil.copytree(runs_folder, tmp_path / "copy")
     with (tmp_path / "copy" / "lake" / "metrics.jsonl").open("a") as log:

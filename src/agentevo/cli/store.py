@@ -39,11 +39,19 @@ def _with_store(
     wait_s: float | None,
     *,
     create: bool = False,
+    read_only: bool = False,
 ) -> T:
     from agentevo.runs.folder import run_store_url, use_store
 
     url = refuse_password(target) if "://" in target else run_store_url(Path(target))
-    return use_store(url, work, create=create, timeout_s=STORE_TIMEOUT_S, wait_s=wait_s)
+    return use_store(
+        url,
+        work,
+        create=create,
+        timeout_s=STORE_TIMEOUT_S,
+        wait_s=wait_s,
+        read_only=read_only,
+    )
 
 
 @stores.command("stats")
@@ -54,9 +62,21 @@ def store_stats(target: StoreOf, wait: Wait = None) -> None:
         counts = await store.counts() | {"calls": await store.num_calls()}
         return counts, await store.size_bytes()
 
-    counts, size = _with_store(target, work, wait)
+    counts, size = _with_store(target, work, wait, read_only=True)
     print_table((name, f"{count:,}") for name, count in counts.items() if count or "/" not in name)
     print_table([("size", f"{size / 1e6:,.1f} MB")])
+
+
+@stores.command("migrate")
+def store_migrate(target: StoreOf, wait: Wait = None) -> None:
+    """Bring a store of an older AgentEvo to this version's schema, whole or not at all. Training
+    does so by itself; what only reads a store, such as `agentevo ui`, does not."""
+
+    async def work(store: Store) -> int:
+        return (await store.counts())["steps"]
+
+    steps = _with_store(target, work, wait)
+    print(f"the store has this version's schema: {steps:,} step{'s' * (steps != 1)}")
 
 
 @stores.command("gc")
@@ -110,7 +130,7 @@ def store_export(
     file."""
     from agentevo.store import export_store
 
-    count = _with_store(target, lambda store: export_store(store, out), wait)
+    count = _with_store(target, lambda store: export_store(store, out), wait, read_only=True)
     print(f"{count:,} row{'s' * (count != 1)} written to {out}")
 
 

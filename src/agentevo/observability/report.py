@@ -143,7 +143,7 @@ async def _read_samples(
     if url is None and not (run_dir / "store.sqlite").is_file():
         return [], {}
     async with await open_store(
-        url or f"sqlite:///{run_dir / 'store.sqlite'}", create=False
+        url or f"sqlite:///{run_dir / 'store.sqlite'}", read_only=True
     ) as store:
         chosen = await sample_trajectories(store)
         calls = {

@@ -136,9 +136,9 @@ def command_of(folder: Path) -> str | None:
 def read_store(
     path: Path, work: Callable[[Store], Awaitable[T]], *, wait_s: float | None = None
 ) -> T:
-    """Runs `work` on the run's store, see `use_store`. Raises `ConfigError` if there is no run,
-    `StoreError` if no store."""
-    return use_store(run_store_url(path), work, wait_s=wait_s)
+    """Runs `work`, which only reads, on the run's store, see `use_store`. Raises `ConfigError` if
+    there is no run, `StoreError` if no store."""
+    return use_store(run_store_url(path), work, wait_s=wait_s, read_only=True)
 
 
 def run_store_url(path: Path) -> str:
@@ -165,10 +165,11 @@ def use_store(
     create: bool = False,
     timeout_s: float = 60.0,
     wait_s: float | None = None,
+    read_only: bool = False,
 ) -> T:
     """Runs `work` on a store, in an event loop of its own, so also where a loop is running (in a
     notebook). A person waits for it: a database that is away is waited for until `wait_s`, or
-    WAIT_S, is over. `timeout_s` is the deadline of each call."""
+    WAIT_S, is over. `timeout_s` is the deadline of each call. `read_only`: see `open_store`."""
     from agentevo.event_loop import run_coroutine
     from agentevo.runs.store_opening import open_run_store
 
@@ -179,6 +180,7 @@ def use_store(
             timeout_s=timeout_s,
             within_s=WAIT_S if wait_s is None else wait_s,
             remedy="start the database, correct its URL, or wait longer with --wait SECONDS",
+            read_only=read_only,
         ) as store:
             return await work(store)
 

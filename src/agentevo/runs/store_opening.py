@@ -24,10 +24,11 @@ async def open_run_store(
     create: bool = True,
     remedy: str = "start the database, or correct store.url",
     tell: Callable[[str], None] = to_stderr,
+    read_only: bool = False,
 ) -> Store:
     """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for
     a database that is away, and says so. Raises StoreUnavailableError, with the remedy, after
-    `within_s`, or OPENING_S. `create` is that of `open_store`."""
+    `within_s`, or OPENING_S. `create` and `read_only` are those of `open_store`."""
     within_s = OPENING_S if within_s is None else within_s
     ends = time.monotonic() + within_s
 
@@ -36,9 +37,9 @@ async def open_run_store(
         try:
             async with asyncio.timeout(left):
                 return await (
-                    open_store(url, create=create)
+                    open_store(url, create=create, read_only=read_only)
                     if timeout_s is None
-                    else open_store(url, create=create, timeout_s=timeout_s)
+                    else open_store(url, create=create, timeout_s=timeout_s, read_only=read_only)
                 )
         except TimeoutError as error:
             if isinstance(error, DeadlineExceededError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import UnusableStoreError
 from agentevo.store.mongo_calls import CALL_INDEXES
+from agentevo.store.store import older_schema
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
@@ -37,10 +38,16 @@ _NAMESPACE_EXISTS = 48
 
 
 async def check_or_make(
-    client: AsyncMongoClient[Document], database: Any, where: str, *, create: bool
+    client: AsyncMongoClient[Document],
+    database: Any,
+    where: str,
+    *,
+    create: bool,
+    read_only: bool = False,
 ) -> None:
     """Leaves a store of this version. Raises StoreError, with all as it was, for a server without
-    transactions, a newer version, something else, and for nothing unless `create`."""
+    transactions, a newer version, something else, and for nothing unless `create`; with
+    `read_only` for an older version too."""
     from pymongo.errors import OperationFailure
 
     hello = await client.admin.command("hello")
@@ -59,6 +66,8 @@ async def check_or_make(
                 f"this knows up to {SCHEMA_VERSION}: upgrade "
                 "with pip install -U agentevo; it was left as it is"
             )
+        if read_only and known["version"] < SCHEMA_VERSION:
+            raise older_schema(where, known["version"])
         if known["version"] < SCHEMA_VERSION:
             await _make_calls(database)
             await database["meta"].update_one(

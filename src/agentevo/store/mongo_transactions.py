@@ -14,7 +14,7 @@ from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableE
 from agentevo.store.clock import Clock, Now
 from agentevo.store.mongo_queries import Document
 from agentevo.store.mongo_rows import Rows
-from agentevo.store.store import AWAY_S, RetryPolicy
+from agentevo.store.store import AWAY_S, RetryPolicy, only_read
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
@@ -23,6 +23,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Work = Callable[[Rows], Awaitable[T]]
 
+READS = frozenset(
+    {
+        "calls",
+        "counts",
+        "last_step",
+        "num_calls",
+        "outstanding",
+        "ready_groups",
+        "size_bytes",
+        "steps",
+        "summaries",
+        "task",
+        "tasks",
+        "trajectories",
+    }
+)
+"""The calls that change nothing, by the names that messages give them."""
 _PAUSE_S = 0.01
 _LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
 _DUPLICATE_KEY = 11000
@@ -39,8 +56,9 @@ class Transactions:
         timeout_s: float,
         retries: RetryPolicy,
         clock: Clock | None,
+        read_only: bool = False,
     ) -> None:
-        self._client = client
+        self._client, self._read_only = client, read_only
         self._database = client[name]
         self.where = f"mongodb {name}"
         self._timeout_s, self._retries, self._clock = timeout_s, retries, clock
@@ -78,6 +96,8 @@ class Transactions:
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """`work` again and again while what goes wrong is passing, until the deadline and for
         AWAY_S at most."""
+        if self._read_only and what not in READS:
+            raise only_read(self.where, what)
         from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
 
         first: float | None = None

@@ -70,6 +70,7 @@ class MongoDBStore(MongoCalls):
         create: bool = True,
         retries: RetryPolicy = RETRIES,
         clock: Clock | None = None,
+        read_only: bool = False,
     ) -> Self:
         """Opens a database. Makes its collections and indexes if need be, unless `create` is false.
 
@@ -100,10 +101,14 @@ class MongoDBStore(MongoCalls):
                 f"{without_password(url)!r} is not the URL of a MongoDB database: {why}; write "
                 "mongodb://HOST/DATABASE, with a password as ${env:NAME}"
             ) from None
-        store = cls(client, name, timeout_s=timeout_s, retries=retries, clock=clock)
+        store = cls(
+            client, name, timeout_s=timeout_s, retries=retries, clock=clock, read_only=read_only
+        )
         try:
             async with store._deadline("open"):
-                await check_or_make(client, store._database, store.where, create=create)
+                await check_or_make(
+                    client, store._database, store.where, create=create, read_only=read_only
+                )
         except BaseException:
             await client.close()
             raise

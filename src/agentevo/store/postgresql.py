@@ -37,7 +37,7 @@ from agentevo.progress import bar
 from agentevo.store.clock import Clock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, stores
+from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, older_schema, only_read, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"
@@ -61,7 +61,14 @@ class PostgreSQLStore(SQLStore):
     `open_store`."""
 
     def __init__(
-        self, url: URL, schema: str, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None
+        self,
+        url: URL,
+        schema: str,
+        *,
+        timeout_s: float,
+        retries: RetryPolicy,
+        clock: Clock | None,
+        read_only: bool = False,
     ) -> None:
         away_s = min(timeout_s, AWAY_S)
         settings = {
@@ -72,7 +79,7 @@ class PostgreSQLStore(SQLStore):
             ),  # in milliseconds: a little before the caller stops waiting
             "idle_in_transaction_session_timeout": str(int(2000 * timeout_s)),
             "application_name": "agentevo",
-        }
+        } | ({"default_transaction_read_only": "on"} if read_only else {})
         engine = create_async_engine(
             url.set(drivername="postgresql+asyncpg"),
             connect_args={"server_settings": settings, "timeout": away_s},
@@ -82,7 +89,7 @@ class PostgreSQLStore(SQLStore):
         )
         super().__init__(url.render_as_string(), timeout_s=timeout_s, retries=retries)
         self._engine, self._clock = engine, clock
-        self.schema = schema
+        self.schema, self._read_only = schema, read_only
         self._is_open = False
 
     @classmethod
@@ -94,21 +101,31 @@ class PostgreSQLStore(SQLStore):
         create: bool = True,
         retries: RetryPolicy = RETRIES,
         clock: Clock | None = None,
+        read_only: bool = False,
     ) -> Self:
         """Opens a schema of a database that exists. Makes schema and tables if need be, unless
         `create` is false.
 
         Raises StoreError for a schema that holds other tables, or those of a newer AgentEvo; it is
-        left as it was.
+        left as it was. `read_only`: every transaction is, and no lock is taken.
         """
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
-        store = cls(address, schema, timeout_s=timeout_s, retries=retries, clock=clock)
+        store = cls(
+            address,
+            schema,
+            timeout_s=timeout_s,
+            retries=retries,
+            clock=clock,
+            read_only=read_only,
+        )
         try:
             await store._run(
                 "open",
-                lambda connection: _check_or_make_schema(connection, store, create=create),
-                write=True,
+                lambda connection: _check_or_make_schema(
+                    connection, store, create=create, read_only=read_only
+                ),
+                write=not read_only,
                 lock="alone",
             )
         except BaseException:
@@ -126,6 +143,8 @@ class PostgreSQLStore(SQLStore):
     ) -> T:
         """Repeats a call while what goes wrong is passing. A call happens whole or not at all, so
         another try is harmless."""
+        if write and self._read_only:
+            raise only_read(self.where, what)
         first: float | None = None
         async with self._deadline(what) as passed:
             while True:
@@ -240,7 +259,7 @@ def _sqlstate(error: BaseException) -> str:
 
 
 async def _check_or_make_schema(
-    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool
+    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool, read_only: bool
 ) -> None:
     query = "SELECT tablename FROM pg_tables WHERE schemaname = :schema"
     names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
@@ -253,6 +272,8 @@ async def _check_or_make_schema(
                 "left as it is"
             )
         where = f"{store.where}: the schema {store.schema!r}"
+        if read_only and version < SCHEMA_VERSION:
+            raise older_schema(store.where, version)
         for migrate in migrations("postgresql", version, where):
             with bar("store: new schema"):
                 await migrate(connection)

@@ -21,8 +21,10 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
+from urllib.parse import quote
 
 from sqlalchemy import CursorResult, Engine, Executable, create_engine, event
 from sqlalchemy.engine import URL, Connection
@@ -30,13 +32,13 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentevo.errors import UnusableStoreError
+from agentevo.errors import StoreUnavailableError, UnusableStoreError
 from agentevo.event_loop import in_thread
 from agentevo.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, stores
+from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, older_schema, only_read, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 APPLICATION_ID = 0x41676576  # "Agev"
@@ -131,11 +133,14 @@ class SQLiteStore(SQLStore):
         timeout_s: float,
         retries: RetryPolicy,
         clock: Clock | None,
+        read_only: bool = False,
     ) -> None:
         """`engine` comes from `_engine`, and the file has been checked."""
         super().__init__(str(path), timeout_s=timeout_s, retries=retries)
-        self.path = path
+        self.path, self._read_only = path, read_only
         self._engine = engine
+        self._is_still = False
+        """Whether the file is read as one that nobody writes to."""
         self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
@@ -149,25 +154,36 @@ class SQLiteStore(SQLStore):
         create: bool = True,
         retries: RetryPolicy = RETRIES,
         clock: Clock | None = None,
+        read_only: bool = False,
     ) -> Self:
         """Opens `sqlite:///PATH`. Makes the file and its folder if need be, unless `create` is
         false.
 
         Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer
-        schema; such a file is left as it was. One of an older schema is migrated.
+        schema; such a file is left as it was. One of an older schema is migrated, unless
+        `read_only`. Then the file is opened with mode=ro; where SQLite can't make what readers of a
+        write-ahead log share, on a medium that can't be written, as one that nobody writes to.
         """
         path = _path_of(url)
         _check_file(path, create=create)
         store = cls(
-            path, _engine(path, timeout_s), timeout_s=timeout_s, retries=retries, clock=clock
+            path,
+            _engine(path, timeout_s, "ro" if read_only else "rwc"),
+            timeout_s=timeout_s,
+            retries=retries,
+            clock=clock,
+            read_only=read_only,
         )
         try:
-            await store._run(
-                "open",
-                lambda connection: _check_or_make_schema(connection, path, create=create),
-                write=True,
-            )
-            await store._use_write_ahead_log()
+            if read_only:
+                await store._look()
+            else:
+                await store._run(
+                    "open",
+                    lambda connection: _check_or_make_schema(connection, path, create=create),
+                    write=True,
+                )
+                await store._use_write_ahead_log()
         except BaseException as error:
             await store.close()
             if _is_no_database(error):
@@ -177,6 +193,29 @@ class SQLiteStore(SQLStore):
                 ) from error
             raise
         return store
+
+    async def _look(self) -> None:
+        """Checks the schema of a file that is only read."""
+        check = partial(_check_schema, path=self.path)
+        try:
+            await self._run("open", check)
+        except StoreUnavailableError:
+            if self._log_bytes():
+                raise
+            self._read_as(still=True)
+            await self._run("open", check)
+
+    def _log_bytes(self) -> int:
+        """The size of the write-ahead log: above 0 while somebody writes."""
+        try:
+            return self.path.with_name(f"{self.path.name}-wal").stat().st_size
+        except OSError:
+            return 0
+
+    def _read_as(self, *, still: bool) -> None:
+        before, self._is_still = self._engine, still
+        self._engine = _engine(self.path, self._timeout_s, "still" if still else "ro")
+        before.dispose()
 
     async def close(self) -> None:
         async with self._deadline("close"):
@@ -188,6 +227,10 @@ class SQLiteStore(SQLStore):
     ) -> T:
         """Runs the whole transaction in one thread. A call that is cancelled, or late, stops the
         statement that is running (see `_engine`), and is not committed afterwards."""
+        if write and self._read_only:
+            raise only_read(str(self.path), what)
+        if self._is_still and self._log_bytes():
+            self._read_as(still=False)  # somebody writes after all
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
@@ -307,14 +350,27 @@ def _is_no_database(error: BaseException) -> bool:
     return getattr(raised, "sqlite_errorname", None) == "SQLITE_NOTADB"
 
 
-def _engine(path: Path, timeout_s: float) -> Engine:
+Mode = Literal["rwc", "ro", "still"]
+"""How a file is opened: to write, to read, to read one that nobody writes to."""
+
+
+def _connected(path: Path, mode: Mode) -> sqlite3.Connection:
+    words = "mode=ro&immutable=1" if mode == "still" else f"mode={mode}"
+    return sqlite3.connect(f"file:{quote(str(path))}?{words}", uri=True, check_same_thread=False)
+
+
+def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     """SQLite's thread gives up by itself, a little before the caller stops waiting for it."""
     busy_ms = int(_PATIENCE * min(timeout_s, AWAY_S) * 1000)
     # No rollback when a connection goes back to the pool: `begin()` has always ended its
     # transaction by then.
     engine = create_engine(
-        URL.create("sqlite", database=str(path)), pool_size=THREADS, pool_reset_on_return=None
+        URL.create("sqlite", database=str(path)),
+        creator=partial(_connected, path, mode),
+        pool_size=THREADS,
+        pool_reset_on_return=None,
     )
+    settings = _SETTINGS if mode == "rwc" else ("query_only=ON",)
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
@@ -324,7 +380,7 @@ def _engine(path: Path, timeout_s: float) -> Engine:
         connection.isolation_level = None  # we say BEGIN ourselves, below
         record.info["limit"] = _Limit(math.inf)
         connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
-        for setting in (f"busy_timeout={busy_ms}", *_SETTINGS):
+        for setting in (f"busy_timeout={busy_ms}", *settings):
             connection.execute(f"PRAGMA {setting}")
 
     @event.listens_for(engine, "begin")
@@ -339,19 +395,40 @@ def _engine(path: Path, timeout_s: float) -> Engine:
     return engine
 
 
-async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, create: bool) -> None:
+async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]:
+    """(application, version). Raises UnusableStoreError for a newer one of ours."""
     application = (await connection.exec_driver_sql("PRAGMA application_id")).scalar_one()
     version = (await connection.exec_driver_sql("PRAGMA user_version")).scalar_one()
+    if application == APPLICATION_ID and version > SCHEMA_VERSION:
+        raise UnusableStoreError(
+            f"{path} has the schema {version} of a newer AgentEvo, this one knows up to "
+            f"{SCHEMA_VERSION}: upgrade with "
+            "pip install -U agentevo; the file was left as it is"
+        )
+    return application, version
+
+
+def _foreign(path: Path) -> UnusableStoreError:
+    return UnusableStoreError(
+        f"{path} is a SQLite database but not an AgentEvo store: give another path; the file "
+        "was left as it is"
+    )
+
+
+async def _check_schema(connection: AsyncConnection, path: Path) -> None:
+    application, version = await _schema_of(connection, path)
+    if application != APPLICATION_ID:
+        raise _foreign(path)
+    if version < SCHEMA_VERSION:
+        raise older_schema(str(path), version)
+
+
+async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, create: bool) -> None:
+    application, version = await _schema_of(connection, path)
     empty = not (
         await connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
     ).scalar_one()
     if application == APPLICATION_ID:
-        if version > SCHEMA_VERSION:
-            raise UnusableStoreError(
-                f"{path} has the schema {version} of a newer AgentEvo, this one knows up to "
-                f"{SCHEMA_VERSION}: upgrade with "
-                "pip install -U agentevo; the file was left as it is"
-            )
         for migrate in migrations("sqlite", version, str(path)):
             with bar("store: new schema"):
                 await migrate(connection)
@@ -360,10 +437,7 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
     if application or version or not empty or not create:
-        raise UnusableStoreError(
-            f"{path} is a SQLite database but not an AgentEvo store: give another path; the file "
-            "was left as it is"
-        )
+        raise _foreign(path)
     await connection.run_sync(metadata.create_all)
     await _tell_the_planner(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")

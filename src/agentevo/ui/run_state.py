@@ -56,7 +56,7 @@ class RunView:
     moment: Moment | None = field(default=None, compare=False)
     """What the run does, or did last, as its process has told it."""
     beat: int = field(default=0, compare=False)
-    """Grows whenever the moment has changed, which makes no new version."""
+    """Grows with each sign of the process, which makes no new version."""
 
     @property
     def key(self) -> str:
@@ -126,8 +126,7 @@ class RunReader:
         changed |= self._read_file("summary.json", self._read_summary)
         before, beat = self._moment, self.view.beat
         self._read_file(NOW, self._read_moment)
-        if before is None or self._moment is None or before.words() != self._moment.words():
-            beat += before is not self._moment
+        beat += before is not self._moment
         seen = replace(self.view, **self._facts(source), is_behind=is_behind)
         version = self.view.version + (changed or seen != self.view)
         self.view = replace(seen, version=version, moment=self._moment, beat=beat)

@@ -83,6 +83,7 @@ class Stores:
                     within_s=OPENING_S,
                     tell=lambda _: None,
                     remedy="start the database, and load this page again",
+                    read_only=True,
                 )
                 opened = self._opened[url] = _Opened(store)
             opened.users += 1

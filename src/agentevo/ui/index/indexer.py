@@ -107,7 +107,11 @@ class Indexer:
         with closing(connect(self.path)) as connection:
             writer = Writer(connection, rewards_of(config))
             async with await open_run_store(
-                self.url, create=False, within_s=AGAIN_S, tell=lambda line: None
+                self.url,
+                create=False,
+                within_s=AGAIN_S,
+                tell=lambda line: None,
+                read_only=True,
             ) as store:
                 follower = Follower(store, connection, writer, _teller(writer))
                 await self._follow(follower, writer, _Rules(writer, config), _inode(self.url))
