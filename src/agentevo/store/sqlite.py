@@ -32,7 +32,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentevo.errors import StoreUnavailableError, UnusableStoreError
+from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.event_loop import in_thread
 from agentevo.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
@@ -78,6 +78,8 @@ _SHARES = {
 """Index -> rows that share its first column, its first two, ..., of a million."""
 _STEPS_BETWEEN_LOOKS = 100_000
 """Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
+_NO_ROOM_FOR_READERS = ("SQLITE_READONLY", "SQLITE_CANTOPEN")
+"""What SQLite says where it can't make the files that readers of a write-ahead log share."""
 _PAUSE_S = 0.02
 _PATIENCE = 0.9
 """Share of a deadline after which SQLite gives up by itself."""
@@ -199,8 +201,8 @@ class SQLiteStore(SQLStore):
         check = partial(_check_schema, path=self.path)
         try:
             await self._run("open", check)
-        except StoreUnavailableError:
-            if self._log_bytes():
+        except StoreError as error:
+            if self._log_bytes() or not _sqlite_name(error).startswith(_NO_ROOM_FOR_READERS):
                 raise
             self._read_as(still=True)
             await self._run("open", check)
@@ -344,10 +346,15 @@ def _check_file(path: Path, *, create: bool) -> None:
         ) from error
 
 
+def _sqlite_name(error: BaseException) -> str:
+    """SQLite's name for what became one of our errors."""
+    raised = getattr(error.__cause__, "orig", None)
+    return str(getattr(raised, "sqlite_errorname", None))
+
+
 def _is_no_database(error: BaseException) -> bool:
     """Whether SQLite says so."""
-    raised = getattr(error.__cause__, "orig", None)
-    return getattr(raised, "sqlite_errorname", None) == "SQLITE_NOTADB"
+    return _sqlite_name(error) == "SQLITE_NOTADB"
 
 
 Mode = Literal["rwc", "ro", "still"]
