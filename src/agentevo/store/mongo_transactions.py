@@ -26,6 +26,7 @@ Work = Callable[[Rows], Awaitable[T]]
 READS = frozenset(
     {
         "calls",
+        "clock",
         "counts",
         "last_step",
         "num_calls",

@@ -59,7 +59,7 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
     stores = Stores(sources)
-    shared = Dashboard(sources, Watcher(sources), stores, access, Indexes(), Works(stores))
+    shared = Dashboard(sources, Watcher(sources, stores), stores, access, Indexes(), Works(stores))
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)

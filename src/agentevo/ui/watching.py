@@ -15,6 +15,8 @@ from contextlib import suppress
 from agentevo.event_loop import in_thread
 from agentevo.ui.run_state import RunReader, RunView
 from agentevo.ui.sources import RunSource, Sources
+from agentevo.ui.store_reader import StoreReader
+from agentevo.ui.stores import Stores
 
 POLL_S = 0.5
 FRESH_S = 0.4
@@ -31,8 +33,8 @@ class UnknownRunError(Exception):
 class Watcher:
     """See the module. Belongs to the dashboard's event loop."""
 
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sources, stores: Stores) -> None:
+        self.sources, self._stores = sources, stores
         self._readers: dict[str, _Watched] = {}
         self._changed = asyncio.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -71,7 +73,9 @@ class Watcher:
     def _watched(self, source: RunSource) -> _Watched:
         watched = self._readers.pop(source.key, None)
         if watched is None or watched.reader.view.source != source:
-            watched = _Watched(RunReader(source))
+            watched = _Watched(
+                StoreReader(source, self._stores) if source.folder is None else RunReader(source)
+            )
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
             if key not in self._viewers:
@@ -144,7 +148,7 @@ def _told(view: RunView) -> tuple[int, int]:
 class _Watched:
     """One run, read by one caller at a time."""
 
-    def __init__(self, reader: RunReader) -> None:
+    def __init__(self, reader: RunReader | StoreReader) -> None:
         self.reader = reader
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
@@ -153,6 +157,9 @@ class _Watched:
         """What is known, not older than FRESH_S."""
         async with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
-                await in_thread(self.reader.read)
+                if isinstance(self.reader, StoreReader):
+                    await self.reader.read()
+                else:
+                    await in_thread(self.reader.read)
                 self._read_at = time.monotonic()
         return self.reader.view

@@ -1,0 +1,126 @@
+"""A run that is known by its store alone, as its committed steps tell it: their metrics, the
+evaluations that were newest then, and the warnings. Reading never raises, see run_state.py.
+
+The store is asked every LOOK_S at most, and then left alone for REST times what that took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import AgentEvoError
+from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.signs import told_warnings
+from agentevo.store import Store
+from agentevo.store.store import StepRecord
+from agentevo.ui.run_state import PIECE_S, RunView, State
+from agentevo.ui.sources import RunSource
+from agentevo.ui.stores import Stores
+
+LOOK_S = 1.0
+REST = 5.0
+PAGE = 50
+"""Records that are read at once: each has its step's whole plan."""
+
+
+class StoreReader:
+    """Reads one store, again and again. One caller at a time; `view` may be read by anybody."""
+
+    def __init__(self, source: RunSource, stores: Stores) -> None:
+        self.view = RunView(source)
+        self._stores = stores
+        self._forget()
+        self._rest_until = float("-inf")
+
+    def _forget(self) -> None:
+        self._table = MetricsTable(Path("metrics.jsonl"))
+        self._last: tuple[int, float] | None = None
+        """(step, when it was committed) of the newest one that is known."""
+        self._warnings: list[str] = []
+        self._evaluated: Mapping[str, Any] = {}
+
+    async def read(self) -> None:
+        """Reads what was committed since, for about PIECE_S at most."""
+        if time.monotonic() < self._rest_until:
+            return
+        began = time.monotonic()
+        problem, state, is_behind = "", self.view.state, False
+        try:
+            async with self._stores.reading(self.view.source) as store:
+                is_behind = await self._read(store)
+                state = await _state(store)
+        except AgentEvoError as error:
+            problem = str(error)
+        took = time.monotonic() - began
+        self._rest_until = began + took + (0.0 if is_behind else max(LOOK_S, REST * took))
+        seen = replace(
+            self.view,
+            state=state,
+            problem=problem,
+            step=self._table.last_step,
+            table=self._table,
+            num_rows=self._table.num_rows,
+            warnings=told_warnings({"warnings": self._warnings}),
+            changed_at=self._last[1] if self._last else None,
+            is_behind=is_behind,
+        )
+        if seen != self.view or not self.view.version:
+            self.view = replace(seen, version=self.view.version + 1)
+
+    async def _read(self, store: Store) -> bool:
+        """Whether there is more."""
+        newest = await store.last_step()
+        if self._last is not None and (newest is None or newest.step < self._last[0]):
+            self._forget()  # the run went back, or another one replaced it
+        if self._last is not None and newest is not None and newest.step == self._last[0]:
+            if newest.committed_at == self._last[1]:
+                return False
+            self._forget()
+        ends = time.monotonic() + PIECE_S
+        while True:
+            after = self._last[0] if self._last else None
+            records = await store.steps(after=after, limit=PAGE)
+            for record in records:
+                self._add(record)
+            if len(records) < PAGE:
+                return False
+            if time.monotonic() > ends:
+                return True
+
+    def _add(self, record: StepRecord) -> None:
+        progress = _mapping(record.record.get("progress"))
+        if self._last is None:
+            self._add_row(0, None, progress.get("before"))
+        self._add_row(record.step, record.committed_at, record.record.get("metrics"))
+        evaluated = _mapping(progress.get("after"))
+        if evaluated != self._evaluated and evaluated != progress.get("before"):
+            self._add_row(record.step, record.committed_at, evaluated)
+        self._evaluated = evaluated
+        said = progress.get("warnings")
+        self._warnings += [str(text) for text in said] if isinstance(said, list) else []
+        self._last = record.step, record.committed_at
+
+    def _add_row(self, step: int, at: float | None, metrics: object) -> None:
+        """Other values than numbers are left out: the record may be anybody's."""
+        numbers = {
+            str(name): None if value is None else float(value)
+            for name, value in _mapping(metrics).items()
+            if value is None or isinstance(value, (int, float))
+        }
+        if numbers:
+            self._table.add_row(step, at, numbers)
+
+
+async def _state(store: Store) -> State:
+    """A store does not say whether its run has an end: it runs, or nobody knows."""
+    async for _ in store.calls(state="running", limit=1):
+        return "running"
+    return "unknown"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
