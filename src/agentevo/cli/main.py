@@ -27,6 +27,7 @@ from agentevo.cli import (
     agent,
     annotating,
     audit,
+    control,
     data,
     doctor,
     evaluation,
@@ -83,6 +84,7 @@ app.command()(results.merge)
 app.command()(results.report)
 app.command()(ui.ui)
 app.command()(top.top)
+app.command()(control.control)
 app.command()(audit.audit)
 app.command()(audit.replay)
 app.command()(doctor.doctor)

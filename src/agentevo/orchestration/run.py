@@ -45,6 +45,7 @@ from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.evaluation import evaluate, reference_players, solved_share
 from agentevo.orchestration.first_attempts import check_first_evaluation, check_first_step
 from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
+from agentevo.orchestration.obeying import asked_through, obey
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress, summary_of
 from agentevo.orchestration.resume import ResumePoint, find_resume_point, replay_steps
@@ -62,6 +63,7 @@ from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import LOG, End, HeadFile, is_given_up
+from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.now_file import NowFile
@@ -177,6 +179,7 @@ async def run_training(
             )
             write_config(config, kind_of(command))
             make_final()
+            run.control = stack.enter_context(asked_through(folder, stop_signals, view))
             if conversations is not None:
                 conversations.write_reports(folder)
             run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))
@@ -220,6 +223,8 @@ class TrainingRun:
         those of a program's own loop."""
         self.parts, self.checkpoints, self.view = parts, checkpoints, view
         self.is_stopped, self.command = is_stopped, command
+        self.control: RunControl | None = None
+        """Through which others ask for something between two steps."""
         apart, sampled = processes is not None or command == "learn", conversations is None
         self.rollouts = make_rollouts(
             parts,
@@ -311,7 +316,10 @@ class TrainingRun:
         self.log.hand_over(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
-                while self.progress.step < self._num_steps and not self.is_stopped():
+                while self.progress.step < self._num_steps:
+                    await obey(self)
+                    if self.is_stopped():
+                        break
                     with self.profiling.step(self.progress.step + 1):
                         committed = copy.deepcopy(self.progress)
                         try:
@@ -497,6 +505,10 @@ class TrainingRun:
     def go_on_from(self, progress: Progress) -> None:
         """That much is committed, all its warnings included."""
         self.progress, self._recorded = progress, len(progress.warnings)
+
+    def stood_still(self, seconds: float) -> None:
+        """So long a pause is no part of `wall_s`."""
+        self._clock += seconds
 
     def wall_s(self) -> float:
         """Seconds of training and evaluation so far, pauses left out."""

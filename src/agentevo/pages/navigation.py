@@ -22,7 +22,7 @@ TABS: tuple[Tab, ...] = (
     Tab("data", "Data", "/data"),
     Tab("annotations", "Annotations", "/annotations"),
     Tab("config", "Configuration", "/config"),
-    Tab("control", "Changes", "/control"),
+    Tab("control", "Control", "/control"),
 )
 
 

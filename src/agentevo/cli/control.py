@@ -1,0 +1,64 @@
+"""The command that asks a run under way for something."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+import uuid
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+from agentevo.cli.arguments import RunDir, seconds
+from agentevo.errors import ConfigError
+
+LOOK_S = 0.1
+
+
+def control(
+    run_dir: RunDir,
+    do: Annotated[
+        str,
+        typer.Argument(
+            metavar="stop|save|pause|resume",
+            help="stop: after the step that it is in, as SIGTERM. save: a checkpoint, after that "
+            "step. pause: stand still after it. resume: go on.",
+        ),
+    ],
+    wait_s: Annotated[
+        float,
+        typer.Option(
+            "--wait", metavar="SECONDS", parser=seconds, help="How long to wait for the answer."
+        ),
+    ] = 10.0,
+) -> None:
+    """Ask a run under way to stop, save, pause or resume, on this machine or on another that shares
+    its folder. It is done between two steps."""
+    from agentevo.runs.control import ACTIONS, answer_to, ask
+    from agentevo.runs.folder import check_run_folder
+    from agentevo.runs.records import CHANGES, add_record
+    from agentevo.ui.asking import session_of
+
+    if do not in ACTIONS:
+        raise ConfigError(f"{do[:40]!r}: a run can {', '.join(ACTIONS)}")
+    folder, id = check_run_folder(run_dir).absolute(), uuid.uuid4().hex
+    session, why = session_of(folder)
+    if session is None:
+        raise ConfigError(f"{run_dir}: {why}")
+    who = "the command line"
+    with suppress(OSError, KeyError):
+        who = getpass.getuser()
+    about = {"at": time.time(), "who": who, "address": socket.gethostname(), "id": id}
+    add_record(folder / CHANGES, {**about, "what": f"{do}: asked"})
+    ask(folder, do, id=id, session=session.id, who=who)
+    ends = time.monotonic() + wait_s
+    while (answer := answer_to(folder, id)) is None:
+        if time.monotonic() >= ends:
+            print(f"asked: {do} is done after the step that the run is in")
+            return
+        time.sleep(LOOK_S)
+    if not answer.is_done:
+        raise ConfigError(f"{run_dir}: {do}: {answer.result}")
+    print(f"{do}: {answer.result}")

@@ -1,0 +1,282 @@
+"""Asking a run that is under way to stop, save, pause or go on, through its folder, so from any
+process and any machine that shares it.
+
+    RUN/control.json       who trains now (a session), whether it is paused, its newest answers
+    RUN/control/ID.json    one request; its trainer deletes it with its answer
+
+A request names the session that it is for, and its id: one that comes late, or was left behind,
+never reaches a later trainer of the same folder, and one that is sent twice is done once. A thread
+of the trainer looks every LOOK_S, so a folder that hangs never holds up training. Every answer is
+added to the run's changes.jsonl as well. What is asked is done between two steps.
+
+Not promised: an answer of a trainer that was killed, or whose folder nobody can write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, Self, TypeVar, get_args
+
+import msgspec
+
+from agentevo.errors import ConfigError
+from agentevo.files import create_atomic, write_atomic
+from agentevo.runs.records import CHANGES, add_record
+
+SESSION, REQUESTS = "control.json", "control"
+LOOK_S = 0.5
+END_S = 3.0
+LARGEST = 100_000
+"""Bytes of a file that are read."""
+MAX_REQUESTS = 100
+"""Of one look."""
+KEPT_ANSWERS = 50
+Action = Literal["stop", "save", "pause", "resume"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+T = TypeVar("T", bound=msgspec.Struct)
+_ID = re.compile(r"[0-9a-zA-Z-]{8,64}")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody asks of a run."""
+
+    id: str
+    do: Action
+    session: str
+    at: float = 0.0
+    who: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request."""
+
+    id: str
+    do: str
+    result: str
+    is_done: bool = True
+    at: float = 0.0
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that trains in a folder, from its first step to its end."""
+
+    id: str
+    host: str = ""
+    process: int = 0
+    started_at: float = 0.0
+    is_paused: bool = False
+    has_ended: bool = False
+    answers: list[Answer] = []
+
+
+def read_session(folder: Path) -> Session | None:
+    """The newest trainer of that folder; None where there is none that can be asked."""
+    return _read(folder / SESSION, Session)
+
+
+def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
+    """Asks the trainer of that session; a request that was made already is made once. Raises
+    ConfigError where it can't be written."""
+    if not _ID.fullmatch(id):
+        raise ConfigError(f"{id[:70]!r} is no id of a request: use letters, digits and -, 8 to 64")
+    request = Request(id=id, do=do, session=session, at=time.time(), who=who)
+    place = folder / REQUESTS
+    try:
+        place.mkdir(exist_ok=True)
+        if place.is_symlink():
+            raise OSError("it is a link")
+        create_atomic(place / f"{id}.json", msgspec.json.encode(request).decode())
+    except OSError as error:
+        raise ConfigError(
+            f"{place} can't be written ({error.strerror or error}), so nothing was asked: make "
+            "room, or make the run's folder writable"
+        ) from error
+
+
+def answer_to(folder: Path, id: str) -> Answer | None:
+    """What became of a request; None as long as it waits."""
+    session = read_session(folder)
+    return next((one for one in session.answers if one.id == id), None) if session else None
+
+
+class RunControl:
+    """The trainer's side; a context manager around its steps. `stop` asks the run to stop as a
+    signal does. The thread calls it; everything else is called between two steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stop: Callable[[], None],
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._folder, self._stop, self._note, self._look_s = folder, stop, note, look_s
+        self._session = Session(
+            id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            started_at=time.time(),
+        )
+        self._lock = threading.Lock()
+        self._saves: list[Request] = []
+        self._pauses: list[Request] = []
+        self._is_pause_asked = False
+        self._seen: set[str] = set()
+        self._answered: set[str] = set()
+        self._over = threading.Event()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._look_on, name="run control", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join(END_S)
+
+    @property
+    def is_pause_asked(self) -> bool:
+        return self._is_pause_asked and not self._over.is_set()
+
+    def take_saves(self) -> list[Request]:
+        """Requests to save, each given once; `answer` them."""
+        with self._lock:
+            taken, self._saves = self._saves, []
+        return taken
+
+    def paused(self, step: int) -> None:
+        """The run stands still from now on, after that step."""
+        with self._lock:
+            asked, self._pauses = self._pauses, []
+            is_new = not self._session.is_paused
+            self._session = msgspec.structs.replace(self._session, is_paused=True)
+        for request in asked:
+            self.answer(request, f"paused after step {step}")
+        if is_new and not asked:
+            self._write()
+
+    def goes_on(self) -> None:
+        """The run does not stand still any more."""
+        with self._lock:
+            self._session = msgspec.structs.replace(self._session, is_paused=False)
+        self._write()
+
+    def answer(self, request: Request, result: str, *, is_done: bool = True) -> None:
+        """Says what became of a request, and deletes it."""
+        one = Answer(id=request.id, do=request.do, result=result, is_done=is_done, at=time.time())
+        with self._lock:
+            answers = [*self._session.answers, one][-KEPT_ANSWERS:]
+            self._session = msgspec.structs.replace(self._session, answers=answers)
+        self._write()
+        self._answered.add(request.id)
+        with suppress(OSError):
+            (self._folder / REQUESTS / f"{request.id}.json").unlink(missing_ok=True)
+        about = {"at": one.at, "who": "the trainer", "address": self._session.host}
+        try:
+            add_record(
+                self._folder / CHANGES,
+                {**about, "id": request.id, "what": f"{request.do}: {result}"},
+            )
+        except ConfigError as error:
+            self._tell(str(error))
+
+    def _look_on(self) -> None:
+        self._write()
+        while not self._over.is_set():
+            self._look()
+            self._over.wait(self._look_s)
+        self._look()  # what was asked meanwhile gets its answer
+        with self._lock:
+            left = [*self._saves, *self._pauses]
+            self._saves, self._pauses = [], []
+            self._session = msgspec.structs.replace(self._session, has_ended=True, is_paused=False)
+        for request in left:
+            self.answer(request, "the run has ended", is_done=False)
+        self._write()
+
+    def _look(self) -> None:
+        try:
+            with os.scandir(self._folder / REQUESTS) as entries:
+                names = [one.name for one in entries if one.name.endswith(".json")]
+        except OSError:
+            return  # nobody has ever asked for anything
+        found: list[Request] = []
+        for name in names[:MAX_REQUESTS]:
+            id = name.removesuffix(".json")
+            if id in self._answered:  # it came a second time
+                with suppress(OSError):
+                    (self._folder / REQUESTS / name).unlink(missing_ok=True)
+            if id in self._seen or not _ID.fullmatch(id):
+                continue
+            request = _read(self._folder / REQUESTS / name, Request)
+            self._seen.add(id)
+            if request is not None and request.id == id:
+                found.append(request)
+        for request in sorted(found, key=lambda one: one.at):
+            self._take(request)
+
+    def _take(self, request: Request) -> None:
+        if request.session != self._session.id:
+            self.answer(request, "too late: that process has ended", is_done=False)
+        elif self._over.is_set():
+            self.answer(request, "the run has ended", is_done=False)
+        elif request.do == "stop":
+            self._stop()
+            self.answer(request, "it stops after this step, or within this evaluation")
+        elif request.do == "resume":
+            was_asked, self._is_pause_asked = self._is_pause_asked, False
+            with self._lock:
+                given_up, self._pauses = self._pauses, []
+            for pause in given_up:
+                self.answer(pause, "it was asked to go on before it stood still", is_done=False)
+            self.answer(request, "it goes on" if was_asked else "it was not paused")
+        elif request.do == "pause":
+            with self._lock:
+                self._pauses.append(request)
+            self._is_pause_asked = True
+        else:
+            with self._lock:
+                self._saves.append(request)
+
+    def _write(self) -> None:
+        with self._lock:
+            try:
+                write_atomic(self._folder / SESSION, msgspec.json.encode(self._session) + b"\n")
+            except OSError as error:
+                problem = f"{self._folder / SESSION} can't be written ({error.strerror or error})"
+            else:
+                return
+        self._tell(f"{problem}: the run goes on, and nobody can ask it for anything")
+
+    def _tell(self, problem: str) -> None:
+        """Once for each problem: a disk that is full is so for long."""
+        if problem != self._problem:
+            self._problem = problem
+            self._note(problem)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """A file of ours; None for one that is gone, damaged, too large, a link, or no file."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags)
+    except OSError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return None
+        try:
+            return msgspec.json.decode(file.read(LARGEST), type=kind)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None

@@ -1,0 +1,25 @@
+"""Whether a run can be asked for something now, and by which session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentevo.runs.control import Session, read_session
+from agentevo.ui.run_state import RunReader
+from agentevo.ui.sources import RunSource
+
+
+def session_of(folder: Path, state: str | None = None) -> tuple[Session | None, str]:
+    """The session of the process that trains there now; None with the reason. `state`: that of the
+    run, where it is known. Reads files."""
+    if state is None:
+        reader = RunReader(RunSource(folder.name, folder.name, folder))
+        reader.read()
+        state = reader.view.state
+    if state != "running":
+        return None, f"nobody trains there now (it is {state}): `--resume` goes on with a run"
+    session = read_session(folder)
+    if session is None or session.has_ended:
+        why = "it still starts, is a command or a group of processes that takes no requests"
+        return None, f"this run can't be asked for anything now: {why}, or is of an older version"
+    return session, ""

@@ -1,0 +1,101 @@
+"""The buttons of a run's page: what they ask reaches the trainer once, after it was confirmed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from dashboard_control import ORIGIN, changing, form_token
+
+from agentevo.runs.control import RunControl, read_session
+from agentevo.runs.lock import only_trainer
+from agentevo.runs.records import CHANGES, read_records
+
+URL = "/runs/lake/control"
+
+
+def form_of(text: str) -> dict[str, str]:
+    return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', text))
+
+
+@pytest.fixture
+def trained(runs_folder: Path, tmp_path: Path) -> Iterator[tuple[Path, RunControl, list[str]]]:
+    """A folder with a run that this process trains, as far as anybody can see."""
+    folder = tmp_path / "lake"
+    shutil.copytree(runs_folder / "lake", folder)
+    (folder / "control.json").unlink(missing_ok=True)
+    (folder / "changes.jsonl").unlink(missing_ok=True)
+    stops: list[str] = []
+    control = RunControl(folder, lambda: stops.append("stop"), look_s=0.01)
+    with only_trainer(folder), control:
+        while read_session(folder) is None:
+            pass
+        yield tmp_path, control, stops
+
+
+def test_a_button_asks_twice_and_reaches_the_trainer_once(
+    trained: tuple[Path, RunControl, list[str]],
+) -> None:
+    folder, _, stops = trained
+
+    async def pressed() -> list[httpx.Response]:
+        async with changing(folder) as client:
+            form = await form_token(client)
+            page = await client.get(URL)
+            session = form_of(page.text)["session"]
+            sent = {"form": form, "do": "stop", "session": session}
+            first = await client.post(URL, data=sent, headers=ORIGIN)
+            assert stops == []
+            sure = form_of(first.text)
+            done = await client.post(URL, data=sure, headers=ORIGIN)
+            again = await client.post(URL, data=sure, headers=ORIGIN)  # a double click
+            async with asyncio.timeout(20.0):
+                while "it stops after this step" not in (await client.get(URL)).text:
+                    await asyncio.sleep(0.05)
+            other = await client.post(URL, data=sent | {"session": "x"}, headers=ORIGIN)
+            wrong = await client.post(URL, data=sent | {"do": "format"}, headers=ORIGIN)
+            return [page, done, again, other, wrong]
+
+    page, *answers = asyncio.run(pressed())
+    assert [one.status_code for one in answers] == [303, 303, 404, 404]
+    assert stops == ["stop"]
+    assert "Save now" in page.text
+    assert "Resume" not in page.text
+    names = [one["what"] for one in read_records(folder / "lake" / CHANGES)]
+    assert names[0] == "stop: asked"
+    assert "stop: it stops after this step, or within this evaluation" in names
+
+
+def test_a_paused_run_says_so_and_offers_to_resume(
+    trained: tuple[Path, RunControl, list[str]],
+) -> None:
+    folder, control, _ = trained
+    control.paused(3)
+
+    async def looked() -> httpx.Response:
+        async with changing(folder) as client:
+            await form_token(client)
+            return await client.get(URL)
+
+    text = asyncio.run(looked()).text
+    assert "Paused." in text
+    assert ">Resume</button>" in text
+    assert ">Pause</button>" not in text
+
+
+def test_a_run_that_nobody_trains_has_no_buttons_and_takes_no_requests(runs_folder: Path) -> None:
+    async def pressed() -> list[httpx.Response]:
+        async with changing(runs_folder) as client:
+            sent = {"form": await form_token(client), "do": "stop"}
+            return [await client.get(URL), await client.post(URL, data=sent, headers=ORIGIN)]
+
+    page, refused = asyncio.run(pressed())
+    assert "nobody trains there now" in page.text
+    assert '<button class="button "' not in page.text
+    assert refused.status_code == 404
+    assert not (runs_folder / "lake" / "control").exists()
