@@ -27,6 +27,7 @@ from agentevo.ui import (
     metrics_page,
     run_page,
     runs_page,
+    start_page,
 )
 from agentevo.ui.access import Access, Guard
 from agentevo.ui.context import Dashboard, NotFoundError, page
@@ -46,6 +47,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     attempt_page.router,
     annotate_page.router,
     control_page.router,
+    start_page.router,
     evaluation_page.router,
     data_page.router,
 )

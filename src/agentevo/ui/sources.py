@@ -93,6 +93,11 @@ class Sources:
             )
 
     @property
+    def folders(self) -> tuple[Path, ...]:
+        """The given folders, absolute."""
+        return tuple(self._roots)
+
+    @property
     def shown(self) -> str:
         """What is shown, in words."""
         return ", ".join([*map(str, self._roots), *map(without_password, self._urls)])

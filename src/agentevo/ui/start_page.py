@@ -1,0 +1,109 @@
+"""`/start`: a recipe, started as a process of its own, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from starlette.responses import Response
+
+from agentevo.config.sources import recipe_names
+from agentevo.errors import ConfigError
+from agentevo.event_loop import in_thread
+from agentevo.runs.folder import is_run_folder
+from agentevo.ui import starting
+from agentevo.ui.changes import WRITE_S, ask_again, changes, see
+from agentevo.ui.context import NotFoundError, dashboard, page, visitor
+
+router = APIRouter()
+
+
+def _root(request: Request) -> Path | None:
+    """The first shown folder that may hold runs."""
+    folders = dashboard(request).sources.folders
+    return next((folder for folder in folders if not is_run_folder(folder)), None)
+
+
+@router.get("/start", response_class=HTMLResponse)
+async def form(request: Request) -> HTMLResponse:
+    """The form, and what was started before."""
+    return await _page(request, {"command": "train", "recipe": "", "overrides": "", "name": ""}, "")
+
+
+async def _page(request: Request, given: dict[str, str], refused: str) -> HTMLResponse:
+    root = _root(request)
+    async with asyncio.timeout(WRITE_S):
+        known = [] if root is None else await in_thread(starting.started, root)
+        alive = await in_thread(lambda: [one for one in known if starting.is_alive(one)])
+    return page(
+        request,
+        "start.html",
+        given=given,
+        refused=refused,
+        status=422 if refused else 200,
+        recipes=recipe_names(),
+        commands=starting.COMMANDS,
+        root=root,
+        started=known,
+        alive={one.id for one in alive},
+    )
+
+
+@router.post("/start")
+async def start(request: Request) -> Response:
+    """Starts it, once it is known that the command would take it and that is confirmed."""
+    change, root = changes(request), _root(request)
+    given = {name: change.get(name) for name in ("command", "recipe", "overrides", "name")}
+    given["recipe"] = change.get("file").strip() or given["recipe"]
+    folders = dashboard(request).sources.folders
+    try:
+        before = None if root is None else await in_thread(starting.read_start, root, change.id)
+        if before is not None:
+            return see(f"/start/{change.id}")  # sent twice
+        wanted = await in_thread(
+            lambda: starting.wanted_from(
+                folders, given["command"], given["recipe"], given["overrides"], given["name"]
+            )
+        )
+        if not change.is_sure:
+            async with asyncio.timeout(starting.CHECK_S + 2 * starting.BUSY_S):
+                await in_thread(starting.check, wanted)
+            text = "This starts `agentevo " + " ".join(wanted.words()) + "`"
+            return ask_again(
+                request, change, f"Start {given['name']}?", text, back="/start", do="Start it"
+            )
+        assert root is not None
+        who = change.visitor
+        async with asyncio.timeout(WRITE_S):
+            id = await in_thread(
+                lambda: starting.start(root, wanted, id=change.id, who=who.who, address=who.address)
+            )
+    except ConfigError as error:
+        return await _page(request, given, str(error))
+    return see(f"/start/{id}")
+
+
+@router.get("/start/{id}", response_class=HTMLResponse)
+async def started(request: Request, id: str) -> HTMLResponse:
+    """What one of them prints."""
+    root = _root(request)
+    one = None if root is None else await in_thread(starting.read_start, root, id)
+    if root is None or one is None:
+        raise NotFoundError("Nothing of that name was started here.")
+    if not visitor(request).may_change:
+        raise NotFoundError("What a command printed is for whoever may start one.")
+    runs = await in_thread(dashboard(request).sources.runs)
+    key = next(
+        (run.key for run in runs.values() if run.folder and str(run.folder) == one.wanted.run_dir),
+        None,
+    )
+    return page(
+        request,
+        "started.html",
+        one=one,
+        key=key,
+        is_alive=await in_thread(starting.is_alive, one),
+        log=await in_thread(starting.log_of, root, id),
+    )
