@@ -306,7 +306,7 @@ def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
     root = Path(tempfile.mkdtemp(dir=folder))
     words = ["train", "frozen_lake", f"run.dir={root}/lake", f"trainer.steps={steps}"]
     words += [f"run.seed={seed}", "evaluation.tasks=8", "tracking.report=false"]
-    words += ["trainer.save_every=1000", "evaluation.every=1000"]
+    words += ["checkpoint.every=1000", "evaluation.every=1000"]
     with contextlib.ExitStack() as stack:
         dashboard, told = None, root / "told"
         if watched:
@@ -318,7 +318,7 @@ def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
             stderr=subprocess.DEVNULL,
         )
         stack.callback(trainer.wait)
-        stack.callback(trainer.kill)
+        stack.callback(ended, trainer)
         first = until_steps(root / "lake" / "metrics.jsonl", 1, trainer, dashboard)
         last = until_steps(root / "lake" / "metrics.jsonl", steps, trainer, dashboard)
         heard = int(told.read_text() or 0) if watched else 0
@@ -332,11 +332,17 @@ def started(stack: contextlib.ExitStack, program: list[str]) -> tuple[psutil.Pop
     """A process that has printed a URL, or `ready`, and is killed at the end."""
     process = psutil.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     stack.callback(process.wait)
-    stack.callback(process.kill)
+    stack.callback(ended, process)
     for line in process.stdout:
         if found := re.search(r"http://\S+|ready", line):
             return process, found.group()
     raise SystemExit(f"{program[2:]} has ended")
+
+
+def ended(process: psutil.Popen) -> None:
+    """Ends it, if it has not yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
 
 
 def until_steps(

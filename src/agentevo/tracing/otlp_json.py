@@ -8,6 +8,7 @@ which readers of such files leave out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from agentevo.tracing.span import Source, Span, Value
 
 _KINDS = {"internal": 1, "server": 2, "client": 3}
 _ERROR = 2
+LONGEST_REMEMBERED = 200
 
 
 def encoded(spans: Sequence[Span], source: Source) -> bytes:
@@ -93,8 +95,24 @@ def _span(span: Span) -> dict[str, Any]:
     return told
 
 
-def _attributes(attributes: Mapping[str, Value]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
+def _attributes(attributes: Mapping[str, Value]) -> list[msgspec.Raw]:
+    encoded = []
+    for key, value in attributes.items():
+        known: Any = tuple(value) if type(value) is list else value
+        size = len(known) if type(known) is str else 0
+        if type(known) is tuple:
+            size = sum(map(len, known))
+        encode = _remembered if size <= LONGEST_REMEMBERED else _encoded
+        encoded.append(encode(key, known))
+    return encoded
+
+
+def _encoded(key: str, value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode({"key": key, "value": _value(value)}))
+
+
+_remembered = lru_cache(8192, typed=True)(_encoded)
+"""Most attributes of a span are those of many others: its run's, its attempt's, its model's."""
 
 
 def _value(value: Value) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Value]
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """See the module. Ids are never 0."""
 
     name: str

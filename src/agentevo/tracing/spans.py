@@ -14,6 +14,7 @@ request named, if that is in the attempt's trace, and else the request's span is
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from agentevo.store.trace_context import AttemptTrace, Place, Said, span_of
@@ -48,6 +49,7 @@ class Spans:
 
     def __init__(self, run: RunFacts, texts: Texts, *, contents: bool) -> None:
         self._run, self._texts, self._contents = run, texts, contents
+        self._attempt = lru_cache(4096)(self._attempt_facts)
 
     def of(
         self,
@@ -125,19 +127,23 @@ class Spans:
         return f"{kind} {call.name}".strip(), "internal", {}
 
     def _identity(self, call: Call) -> dict[str, Value]:
+        own = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
+        return self._attempt(call.trajectory_id) | own
+
+    def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
+        """What all spans of a trajectory have; nobody changes it."""
+        shown = self._texts.shown(trajectory_id)
         attributes: dict[str, Value] = {
             names.RUN_NAME: self._run.name,
             names.RUN_ID: self._run.id,
-            names.TRAJECTORY_ID: self._texts.shown(call.trajectory_id),
-            names.CONVERSATION_ID: self._texts.shown(call.trajectory_id),
-            names.CALL_ID: call.id,
-            names.STATUS: call.status or "",
+            names.TRAJECTORY_ID: shown,
+            names.CONVERSATION_ID: shown,
         }
-        found = _ATTEMPT.fullmatch(call.trajectory_id)
+        found = _ATTEMPT.fullmatch(trajectory_id)
         if found is not None:
             attributes |= {
                 names.TASK_ID: self._texts.shown(found["task"]),
-                names.GROUP_ID: self._texts.shown(call.trajectory_id.rpartition("#")[0]),
+                names.GROUP_ID: self._texts.shown(trajectory_id.rpartition("#")[0]),
                 names.LABEL: found["label"],
                 names.STEP: int(found["step"]),
                 names.ATTEMPT: int(found["number"]),
@@ -146,7 +152,7 @@ class Spans:
 
     def _facts(self, call: Call) -> dict[str, Value]:
         """What the call noted that the conventions have no name for."""
-        told = {*_COUNTS, *_TOOL_CONTENTS, "reason" if call.kind == "scorer" else ""}
+        told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
         return {
             names.OWN + name: self._texts.shown(value) if isinstance(value, str) else value
             for name, value in call.attributes.items()
@@ -200,6 +206,8 @@ _TOOL_CONTENTS = {
     "result": names.TOOL_RESULT,
     "output": names.TOOL_RESULT,
 }
+_TOLD = frozenset({*_COUNTS, *_TOOL_CONTENTS})
+_TOLD_OF_SCORER = _TOLD | {"reason"}
 
 
 def attempt_of(trajectory_id: str) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from agentevo.types import Message, ToolCall
 HIDDEN = "***"
 SHORTEST_SECRET = 8
 """Characters: shorter values are words of any text."""
+REMEMBERED, LONGEST_REMEMBERED = 1024, 4096
+"""Texts of which it is remembered what they are without secrets; their length in characters."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:key|apikey|token|secret|password|passwd|pwd|pat|credentials?|headers)(?:_|$)"
 )
@@ -48,30 +50,38 @@ class Texts:
         }
         whole = sorted(values, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, whole))) if whole else None
+        # Names, and the messages that every turn of an attempt has again.
+        self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
 
     def shown(self, text: str, longest: int | None = None) -> str:
         """The text without credentials, storable, and shortened in its middle."""
         longest = self.longest if longest is None else longest
         # What is cut is looked at first, so that half a secret is none that is left.
         text = shortened(text, longest + 2 * LONGEST_SECRET)
+        short = len(text) <= LONGEST_REMEMBERED
+        text = self._remembered(text) if short else self._without_secrets(text)
+        return storable(shortened(text, longest), longest)
+
+    def _without_secrets(self, text: str) -> str:
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
-        text = _SECRET.sub(HIDDEN, without_passwords(text))
-        return storable(shortened(text, longest), longest)
+        return _SECRET.sub(HIDDEN, without_passwords(text))
 
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
         """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
         newest messages are kept, and of a long message head and tail."""
-        left, told = self.longest, list[dict[str, Any]]()
+        left, told = self.longest, list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):
             if left <= _MARGIN:
-                told.append(_note(f"{number + 1} earlier messages are left out"))
+                note = _note(f"{number + 1} earlier messages are left out")
+                told.append(msgspec.Raw(msgspec.json.encode(note)))
                 break
             one = self._message(messages[number], left)
             if finish_reasons:
                 one["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
-            told.append(one)
-            left -= len(msgspec.json.encode(one))
+            encoded = msgspec.json.encode(one)
+            told.append(msgspec.Raw(encoded))
+            left -= len(encoded)
         return msgspec.json.encode(told[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:

@@ -161,7 +161,8 @@ class Tracer:
 
     def _export(self, calls: Sequence[RunningCall]) -> None:
         spans = [span for call in calls if (span := self._span(call)) is not None]
-        for piece in _pieces(spans):
+        has_texts = self.contents or self.token2text
+        for piece in _pieces(spans) if has_texts else [spans] if spans else []:
             if any(self._is_exported(piece) for _ in range(TRIES)):
                 self.exported += len(piece)
             else:
