@@ -21,7 +21,7 @@ def test_the_list_shows_the_run_and_what_it_reached(runs_folder: Path, get: Get)
     assert "frozen_lake" in answer.text
 
 
-@pytest.mark.parametrize("page", ["", "/metrics", "/evaluation", "/data", "/config"])
+@pytest.mark.parametrize("page", ["", "/metrics", "/evaluation", "/data", "/processes", "/config"])
 def test_every_page_of_a_run_answers(page: str, runs_folder: Path, get: Get) -> None:
     answer = get(f"/runs/lake{page}", runs_folder)
     assert answer.status_code == 200

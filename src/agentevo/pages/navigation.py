@@ -20,6 +20,7 @@ TABS: tuple[Tab, ...] = (
     Tab("attempts", "Attempts", "/attempts"),
     Tab("evaluation", "Evaluation", "/evaluation"),
     Tab("data", "Data", "/data"),
+    Tab("processes", "Processes", "/processes"),
     Tab("annotations", "Annotations", "/annotations"),
     Tab("config", "Configuration", "/config"),
     Tab("control", "Control", "/control"),

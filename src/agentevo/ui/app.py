@@ -25,6 +25,7 @@ from agentevo.ui import (
     evaluation_page,
     live,
     metrics_page,
+    processes_page,
     run_page,
     runs_page,
     start_page,
@@ -50,6 +51,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     start_page.router,
     evaluation_page.router,
     data_page.router,
+    processes_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"
 

@@ -1,0 +1,152 @@
+"""What the processes of a run leave in its folder: announcements of engines, logs, the newest
+weights. Links are not followed, and only regular files are opened; a name out of a URL is never
+joined to a path before it was found in the folder."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from agentevo.inference.directory import DEAD_S, Announcement
+from agentevo.inference.weight_transport import Latest
+from agentevo.ui.sources import RunSource
+
+MOST_FILES = 1_000
+MOST_JSON = 65_536
+LOG_BYTES = 65_536
+"""Of the end of a log."""
+
+
+class Engine(NamedTuple):
+    """An engine that has announced itself."""
+
+    name: str
+    url: str
+    pid: int
+    started_at: float
+    beaten_at: float
+    """When its heart has beaten last, Unix time."""
+    lives: bool
+
+
+class Log(NamedTuple):
+    """A log of the run."""
+
+    name: str
+    size: int
+    changed_at: float
+
+
+class LogEnd(NamedTuple):
+    """The last bytes of a log."""
+
+    log: Log
+    data: bytes
+    is_cut: bool
+    """Whether there is more before them."""
+
+
+class Weights(NamedTuple):
+    """What the trainer has published last."""
+
+    version: int
+    published_at: float
+    kept: list[int]
+    """Versions that lie in the folder."""
+
+
+def engines(source: RunSource) -> list[Engine]:
+    """By name. A file that no engine has written is left out."""
+    found = []
+    for path, what in _files(source.file("engines"), ".json"):
+        with suppress(OSError, msgspec.MsgspecError):
+            said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
+            lives = abs(time.time() - what.st_mtime) <= DEAD_S
+            found.append(
+                Engine(said.name, said.url, said.pid, said.started_at, what.st_mtime, lives)
+            )
+    return sorted(found, key=lambda one: one.name)
+
+
+def weights(source: RunSource) -> Weights | None:
+    """None where the run has no folder of weights: its one process needs none."""
+    folder = source.file("weights")
+    for path, what in _files(folder, "latest.json"):
+        with suppress(OSError, msgspec.MsgspecError):
+            latest = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Latest)
+            return Weights(latest.version, what.st_mtime, _versions(folder))
+    return None
+
+
+def _versions(folder: Path | None) -> list[int]:
+    names = []
+    if folder is not None:
+        with suppress(OSError), os.scandir(folder) as entries:
+            names = [
+                entry.name.removeprefix("version-")
+                for entry in entries
+                if entry.name.startswith("version-") and entry.is_dir(follow_symlinks=False)
+            ]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def logs(source: RunSource) -> list[Log]:
+    """Of the run's own processes, and the one that a sweep keeps of it."""
+    return [log for _, log in _logs(source)]
+
+
+def log_end(source: RunSource, name: str, *, num_bytes: int = LOG_BYTES) -> LogEnd | None:
+    """None where the run has no log of that name. Reads `num_bytes` at most, however long it
+    is. Raises OSError."""
+    for path, log in _logs(source):
+        if log.name == name:
+            data, size = _end(path, num_bytes)
+            return LogEnd(log._replace(size=size), data, size > len(data))
+    return None
+
+
+def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
+    for path, what in _files(source.file("logs"), ".log"):
+        yield path, Log(path.name, what.st_size, what.st_mtime)
+    if source.sweep is not None and source.folder is not None:
+        # Beside the run: the folder of the sweep is shown as well.
+        own = f"{source.folder.name}.log"
+        for path, what in _files(source.folder.parent / "logs", own):
+            if path.name == own:
+                yield path, Log(f"sweep/{own}", what.st_size, what.st_mtime)
+
+
+def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_result]]:
+    """Regular files of a folder that is no link, by name."""
+    if folder is None:
+        return
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return
+        with os.scandir(folder) as entries:
+            names = sorted(one.name for one in entries if one.name.endswith(ending))[:MOST_FILES]
+    except OSError:
+        return
+    for name in names:
+        with suppress(OSError):
+            what = (folder / name).lstat()
+            if stat.S_ISREG(what.st_mode):
+                yield folder / name, what
+
+
+def _end(path: Path, most: int) -> tuple[bytes, int]:
+    """The last bytes of a regular file, and its size."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        what = os.fstat(handle)
+        if not stat.S_ISREG(what.st_mode):
+            raise OSError(f"{path} is no file")
+        file.seek(max(what.st_size - most, 0))
+        return file.read(most), what.st_size
