@@ -155,6 +155,10 @@ class UnusableStoreError(StoreError, ConfigError):
     damaged."""
 
 
+class NoStoreError(UnusableStoreError):
+    """There is no store yet where one was to be opened and none made."""
+
+
 class StoreUnavailableError(StoreError):
     """The database can't be reached now; the call may have happened or not, and repeating it is
     harmless."""

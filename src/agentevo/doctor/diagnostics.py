@@ -18,6 +18,7 @@ from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
 from agentevo.doctor.services import check_services, is_refused
+from agentevo.doctor.store_check import check_store_server
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
@@ -33,9 +34,10 @@ from agentevo.types import Task, Trajectory
 
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
-    """Asks the servers that the recipe needs (`services`), and plays the first training task's
-    group under its settings. Raises like `train` for a model that can't be loaded."""
-    services = check_services(config)
+    """Asks the servers that the recipe needs (`services`, `store_check`), and plays the first
+    training task's group under its settings. Raises like `train` for a model that can't be
+    loaded."""
+    services = [*check_services(config), *check_store_server(config)]
     if is_refused(services):
         advice = "mend what is wrong with them first"
         return [*services, Check("attempts", "wrong", "not played without these servers", advice)]

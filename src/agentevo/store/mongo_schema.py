@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from agentevo.errors import UnusableStoreError
+from agentevo.errors import NoStoreError, UnusableStoreError
 from agentevo.store.mongo_calls import CALL_INDEXES
 from agentevo.store.store import older_schema
 
@@ -74,9 +74,9 @@ async def check_or_make(
                 {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
             )
         return
-    if not create:
-        raise UnusableStoreError(f"store {where}: no store in this database: check the URL")
     await _refuse_foreign(database, where)
+    if not create:
+        raise NoStoreError(f"store {where}: no store in this database: check the URL")
     for name, indexes in INDEXES.items():
         for columns in indexes:
             await database[name].create_index([(column, 1) for column in columns])

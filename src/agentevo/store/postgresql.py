@@ -31,7 +31,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from agentevo.credentials import without_password
-from agentevo.errors import UnusableStoreError
+from agentevo.errors import NoStoreError, UnusableStoreError
 from agentevo.extras import load_extra
 from agentevo.progress import bar
 from agentevo.store.clock import Clock, Now
@@ -288,9 +288,7 @@ async def _check_or_make_schema(
             "?schema=NAME; it was left as it is"
         )
     if not create:
-        raise UnusableStoreError(
-            f"{store.where}: no store in the schema {store.schema!r}: check the URL"
-        )
+        raise NoStoreError(f"{store.where}: no store in the schema {store.schema!r}: check the URL")
     await connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {store.schema}"))
     await connection.run_sync(metadata.create_all)
     await connection.execute(text("CREATE TABLE agentevo_store (version integer NOT NULL)"))

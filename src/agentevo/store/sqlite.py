@@ -32,7 +32,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentevo.errors import StoreError, UnusableStoreError
+from agentevo.errors import NoStoreError, StoreError, UnusableStoreError
 from agentevo.event_loop import in_thread
 from agentevo.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
@@ -335,7 +335,7 @@ def _check_file(path: Path, *, create: bool) -> None:
             )
         if not path.exists():
             if not create:
-                raise UnusableStoreError(f"no store at {path}: check the path")
+                raise NoStoreError(f"no store at {path}: check the path")
             path.parent.mkdir(parents=True, exist_ok=True)
             return
         if not os.access(path, os.R_OK):

@@ -1,0 +1,58 @@
+"""Is the database there that a run would write its attempts to (`store.url`)?
+
+A file is no server and is not asked. Nothing is made; a store of an older version gets the schema
+of this one, as it would by a run.
+"""
+
+from __future__ import annotations
+
+import time
+
+from agentevo.config import RunConfig
+from agentevo.credentials import is_same_place, without_password
+from agentevo.doctor.checks import Check
+from agentevo.errors import AgentEvoError, NoStoreError
+from agentevo.event_loop import run_coroutine
+from agentevo.runs.folder import is_run_folder, run_store_url
+from agentevo.runs.shared_store import content_of
+from agentevo.runs.store_opening import open_run_store
+
+ANSWER_S = 30.0
+"""Longest time for a database, which should be there already."""
+TITLE = "store"
+
+
+def check_store_server(config: RunConfig) -> list[Check]:
+    """A check of the recipe's database; none where the store is a file."""
+    url = config.store.url
+    if url is None or url.startswith("sqlite:"):
+        return []
+    return [run_coroutine(_check(config, url))]
+
+
+async def _check(config: RunConfig, url: str) -> Check:
+    began, where = time.monotonic(), without_password(url)
+    try:
+        async with await open_run_store(
+            url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, tell=_nobody
+        ) as store:
+            held = await content_of(store)
+    except NoStoreError:
+        held = ""
+    except AgentEvoError as error:
+        return Check(TITLE, "wrong", f"{where}: {error}")
+    took = time.monotonic() - began
+    if not held:
+        return Check(TITLE, "good", f"{where} answers in {took:.1f} s, and holds no run yet")
+    if is_run_folder(config.run_dir) and is_same_place(run_store_url(config.run_dir), url):
+        return Check(TITLE, "good", f"{where} answers in {took:.1f} s: {held} of this run")
+    return Check(
+        TITLE,
+        "warning",
+        f"{where} holds {held} of another run, so that a new one is refused",
+        "give another ?schema=NAME or database, or resume that run with --resume",
+    )
+
+
+def _nobody(message: str) -> None:
+    """The finding says what is wrong."""
