@@ -56,6 +56,15 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any-machine")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-screenshots",
+        action="store_true",
+        help="tests/ui/test_screenshots.py writes its pictures into docs/images",
+    )
+
+
 VOCABULARY = 97
 WINDOW = 24
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +35,44 @@ def test_a_committed_step_is_on_open_pages_within_two_seconds(
         listed.go("/")
         for one in (now, listed):
             one.page.wait_for_selector(".pulse[data-on=yes]")
-        begun = time.monotonic()
-        add_step(tmp_path / "runs" / "lake", 3, **{"critic/score/mean": 0.777})
-        now.until("document.querySelector('#now').innerText.includes('0.777')")
-        seen_s = time.monotonic() - begun
-        listed.until("document.querySelector('#runs').innerText.includes('3 ')")
+        took_s = []
+        for step in range(3, 8):
+            begun = time.monotonic()
+            add_step(tmp_path / "runs" / "lake", step, **{"critic/score/mean": 0.77 + step / 1000})
+            now.until(f"document.querySelector('#now').innerText.includes('0.77{step}')")
+            took_s.append(time.monotonic() - begun)
+        print(
+            f"median of {len(took_s)}: {statistics.median(took_s):.2f} s, {max(took_s):.2f} at most"
+        )
+        listed.until("document.querySelector('#runs').innerText.includes('7 ')")
         for one in (now, listed):
             one.page.close()
-        assert seen_s < 20, "a quiet machine takes less than 2 s (benchmarks/ui.py measures it)"
+        assert statistics.median(took_s) < 20, (
+            "a quiet machine takes less than 2 s; this one is slow"
+        )
+
+
+def test_a_run_that_begins_later_shows_up_and_is_followed(
+    runs_folder: Path, tmp_path: Path, visit: Visit
+) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with dashboard(folder) as url:
+        visitor = visit(url)
+        page = visitor.go("/")
+        page.wait_for_selector(".pulse[data-on=yes]")
+        assert page.locator("[data-row]").count() == 0
+        (folder / "late").mkdir()
+        shutil.copy(runs_folder / "lake" / "config.yaml", folder / "late" / "config.yaml")
+        page.wait_for_selector("[data-row]")
+        add_step(folder / "late", 7)
+        visitor.until("document.querySelector('#runs').innerText.includes('7 of')")
+        visitor.go("/runs/late")
+        page.wait_for_selector(".pulse[data-on=yes]")
+        assert page.locator("figure.chart").count() == 0
+        add_step(folder / "late", 8, **{"critic/score/mean": 0.5})
+        page.wait_for_selector("#curves figure.chart canvas")
+        page.close()
 
 
 def test_searching_is_in_the_address_and_going_back_keeps_it(shown_url: str, visit: Visit) -> None:

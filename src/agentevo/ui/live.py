@@ -4,6 +4,8 @@
     data: {"run": "coins", "version": 12, "step": 8, "state": "running", "at": 1795473961.2,
            "now": {"words": "sampling, step 9: 37 of 64 attempts", "share": 0.58, "since": ...}}
 
+The key `*` stands for the list of runs: `{"run": "*", "version": 3}` where it has changed.
+
 A page asks for its parts again at a new version, so whatever it shows by its URL (filters, a
 metric) stays. What the run does now is written by the page itself, about once a second. A
 line without meaning comes every BEAT_S, or a client that is gone would never be noticed. A stream
@@ -23,14 +25,14 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from agentevo.pages.text import one_line, shown
 from agentevo.ui.context import dashboard
 from agentevo.ui.run_state import RunView
-from agentevo.ui.watching import Watcher
+from agentevo.ui.watching import LIST, Watcher
 
 BEAT_S = 15.0
 LONGEST_S = 3600.0
 MAX_STREAMS = 200
 LONGEST_WORDS = 160
 LONGEST_REASON = 2000
-MAX_RUNS = 500
+MAX_RUNS = 501
 """Runs of one stream."""
 
 router = APIRouter()
@@ -56,7 +58,10 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
     yield b"retry: 1000\n\n"
     async for view in watcher.news(keys):
         now = time.monotonic()
-        if view is not None:
+        if isinstance(view, int):
+            yield f"event: run\ndata: {json.dumps({'run': LIST, 'version': view})}\n\n".encode()
+            beat = now
+        elif view is not None:
             told = {
                 "run": view.key,
                 "version": view.version,

@@ -184,7 +184,10 @@ class RunReader:
             return "running", False
         if moment is not None and moment.ended == "failed":
             return "failed", False
-        is_complete = self._summary and (planned is None or step >= planned)
+        # The summary counts committed steps; an evaluation that was broken off has rows beyond.
+        done = self._summary.get("steps")
+        done = done if isinstance(done, int) else step
+        is_complete = self._summary and (planned is None or done >= planned)
         if is_complete or (moment is not None and moment.ended == "finished"):
             return "finished", False
         return "interrupted", False

@@ -13,6 +13,7 @@ from agentevo.observability.collapse import SCORE
 from agentevo.observability.metrics import read_evaluations
 from agentevo.ui.context import dashboard, is_part, page, part
 from agentevo.ui.run_state import RunView
+from agentevo.ui.watching import LIST
 
 router = APIRouter()
 
@@ -75,7 +76,7 @@ async def runs(
     news = [row.view.key for row in chosen if row.view.state == "running"] or [
         row.view.key for row in chosen
     ]
-    return page(request, "runs.html", news=news[:MOST_LIVE] or None, **data)
+    return page(request, "runs.html", news=[LIST, *news[:MOST_LIVE]], **data)
 
 
 def row_of(view: RunView) -> Row:

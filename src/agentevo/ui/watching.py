@@ -22,8 +22,16 @@ POLL_S = 0.5
 FRESH_S = 0.4
 FIRST_S = 1.5
 """How long a list waits for runs that are read for the first time."""
+MOST_KEYS = 1000
+"""Runs that one stream follows, those that began later among them."""
 MAX_READERS = 1000
 """Runs that are remembered while nobody looks at them."""
+
+
+LIST = "*"
+"""In place of a run's key: which runs there are. No key has this character."""
+SCAN_REST = 10.0
+"""How often as long as a look for new runs took its task rests."""
 
 
 class UnknownRunError(Exception):
@@ -39,6 +47,8 @@ class Watcher:
         self._changed = asyncio.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._viewers: dict[str, int] = {}
+        self._listed: frozenset[str] = frozenset()
+        self._list_version = 0
         self.is_closed = False
         self.num_streams = 0
 
@@ -56,6 +66,7 @@ class Watcher:
     async def views(self) -> list[RunView]:
         """Of all runs. Those that can't be read within FIRST_S are there without their numbers."""
         runs = await in_thread(self.sources.runs)
+        self._list(runs)
         watched = [self._watched(source) for source in runs.values()]
         tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
         if tasks:
@@ -66,7 +77,9 @@ class Watcher:
         ]
 
     def version(self, key: str) -> int:
-        """Of what is known of a run; 0 where nothing is."""
+        """Of what is known of a run, or of the list of them; 0 where nothing is."""
+        if key == LIST:
+            return self._list_version
         watched = self._readers.get(key)
         return watched.reader.view.version if watched else 0
 
@@ -82,14 +95,30 @@ class Watcher:
                 del self._readers[key]
         return watched
 
-    async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | None]:
-        """What changes of these runs, all that are known first; None at least every POLL_S, so
-        that the listener can see to itself. Ends when the dashboard does."""
+    def _list(self, runs: Iterable[str]) -> bool:
+        """Whether these are other runs than there were."""
+        found = frozenset(runs)
+        if found == self._listed and self._list_version:
+            return False
+        self._listed, self._list_version = found, self._list_version + 1
+        return True
+
+    async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
+        """What changes of these runs, all that are known first; a number, the version of the list
+        of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
+        least every POLL_S, so that the listener can see to itself. Ends when the dashboard does."""
         known: dict[str, tuple[int, int]] = {}
+        keys, had, listed = list(keys), self._listed, -1
         self.num_streams += 1
         self._look(keys, 1)
         try:
             while not self.is_closed:
+                if LIST in keys and listed != self._list_version:
+                    listed = self._list_version
+                    later = sorted(self._listed - had - set(keys))[: max(MOST_KEYS - len(keys), 0)]
+                    self._look(later, 1)
+                    keys += later
+                    yield listed
                 for key in keys:
                     watched = self._readers.get(key)
                     if watched is None:
@@ -113,7 +142,8 @@ class Watcher:
             if viewers > 0:
                 self._viewers[key] = viewers
                 if key not in self._tasks:
-                    self._tasks[key] = asyncio.ensure_future(self._follow(key))
+                    follow = self._follow_list() if key == LIST else self._follow(key)
+                    self._tasks[key] = asyncio.ensure_future(follow)
             else:
                 self._viewers.pop(key, None)
                 task = self._tasks.pop(key, None)
@@ -130,6 +160,15 @@ class Watcher:
                     async with self._changed:
                         self._changed.notify_all()
             await asyncio.sleep(POLL_S)
+
+    async def _follow_list(self) -> None:
+        """Looks for new runs on and on."""
+        while not self.is_closed:
+            began = time.monotonic()
+            if self._list(await in_thread(self.sources.runs)):
+                async with self._changed:
+                    self._changed.notify_all()
+            await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - began)))
 
     async def close(self) -> None:
         """Ends all reading, and every stream of news."""
