@@ -63,7 +63,7 @@ def test_a_verdict_a_note_and_an_edited_reply_are_kept_and_shown(shown: Path) ->
     one = read_annotations(shown / KEY).attempts[name]
     assert (one.verdict, one.note, one.reply) == ("right", "<i>ä</i>", "no")
     assert one.who.startswith("control token ")
-    assert "changed 1 times" in there.text
+    assert "changed 1 time<" in there.text
     assert "<i>ä" not in there.text
     assert html.escape(name) in listed.text
     assert html.escape(name) not in none.text
