@@ -232,12 +232,15 @@ def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int
     }
 
 
-def text_part(trajectory: Trajectory, turn: int, number: int, start: int) -> tuple[str, int]:
-    """MORE characters of a message from `start`, and how many there are behind them. IndexError for
-    a message that is not there."""
+def text_part(
+    trajectory: Trajectory, turn: int, number: int, start: int, *, is_remote: bool = False
+) -> tuple[str, int]:
+    """MORE characters of a message from `start`, and how many there are behind them. `is_remote`:
+    of the turns of remote models. IndexError for a message that is not there."""
     if turn < 0 or number < 0 or start < 0:
         raise IndexError(turn)
-    text = trajectory.turns[turn].messages[number].text
+    turns = trajectory.remote_turns if is_remote else trajectory.turns
+    text = turns[turn].messages[number].text
     return text[start : start + MORE], max(0, len(text) - start - MORE)
 
 

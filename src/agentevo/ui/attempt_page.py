@@ -177,17 +177,26 @@ async def tokens(
 
 @router.get("/runs/{run}/attempt/text", response_class=HTMLResponse)
 async def text(
-    request: Request, run: str, id: str, turn: int, message: int, start: int = 0
+    request: Request,
+    run: str,
+    id: str,
+    turn: int,
+    message: int,
+    start: int = 0,
+    remote: bool = False,
 ) -> HTMLResponse:
-    """More of a long message."""
+    """More of a long message; `remote`: of a remote model's conversation."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
         stored, _ = await load_attempt(request, view, id)
     try:
-        more, rest = attempt_view.text_part(stored.trajectory, turn, message, start)
+        more, rest = attempt_view.text_part(
+            stored.trajectory, turn, message, start, is_remote=remote
+        )
     except IndexError:
         raise NotFoundError(f"Turn {turn} has no message {message}.") from None
-    data = {"turn": turn, "message": message, "start": start + attempt_view.MORE}
+    after = start + attempt_view.MORE
+    data = {"turn": turn, "message": message, "start": after, "remote": remote}
     return part("attempt_text.html", view=view, one=stored.trajectory, text=more, rest=rest, **data)
 
 
