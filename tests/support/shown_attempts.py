@@ -36,6 +36,12 @@ def apart(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         raise errors[0]
 
 
+def attempt_name(number: int) -> str:
+    """The id of one of `many`."""
+    group, member = divmod(number, SIZE)
+    return f"train-{STEP}/g{group}@{STEP}#{member}"
+
+
 def conversation(number: int) -> list[Turn]:
     """Two turns; the second goes on from the first, but every seventh begins anew."""
     length = 4 + number % 9
@@ -76,7 +82,7 @@ def many() -> list[Trajectory]:
         reward = 0.0 if is_failed else ((number * 5) % 7) / 6
         made.append(
             Trajectory(
-                id=f"train-{STEP}/g{group}@{STEP}#{attempt}",
+                id=attempt_name(number),
                 task_id=f"task-{group}",
                 group_id=f"train-{STEP}/g{group}@{STEP}:{('planner', 'player')[group % 2]}",
                 attempt=attempt,

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 from dashboard_visitor import Visitor
-from shown_attempts import NUM_GROUPS, SIZE, STEP, WORD
+from shown_attempts import NUM_GROUPS, SIZE, STEP, WORD, attempt_name
 
 from agentevo.pages.navigation import TABS
 
@@ -23,11 +23,8 @@ FILTERS = ("Split", "Ledger", "Status", "Outcome", "Kind of task", "Agent", "Err
 
 def attempt(number: int, **more: object) -> str:
     """The page of an attempt of `shown_attempts.many`."""
-    group, member = divmod(number, SIZE)
     words = "".join(f"&{name}={value}" for name, value in more.items())
-    return (
-        f"/runs/lake/attempt?id={quote(f'train-{STEP}/g{group}@{STEP}#{member}', safe='')}{words}"
-    )
+    return f"/runs/lake/attempt?id={quote(attempt_name(number), safe='')}{words}"
 
 
 def compared(one: int, other: int) -> str:
