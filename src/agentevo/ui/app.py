@@ -26,6 +26,7 @@ from agentevo.ui import (
     live,
     metrics_page,
     processes_page,
+    results_page,
     run_page,
     runs_page,
     start_page,
@@ -52,6 +53,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     evaluation_page.router,
     data_page.router,
     processes_page.router,
+    results_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"
 

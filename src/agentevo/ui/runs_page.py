@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from agentevo.event_loop import in_thread
 from agentevo.observability.collapse import SCORE
 from agentevo.observability.metrics import read_evaluations
 from agentevo.ui.context import dashboard, is_part, page, part
@@ -25,6 +27,8 @@ SORTS = {
 }
 STATES = ("running", "finished", "interrupted", "failed", "damaged")
 MOST_LIVE = 500
+MOST_SWEEPS = 200
+"""Sweeps and evaluations that are listed."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ async def runs(
         "counts": {name: number for name, number in counts.items() if number},
         "shown": shared.sources.shown,
         "is_cut": shared.sources.is_cut,
+        "sweeps": sweeps_of([row.view for row in rows])[:MOST_SWEEPS],
+        "evaluations": sorted(await in_thread(shared.sources.results))[:MOST_SWEEPS],
     }
     if is_part(request):
         return part("runs_table.html", **data)
@@ -77,6 +83,16 @@ async def runs(
         row.view.key for row in chosen
     ]
     return page(request, "runs.html", news=[LIST, *news[:MOST_LIVE]], **data)
+
+
+def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
+    """(key, name, number of runs) of the sweeps that have some of these runs."""
+    found: dict[str, tuple[str, int]] = {}
+    for view in views:
+        key, folder = view.source.sweep, view.source.folder
+        if key is not None and folder is not None:
+            found[key] = (folder.parent.name, found.get(key, ("", 0))[1] + 1)
+    return sorted((key, name, many) for key, (name, many) in found.items())
 
 
 def row_of(view: RunView) -> Row:

@@ -1,15 +1,16 @@
 """Which runs are shown: those in the folders that were given, and stores by their URL.
 
-A folder is a run's, a sweep's, or one that holds such folders. Links are not followed, and nothing
-outside of the given folders is read: a file of a run that is a link to elsewhere is not there, and
-a store outside has to be given by its URL. What is gone or damaged stays a run with a sentence that
-says so.
+A folder is that of a run, a sweep or an `agentevo eval`, or one that holds such folders. Links are
+not followed, and nothing outside of the given folders is read: a file of a run that is a link to
+elsewhere is not there, and a store outside has to be given by its URL. What is gone or damaged
+stays a run with a sentence that says so.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ MAX_RUNS = 5_000
 SCAN_S = 2.0
 """How old the list of runs may be."""
 NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
+RESULTS_FILE = "eval.json"
+"""Whatever `agentevo eval --out` makes has it first."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SQLITE = "sqlite:///"
 
@@ -78,6 +81,8 @@ class Sources:
                 raise ConfigError(f"{word[:60]!r} {problem}")
             self._roots.append(Path(word).expanduser().absolute())
         self._runs: dict[str, RunSource] = {}
+        self._results: dict[str, Path] = {}
+        self._evaluated: dict[str, Path] = {}
         self._scanned_at = -SCAN_S
         self.is_cut = False
         """Whether there are more folders than are looked into."""
@@ -107,6 +112,7 @@ class Sources:
         at disks: on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
             found: dict[str, RunSource] = {}
+            self._evaluated = {}
             for source in self._find():
                 key, number = source.key, 2
                 while key in found:
@@ -119,8 +125,14 @@ class Sources:
                 if len(found) >= MAX_RUNS:
                     self.is_cut = True
                     break
-            self._runs, self._scanned_at = found, time.monotonic()
+            self._runs, self._results = found, self._evaluated
+            self._scanned_at = time.monotonic()
         return self._runs
+
+    def results(self) -> dict[str, Path]:
+        """The folders of evaluations by their key, as `runs` gives the runs."""
+        self.runs()
+        return self._results
 
     def store_url(self, source: RunSource) -> str:
         """The URL of a run's store. Raises ConfigError for one outside of what was given."""
@@ -163,6 +175,14 @@ class Sources:
             sweep = _key(path.rpartition("/")[0]) if is_sweep_folder(folder.parent) else None
             yield RunSource(_key(path or folder.name), folder.name, folder, sweep=sweep or None)
             return
+        if is_results_folder(folder):
+            if len(self._evaluated) < MAX_RUNS:
+                key = own = _key(path or folder.name)
+                number = 2
+                while key in self._evaluated:
+                    key, number = f"{own}-{number}", number + 1
+                self._evaluated[key] = folder
+            return
         if depth == 0:
             return
         try:
@@ -178,6 +198,14 @@ class Sources:
             return
         for name in names:
             yield from self._below(root, folder / name, prefix, depth - 1, left)
+
+
+def is_results_folder(path: Path) -> bool:
+    """Whether an evaluation was begun there; a link is none."""
+    try:
+        return stat.S_ISREG((path / RESULTS_FILE).lstat().st_mode)
+    except OSError:
+        return False
 
 
 def _key(path: str) -> str:

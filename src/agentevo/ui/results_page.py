@@ -1,0 +1,284 @@
+"""The folder of an `agentevo eval`: `/results/{key}`. Models side by side, with what changed
+between two of them, and each task's attempts. Only its own regular files are read, links are
+not."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from threading import Lock
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.errors import ConfigError
+from agentevo.evaluation.estimates import Estimate, paired_difference
+from agentevo.evaluation.results import RESULTS, SETTINGS, SUMMARY, AttemptLine, ResultsFolder
+from agentevo.evaluation.summary import summarise
+from agentevo.event_loop import in_thread
+from agentevo.ui.context import NotFoundError, dashboard, page
+
+router = APIRouter()
+
+MOST_BYTES = 64 << 20
+"""Of the results that are shown one by one: about 300,000 attempts."""
+MOST_FOLDERS = 4
+"""That are kept in memory."""
+PAGE = 50
+MOST_CHANGES = 200
+MOST_MODELS = 16
+
+
+class Results(NamedTuple):
+    """What a folder says."""
+
+    settings: dict[str, Any]
+    models: list[dict[str, Any]]
+    """Accounts as in summary.json."""
+    players: dict[str, float]
+    by_task: dict[str, dict[str, list[AttemptLine]]]
+    """Task -> model -> its attempts."""
+    problem: str = ""
+    """Why there are no results one by one; empty where there are."""
+    is_whole: bool = True
+    """Whether the evaluation has ended."""
+
+
+class TaskLine(NamedTuple):
+    """A task in the list."""
+
+    id: str
+    cells: list[tuple[float | None, int, int]]
+    """(share of successes, completed, attempts) of each model."""
+    spread: float
+    """Between the models."""
+
+
+class Changed(NamedTuple):
+    """Two models at the tasks that both have completed."""
+
+    difference: Estimate | None
+    num_tasks: int
+    better: list[tuple[str, float, float]]
+    worse: list[tuple[str, float, float]]
+
+
+class _Kept:
+    """The folders that were read last, until their files change. May be asked by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._kept: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
+
+    def get(self, folder: Path) -> Results:
+        """Raises ConfigError for what is no folder of results."""
+        signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
+        with self._lock:
+            known = self._kept.get(folder)
+        if known is not None and known[0] == signature:
+            return known[1]
+        found = _read(folder)
+        with self._lock:
+            self._kept[folder] = (signature, found)
+            while len(self._kept) > MOST_FOLDERS:
+                self._kept.popitem(last=False)
+        return found
+
+
+_kept = _Kept()
+
+
+@router.get("/results/{key}", response_class=HTMLResponse)
+async def results(
+    request: Request,
+    key: str,
+    first: str = Query(default="", alias="from"),
+    last: str = Query(default="", alias="to"),
+    task: str = "",
+    q: str = "",
+    at: int = Query(default=0, ge=0, le=1_000_000),
+) -> HTMLResponse:
+    """The evaluation, as a page."""
+    sources = dashboard(request).sources
+    folder = (await in_thread(sources.results)).get(key)
+    if folder is None:
+        raise NotFoundError(f"There is no evaluation {key[:100]} in {sources.shown}.")
+    found = await in_thread(_kept.get, folder)
+    labels = [str(one.get("model", "")) for one in found.models]
+    first = first if first in labels else (labels[0] if labels else "")
+    last = last if last in labels else (labels[-1] if labels else "")
+    base = f"/results/{quote(key, safe='~+=,@')}"
+    return page(
+        request,
+        "results.html",
+        key=key,
+        name=key.replace("~", "/"),
+        found=found,
+        ks=list(found.models[0].get("pass_at", {})) if found.models else [],
+        labels=labels,
+        first=first,
+        last=last,
+        changed=await in_thread(_changed, found, first, last) if first != last else None,
+        tasks=await in_thread(_tasks, found, labels, q[:200].strip()),
+        task=task,
+        lines=found.by_task.get(task, {}),
+        q=q[:200].strip(),
+        at=at,
+        size=PAGE,
+        base=base,
+        link=lambda **changes: _link(base, {"from": first, "to": last, "q": q[:200]}, changes),
+    )
+
+
+def _link(base: str, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    values = {name: value for name, value in {**keys, **changes}.items() if value not in ("", None)}
+    return f"{base}?{urlencode(values)}"
+
+
+def estimate(found: Any) -> Estimate | None:
+    """As summary.json has it; None where it has none, or something else."""
+    if not isinstance(found, dict):
+        return None
+    values = [found.get(name) for name in ("value", "low", "high", "tasks")]
+    if not all(isinstance(one, (int, float)) for one in values):
+        return None
+    value, low, high, tasks = (float(one or 0) for one in values)
+    return Estimate(value, low, high, int(tasks))
+
+
+def _signature(path: Path) -> object:
+    try:
+        what = path.lstat()
+    except OSError:
+        return None
+    return (what.st_ino, what.st_size, what.st_mtime_ns, stat.S_ISREG(what.st_mode))
+
+
+def _read(folder: Path) -> Results:
+    for name in (SETTINGS, RESULTS, SUMMARY):
+        if os.path.lexists(folder / name) and not stat.S_ISREG((folder / name).lstat().st_mode):
+            raise ConfigError(f"{folder / name} is no file: the dashboard follows no links")
+    kept = ResultsFolder(folder)
+    settings, problem = kept.settings(), ""
+    by_task: dict[str, dict[str, list[AttemptLine]]] = {}
+    by_model: dict[str, list[AttemptLine]] = {}
+    size = (folder / RESULTS).stat().st_size if (folder / RESULTS).exists() else 0
+    if size > MOST_BYTES:
+        problem = f"{RESULTS} has {size / 1e6:,.0f} MB: it is too long to be shown task by task"
+    else:
+        for (model, task, _), line in sorted(kept.attempts().items(), key=lambda one: one[0][2]):
+            by_task.setdefault(task, {}).setdefault(model, []).append(line)
+            by_model.setdefault(model, []).append(line)
+    summary = _summary(folder)
+    is_whole = summary is not None
+    if summary is None:
+        named = settings.get("played_models")
+        order = [str(one) for one in named] if isinstance(named, dict) else list(by_model)
+        attempts = settings.get("attempts")
+        whole = attempts if isinstance(attempts, int) and 0 < attempts <= 4096 else 1
+        played = {label: by_model[label] for label in order if label in by_model}
+        summary = summarise(played, whole, {}) if played else {}
+    models = [
+        _shown_model(one)
+        for one in _dicts(summary.get("models"))
+        if isinstance(one.get("model"), str) and isinstance(one.get("pass_at"), dict)
+    ]
+    return Results(
+        settings,
+        models[:MOST_MODELS],
+        {
+            name: float(value)
+            for name, value in _dict(summary.get("players")).items()
+            if isinstance(value, (int, float))
+        },
+        by_task,
+        problem,
+        is_whole,
+    )
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    """None before the end. Raises ConfigError where it is damaged."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / SUMMARY} can't be read ({error}): `agentevo eval --resume` makes it again"
+        ) from error
+    return found if isinstance(found, dict) else None
+
+
+def _shown_model(one: Mapping[str, Any]) -> dict[str, Any]:
+    """An account with estimates in the place of their JSON."""
+
+    def told(found: Any) -> dict[str, Any]:
+        passes = _dict(_dict(found).get("pass_at"))
+        return {
+            "pass_at": {str(k): estimate(v) for k, v in passes.items()},
+            "reward": estimate(_dict(found).get("reward")),
+        }
+
+    parts = [
+        (name, str(value), told(own))
+        for name, values in {
+            **_dict(one.get("by_part")),
+            **{key[3:]: one[key] for key in ("by_source", "by_scorer") if one.get(key)},
+        }.items()
+        if isinstance(values, dict)
+        for value, own in values.items()
+    ]
+    known = {name: one.get(name) for name in ("model", "failed", "attempts", "tokens")}
+    return {**known, **told(one), "parts": parts[:200]}
+
+
+def _share(lines: Sequence[AttemptLine]) -> float | None:
+    done = [line.success for line in lines if line.status == "completed"]
+    return fmean(done) if done else None
+
+
+def _tasks(found: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
+    """Those at which the models differ most stand first."""
+    rows = []
+    for task, models in found.by_task.items():
+        if q and q.lower() not in task.lower():
+            continue
+        cells = []
+        for label in labels:
+            lines = models.get(label, [])
+            completed = sum(line.status == "completed" for line in lines)
+            cells.append((_share(lines), completed, len(lines)))
+        shares = [share for share, _, _ in cells if share is not None]
+        rows.append(TaskLine(task, cells, max(shares) - min(shares) if shares else 0.0))
+    return sorted(rows, key=lambda row: -row.spread)
+
+
+def _changed(found: Results, first: str, last: str) -> Changed:
+    pairs = []
+    for task, models in found.by_task.items():
+        before, after = _share(models.get(first, [])), _share(models.get(last, []))
+        if before is not None and after is not None:
+            pairs.append((task, before, after))
+    moved = sorted(pairs, key=lambda one: -abs(one[2] - one[1]))
+    return Changed(
+        paired_difference([one[1] for one in pairs], [one[2] for one in pairs]),
+        len(pairs),
+        [one for one in moved if one[2] > one[1]],
+        [one for one in moved if one[2] < one[1]],
+    )
