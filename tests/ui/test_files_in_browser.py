@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentevo.cli.main import main
 from agentevo.observability import report_from_run
 from agentevo.runs.folder import token_texts
 
@@ -64,3 +65,21 @@ def test_a_report_reads_well_without_scripts(browser: Any, report: Path) -> None
     assert "weights" in (page.locator("[data-t]").first.get_attribute("title") or "")
     page.context.close()
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_pages_of_attempts_lead_to_each_other(browser: Any, report: Path, tmp_path: Path) -> None:
+    assert main(["trajectories", "html", str(report.parent), "--out", str(tmp_path / "out")]) == 0
+    page, wrong = opened(
+        browser, tmp_path / "out" / "index.html", viewport={"width": 360, "height": 800}
+    )
+    page.locator("td.name a").first.click()
+    page.wait_for_selector(".attempt .message")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    first = page.url
+    page.locator("[rel=next]").click()
+    page.wait_for_url(lambda url: url != first)
+    page.locator("[data-t]:visible").first.hover()
+    assert "log-prob" in page.locator("#token-box").inner_text()
+    page.context.close()
+    assert [url for url in wrong if not url.startswith("file:")] == []

@@ -13,6 +13,7 @@ import typer
 
 from agentevo.cli.arguments import RunDir, Wait, path_word, seconds
 from agentevo.cli.row_account import tell_of_rows
+from agentevo.cli.trajectory_files import html
 from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ MAX_LISTED = 40
 SHORTEST_LOOK_S = 0.1
 
 trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
+trajectories.command("html")(html)
 
 
 @trajectories.command("export")

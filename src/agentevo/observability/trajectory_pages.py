@@ -1,0 +1,150 @@
+"""Attempts as files: `OUT/step_N/trajectory_ID.html`, and `OUT/index.html` that leads to them.
+
+Each page stands alone (pages/still.py) and leads to its neighbours by relative links, so a folder
+works from a disk and from any web server. A page appears whole or not at all, and the index comes
+last. A folder with something else in it is refused; one of an earlier call is renewed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from agentevo.errors import ConfigError
+from agentevo.files import must_write, write_atomic
+from agentevo.observability.attempt_view import MAX_CALLS
+from agentevo.observability.still_attempt import still_attempt
+from agentevo.observability.trajectory_view import Decode
+from agentevo.pages.still import render_still
+from agentevo.store import Store, TrajectorySummary
+
+INDEX = "index.html"
+_STEP = re.compile(r"step_-?\d+")
+_PAGE = re.compile(r"trajectory_.*\.html")
+_PLAIN = re.compile(r"[a-z0-9._-]{1,80}")
+ROOM = "make room there, or give another --out"
+LAST_WRITTEN = 200
+"""Of so many attempts that were written last the step is the last one."""
+
+
+class Chosen(NamedTuple):
+    """The attempts of a step that get a page, and the names of their files."""
+
+    step: int
+    attempts: list[tuple[TrajectorySummary, str]]
+
+
+def page_name(trajectory_id: str) -> str:
+    """The name of its file: an id that no file system could mistake stays as it is, of any other
+    what can stay, with its digest."""
+    if _PLAIN.fullmatch(trajectory_id):
+        return f"trajectory_{trajectory_id}.html"
+    digest = hashlib.sha256(trajectory_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    kept = re.sub(r"[^a-z0-9._-]+", "_", trajectory_id[:400].lower())[:60]
+    return f"trajectory_{kept}-{digest}.html"
+
+
+def check_folder(out: Path, *, overwrite: bool) -> None:
+    """Raises ConfigError where pages must not be written."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise ConfigError(f"--out {out}: is no folder: give another one")
+    entries = list(out.iterdir())
+    links = [entry for entry in entries if entry.is_symlink() and _STEP.fullmatch(entry.name)]
+    if links:
+        raise ConfigError(f"--out {out}: {links[0].name} is a link: give another folder")
+    strange = [
+        entry
+        for entry in entries
+        if not (entry.name == INDEX or (_STEP.fullmatch(entry.name) and entry.is_dir()))
+    ]
+    if strange and not overwrite:
+        raise ConfigError(
+            f"--out {out}: has other things in it, such as {strange[0].name[:100]}: give another "
+            "folder, or --overwrite to write among them"
+        )
+
+
+async def choose(store: Store, *, step: int | None, every: int, per_step: int) -> list[Chosen]:
+    """The attempts of one step, or of every `every`-th and the last one; at most `per_step` of
+    each, half of them held-out ones where it has both. Empty where there are none."""
+    steps = [step] if step is not None else await _steps(store, every)
+    chosen = []
+    for number in steps:
+        train = await store.summaries(step=number, split="train", limit=per_step)
+        held_out = await store.summaries(step=number, split="eval", limit=per_step)
+        if train:
+            held_out = held_out[: max(per_step // 2, per_step - len(train))]
+        found = [*train[: per_step - len(held_out)], *held_out]
+        if found:
+            chosen.append(Chosen(number, [(one, page_name(one.id)) for one in found]))
+    return chosen
+
+
+async def _steps(store: Store, every: int) -> list[int]:
+    first = await store.summaries(limit=1)
+    if not first:
+        return []
+    newest = await store.summaries(newest_first=True, limit=LAST_WRITTEN)
+    last = max(one.step for one in newest)
+    return sorted({*range(first[0].step, last + 1, every), last})
+
+
+async def write_pages(
+    store: Store,
+    chosen: list[Chosen],
+    out: Path,
+    *,
+    run: str,
+    decode: Decode | None,
+    advance: Callable[[], None],
+) -> int:
+    """Writes the pages, then the index, and takes away pages of an earlier call; returns how many
+    pages there are. `advance` is called after each."""
+    written: set[Path] = set()
+    for step, attempts in chosen:
+        folder = out / f"step_{step}"
+        with must_write(folder, ROOM):
+            folder.mkdir(parents=True, exist_ok=True)
+        names = [name for _, name in attempts]
+        for place, (summary, name) in enumerate(attempts):
+            calls = [call async for call in store.calls(trajectory_id=summary.id, limit=MAX_CALLS)]
+            shown = still_attempt(await store.trajectory(summary.id), calls, decode)
+            page = render_still(
+                "trajectory.html",
+                a=shown,
+                of=summary,
+                run=run,
+                step=step,
+                before=names[place - 1] if place else None,
+                after=names[place + 1] if place + 1 < len(names) else None,
+            )
+            with must_write(folder / name, ROOM):
+                write_atomic(folder / name, page)
+            written.add(folder / name)
+            advance()
+    index = render_still(
+        "trajectories.html",
+        run=run,
+        num=len(written),
+        steps=[(one.step, one.attempts) for one in chosen],
+    )
+    with must_write(out / INDEX, ROOM):
+        write_atomic(out / INDEX, index)
+        _remove_older(out, written)
+    return len(written)
+
+
+def _remove_older(out: Path, written: set[Path]) -> None:
+    for folder in out.iterdir():
+        if not _STEP.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        for page in folder.iterdir():
+            if _PAGE.fullmatch(page.name) and page not in written:
+                page.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
