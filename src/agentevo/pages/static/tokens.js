@@ -93,7 +93,7 @@
     } else add("drawn", "greedily");
     if (data.adv) add("advantage", data.adv[at].toFixed(4));
     add("weights", data.ver[at]);
-    add("trained", data.on[at] ? "yes" : "no");
+    if (dialog) add("trained", data.on[at] ? "yes" : "no"); // a file does not know
     add("place", `turn ${data.turn}, ${data.at + at}`);
   }
   stream.addEventListener("pointerover", (event) => tell(event.target.closest("[data-t]")));
