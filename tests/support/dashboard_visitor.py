@@ -32,9 +32,11 @@ SEEN_MS = 20_000
 
 
 @contextmanager
-def dashboard(*words: str | Path) -> Iterator[str]:
-    """The URL, with its token, of a dashboard that runs meanwhile, with indexes of its own."""
+def dashboard(*words: str | Path, control: bool = False) -> Iterator[str]:
+    """The URL, with its token, of a dashboard that runs meanwhile, with indexes of its own; with
+    `control` that of who may change something."""
     command = [sys.executable, "-m", "agentevo", "ui", *map(str, words)]
+    command += ["--control"] if control else []
     cache = tempfile.TemporaryDirectory(prefix="agentevo-index-")
     process = subprocess.Popen(
         command,
@@ -45,10 +47,10 @@ def dashboard(*words: str | Path) -> Iterator[str]:
     )
     try:
         assert process.stdout is not None
-        printed = process.stdout.readline() + process.stdout.readline()
-        found = re.search(r"http://\S+", printed)
+        printed = "".join(process.stdout.readline() for _ in range(4 if control else 2))
+        found = re.findall(r"http://\S+", printed)
         assert found, printed
-        yield found[0]
+        yield found[-1]
     finally:
         process.terminate()
         _, errors = process.communicate(timeout=STARTED_S)

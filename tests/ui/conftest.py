@@ -63,6 +63,7 @@ async def browsing(*words: str | Path, signed_in: bool = True) -> AsyncIterator[
                 assert answer.status_code == 303
             yield client
         finally:
+            await shared.players.close()
             await shared.watcher.close()
             await shared.stores.close()
             await in_thread(shared.indexes.close)

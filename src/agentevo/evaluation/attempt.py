@@ -16,15 +16,16 @@ from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
 from agentevo.orchestration.players import find_agent
 from agentevo.rollout.group import Attempt
+from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.call_log import RunningCall
-from agentevo.types import Message, Task, Trajectory
+from agentevo.types import RemoteTurn, Task, Trajectory, Turn
 
 LONGEST = 4000
 """Characters of a text that are shown: head and tail."""
-_TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
+TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
 """What a call keeps and is worth showing, in this order."""
-_KINDS = ("tool", "environment", "scorer", "process", "sandbox")
+KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 
 
 def _task_to_try(
@@ -55,14 +56,19 @@ def try_attempt(
     """Plays one attempt. Raises ConfigError before anything is played."""
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
-    if text is None or answer is not None:
-        judged = True
+    if judged := is_judged(config, task, asked=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
-    else:
-        judged = not config.rewards and not find_agent(config, None).needs_scorer
     return run_coroutine(
         _played(contestant, config, task, temperature, judged=judged, show=show, note=note)
     )
+
+
+def is_judged(config: RunConfig, task: Task, *, asked: str | None, answer: str | None) -> bool:
+    """Whether something can say what an attempt is worth: at a text that somebody has asked without
+    an answer, only what needs none."""
+    if asked is None or answer is not None:
+        return True
+    return not config.rewards and not find_agent(config, None).needs_scorer
 
 
 async def _played(
@@ -75,19 +81,55 @@ async def _played(
     show: Callable[[str], None],
     note: Callable[[str], None],
 ) -> Trajectory:
+    live: list[LiveAttempt] = []
+
+    def hear(attempt: Attempt) -> Callable[[RunningCall], None]:
+        live.append(LiveAttempt(attempt, show))
+        return live[0].told
+
     async with opened(contestant, config, note) as sampler:
-        group = sampler.group(task, attempts=1, temperature=temperature, step=0, label=LABEL)
-        (attempt,) = group.members
-        live = LiveAttempt(attempt, show)
-        for calls in attempt.calls.values():
-            calls.listen = live.told
-        if judged:
-            trajectories = await group.run()
-        else:
-            trajectories = await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
-        for trajectory in trajectories:
-            live.end(trajectory, scorer_of(task, config) if judged else "")
-        return trajectories[0]
+        trajectories = await played(
+            sampler, task, temperature=temperature, judged=judged, hear=hear
+        )
+    for trajectory in trajectories:
+        live[0].end(trajectory, scorer_of(task, config) if judged else "")
+    return trajectories[0]
+
+
+async def played(
+    sampler: Sampler,
+    task: Task,
+    *,
+    temperature: float,
+    judged: bool,
+    hear: Callable[[Attempt], Callable[[RunningCall], None]],
+    step: int = 0,
+    label: str = LABEL,
+) -> list[Trajectory]:
+    """One attempt, one trajectory of each agent, which is written nowhere. `hear` is given the
+    attempt before it begins, and gives what is told of its calls; `step` and `label` are part of
+    the attempt's seed."""
+    group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
+    (attempt,) = group.members
+    told = hear(attempt)
+    for calls in attempt.calls.values():
+        calls.listen = told
+    if judged:
+        return await group.run()
+    return await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
+
+
+def turn_of(attempt: Attempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
+    """What a call of the policy, or of a remote model, that has completed has recorded, and whose
+    it is."""
+    number = int(call.record("").attributes.get("turn", 0))
+    policy = attempt.policy
+    if call.kind == "remote" and policy.remote is not None:
+        turn = policy.remote.turns[number]
+        return turn, turn.agent
+    conversations = policy.conversations.items()
+    agent, own = next((name, one) for name, one in conversations if one.calls is call.calls)
+    return own.turns[number], agent
 
 
 class LiveAttempt:
@@ -102,7 +144,7 @@ class LiveAttempt:
         if call.kind in ("policy", "remote"):
             if call.has_ended:
                 self._said(call)
-        elif call.kind in _KINDS and (call.has_ended or call.kind in ("tool", "process")):
+        elif call.kind in KINDS and (call.has_ended or call.kind in ("tool", "process")):
             self._made(call)
 
     def end(self, trajectory: Trajectory, scorer: str) -> None:
@@ -133,21 +175,13 @@ class LiveAttempt:
             return
         sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
         self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(told)})")
-        for message in self._messages(call, int(facts.get("turn", 0))):
+        for message in turn_of(self._attempt, call)[0].messages:
             self._text(message.role, message_text(message))
-
-    def _messages(self, call: RunningCall, turn: int) -> list[Message]:
-        policy = self._attempt.policy
-        if call.kind == "remote" and policy.remote is not None:
-            return policy.remote.turns[turn].messages
-        conversations = policy.conversations.values()
-        own = next(one for one in conversations if one.calls is call.calls)
-        return own.turns[turn].messages
 
     def _made(self, call: RunningCall) -> None:
         """A call of a tool, when it begins with what it is given, when it ends with its result."""
         told = call.record("")
-        kept = {name: str(told.attributes[name]) for name in _TEXTS if name in told.attributes}
+        kept = {name: str(told.attributes[name]) for name in TEXTS if name in told.attributes}
         if not call.has_ended:
             self._line(f"{call.kind} {call.name} ...")
             return

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from agentevo.config import RunConfig
@@ -35,6 +36,9 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource, source_names
 from agentevo.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from agentevo.orchestration.components import Components
 
 LABEL = "eval"
 LONGEST_ANSWER = 2000
@@ -126,6 +130,16 @@ async def _sampler(
             sampler.close()
             await agent.close()
         return
+    async with local_parts(contestant, config, note) as parts:
+        yield parts.sampler
+
+
+@asynccontextmanager
+async def local_parts(
+    contestant: Contestant, config: RunConfig, note: Callable[[str], None]
+) -> AsyncIterator[Components]:
+    """What a model plays by that is computed in this process, with a store that is gone
+    afterwards."""
     from agentevo.orchestration.components import load_policy, open_components
 
     loaded = load_policy(contestant.config, contestant.checkpoint)
@@ -134,7 +148,7 @@ async def _sampler(
         async with open_components(
             config, checkpoint=contestant.checkpoint, store_url=url, loaded=loaded, note=note
         ) as parts:
-            yield parts.sampler
+            yield parts
 
 
 async def play(

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from agentevo.errors import ConfigError, ModelError, UnknownNameError
-from agentevo.models.cache import Progress, cached
+from agentevo.models.cache import Progress, cache_folder, cached, is_complete
 from agentevo.models.known import known_models
 from agentevo.parsing import read_json_object
 from agentevo.paths import name_problem
@@ -78,6 +78,35 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
         f"model {name!r} is no local folder and no known model: {hint}known models: "
         f"{', '.join(names)}; a hub model is written org/name"
     )
+
+
+def missing_model(name: str) -> str:
+    """Why a recipe's model can't be loaded on this machine without the network, and what to do;
+    empty where it can. Nothing is downloaded, and nothing of it is read."""
+    if name == "tiny":
+        return ""
+    folder = _folder_of(name.removeprefix(HUB))
+    if not name.startswith(HUB) and any(
+        os.path.isfile(folder / file) for file in ("config.json", "checkpoints/index.json")
+    ):
+        return ""
+    if name in known_models.names():
+        known = known_models.get(name)
+        if is_complete(known, cache_folder(name)):
+            return ""
+        return _to_get(name)
+    hub_name = name.removeprefix(HUB)
+    if HUB_NAME.fullmatch(hub_name):
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(try_to_load_from_cache(hub_name, "config.json"), str):
+            return ""
+        return _to_get(hub_name)
+    return f"the model {name[:200]} is not at that place on this machine: put it there"
+
+
+def _to_get(name: str) -> str:
+    return f"the model {name} is not on this machine: get it with `agentevo models get {name}`"
 
 
 def _folder_of(name: str) -> Path:

@@ -79,14 +79,14 @@ def tokens_part(
             return Tokens(blocks, (place, 0))
         size = min(left, len(turn.completion_ids) - first)
         before = order[place - 1] if place else None
-        blocks.append(_block(turn, first, size, before, order[place] in shared, decode, training))
+        blocks.append(block_of(turn, first, size, before, order[place] in shared, decode, training))
         left -= size + 20
         if first + size < len(turn.completion_ids):
             return Tokens(blocks, (place, first + size))
     return Tokens(blocks, None)
 
 
-def _block(
+def block_of(
     turn: Turn,
     first: int,
     size: int,

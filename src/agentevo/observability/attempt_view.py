@@ -119,12 +119,12 @@ def part_of(
     uses = _uses(trajectory, calls)
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
-    views = [_turn(trajectory.turns[i], before.get(i), i in shared, uses) for i in page]
+    views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses) for i in page]
     more = start + most
     return Part(views, more if more < len(shown) else None, len(shown))
 
 
-def _turn(
+def turn_view(
     turn: Turn, before: int | None, is_shared: bool, uses: dict[tuple[int, int], StoredCall]
 ) -> TurnView:
     low, high = min(turn.versions, default=None), max(turn.versions, default=None)

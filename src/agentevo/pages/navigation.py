@@ -22,6 +22,7 @@ TABS: tuple[Tab, ...] = (
     Tab("data", "Data", "/data"),
     Tab("processes", "Processes", "/processes"),
     Tab("annotations", "Annotations", "/annotations"),
+    Tab("try", "Try it", "/try"),
     Tab("config", "Configuration", "/config"),
     Tab("control", "Control", "/control"),
 )

@@ -182,6 +182,17 @@ class TaskSource:
         }
         return {name: ids for name, ids in found.items() if ids}
 
+    def numbered(self, number: int, *, is_train: bool) -> Task:
+        """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
+        ConfigError where there are fewer."""
+        if is_train and self._pools is None:
+            return self._environment("train", number, 1)[0]
+        tasks = self._train if is_train else self.held_out()
+        if not 0 <= number < len(tasks):
+            kind = "to train on" if is_train else "that are held out"
+            raise ConfigError(f"task {number}: there are {len(tasks)} tasks {kind}, counted from 0")
+        return tasks[number]
+
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""
         return (

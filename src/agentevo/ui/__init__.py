@@ -10,6 +10,7 @@ sources.py   which runs and stores there are, and their stores, opened once
 watching.py  what is known of each run, kept up to date while somebody looks
 live.py      server-sent events
 index/       the attempts of a store, to be searched and sorted
+players.py   processes that hold a checkpoint each, for those who try a run
 context.py   what a page's handler needs
 *_page.py    one page each, with a router of its own
 """

@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import re
 import secrets
 import socket
 from collections.abc import Iterable
@@ -42,8 +43,8 @@ TOKEN, CONTROL = "token", "control"
 METHODS = ("GET", "HEAD")
 VISITOR, FORM = "agentevo.visitor", "agentevo.form"
 """The keys of a request's scope: who asks, and what a POST has brought."""
-ENDLESS = "/live"
-"""The one path whose answer goes on (live.py)."""
+ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
+"""The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
 """The deadline of every other answer."""
 SEND_S = 30.0
@@ -175,8 +176,8 @@ class Guard:
             scope = {**scope, VISITOR: visitor, FORM: Form()}
             if scope["method"] == "POST":
                 form, body = await self._form(receive, headers, visitor)
-                scope[FORM], receive = form, received(body)
-            async with asyncio.timeout(None if scope["path"] == ENDLESS else LONGEST_S):
+                scope[FORM], receive = form, received(body, receive)
+            async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
             text = f"nothing was changed: {refused}\n".encode()

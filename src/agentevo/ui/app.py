@@ -30,10 +30,12 @@ from agentevo.ui import (
     run_page,
     runs_page,
     start_page,
+    try_page,
 )
 from agentevo.ui.access import Access, Guard
 from agentevo.ui.context import Dashboard, NotFoundError, page
 from agentevo.ui.indexes import Indexes
+from agentevo.ui.players import Players
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
 from agentevo.ui.watching import UnknownRunError, Watcher
@@ -54,6 +56,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     data_page.router,
     processes_page.router,
     results_page.router,
+    try_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"
 
@@ -65,7 +68,8 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
     stores = Stores(sources)
-    shared = Dashboard(sources, Watcher(sources, stores), stores, access, Indexes(), Works(stores))
+    watcher, works = Watcher(sources, stores), Works(stores)
+    shared = Dashboard(sources, watcher, stores, access, Indexes(), works, Players())
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)

@@ -13,6 +13,7 @@ from agentevo.pages import render
 from agentevo.ui.access import VISITOR, Access
 from agentevo.ui.forms import Visitor
 from agentevo.ui.indexes import Indexes
+from agentevo.ui.players import Players
 from agentevo.ui.run_state import RunView
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
@@ -32,6 +33,7 @@ class Dashboard:
     access: Access
     indexes: Indexes
     works: Works
+    players: Players
 
 
 class NotFoundError(Exception):

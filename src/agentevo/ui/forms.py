@@ -96,16 +96,16 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
     return Form(fields, dict(reversed(fields))), bytes(body)
 
 
-def received(body: bytes) -> Receive:
-    """Gives a body that was read already to whoever asks for it."""
+def received(body: bytes, receive: Receive) -> Receive:
+    """Gives a body that was read already to whoever asks for it, then what else comes: that nobody
+    listens any more."""
     told = False
 
-    async def receive() -> Message:
+    async def again() -> Message:
         nonlocal told
         if told:
-            await asyncio.sleep(3600.0)
-            return {"type": "http.disconnect"}
+            return await receive()
         told = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return receive
+    return again

@@ -62,6 +62,7 @@ async def _serve(
     app, shared = make_app(sources, access)
 
     async def close() -> None:
+        await shared.players.close()
         await shared.watcher.close()
         await shared.stores.close()
         await in_thread(shared.indexes.close)

@@ -113,7 +113,7 @@
   // --- its way to the gradient
   const dialog = document.getElementById("token-history");
   async function follow(token) {
-    if (!dialog) return; // a page that is a file: nobody can be asked
+    if (!dialog) return; // a file, or a reply that no run has recorded: nobody can be asked
     const { at, of: data } = place(token);
     const body = dialog.querySelector("[data-body]");
     body.textContent = "…";

@@ -1,0 +1,157 @@
+"""An attempt that is played, as events for somebody who watches it in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentevo.errors import storable
+from agentevo.evaluation import player_words as words
+from agentevo.evaluation.attempt import KINDS, TEXTS, turn_of
+from agentevo.observability.attempt_tokens import Block, Training, block_of
+from agentevo.observability.attempt_view import Said, TurnView, said, turn_view
+from agentevo.pages.worlds import Piece, pieces
+from agentevo.rollout.group import Attempt
+from agentevo.store.call_log import RunningCall
+from agentevo.types import Message, RemoteTurn, Trajectory, Turn
+
+MAX_TOKENS = 4_096
+"""Tokens of a turn that are shown one by one."""
+MAX_EVENTS = 4_000
+"""Of one attempt; its end is always told."""
+MAX_SHOWN = 30_000
+"""Characters of a message."""
+_UNTRAINED = Training(None, None, None)
+
+
+def tokens_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> Block:
+    """The tokens of a turn, as pages show them."""
+    size = min(len(turn.completion_ids), MAX_TOKENS)
+    return block_of(turn, 0, size, turn.parent, False, decode, _UNTRAINED)
+
+
+class LiveTurns:
+    """Tells of calls as they begin and end, and of turns as they are answered. `name`: the id of
+    the request."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        name: str,
+        tell: Callable[[words.Event], None],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._attempt, self._name, self._tell, self._decode = attempt, name, tell, decode
+        self._numbers: dict[int, int] = {}
+        self._calls: list[RunningCall] = []
+        """Held, so that no other call gets the identity of one that has ended."""
+        self._num_told = 0
+
+    def told(self, call: RunningCall) -> None:
+        """See AttemptCalls.listen."""
+        if id(call) not in self._numbers:
+            self._numbers[id(call)] = len(self._calls)
+            self._calls.append(call)
+        self._num_told += 1
+        if self._num_told > MAX_EVENTS:
+            return
+        if call.kind in ("policy", "remote"):
+            self._asked(call)
+        elif call.kind in KINDS:
+            self._made(call)
+
+    def _asked(self, call: RunningCall) -> None:
+        told, number = call.record(""), self._numbers[id(call)]
+        if not call.has_ended or told.status != "completed":
+            self._call(call)
+            return
+        turn, agent = turn_of(self._attempt, call)
+        if isinstance(turn, Turn):
+            view, tokens = turn_view(turn, turn.parent, False, {}), tokens_of(turn, self._decode)
+        else:
+            view, tokens, agent = _remote_view(turn), None, turn.model
+        whole = view._replace(
+            messages=[
+                _whole(one, message)
+                for one, message in zip(view.messages, turn.messages, strict=True)
+            ]
+        )
+        self._tell(words.Turned(self._name, number, agent, whole, tokens))
+
+    def _made(self, call: RunningCall) -> None:
+        """What worked is of interest where it says something."""
+        facts = call.record("").attributes
+        has_texts = any(name in facts for name in TEXTS)
+        has_failed = call.has_ended and call.record("").status != "completed"
+        if call.kind in ("tool", "process", "scorer") or has_texts or has_failed:
+            self._call(call)
+
+    def _call(self, call: RunningCall) -> None:
+        told = call.record("")
+        texts = [
+            (name, _cut(str(told.attributes[name]))) for name in TEXTS if name in told.attributes
+        ]
+        if told.kind == "scorer" and "score" in told.attributes:
+            texts.append(("score", str(told.attributes["score"])))
+        if told.error and told.error not in [text for _, text in texts]:
+            texts.append(("error", _cut(told.error)))
+        took = None if told.ended_at is None else told.ended_at - told.started_at
+        number = self._numbers[id(call)]
+        kind, name, status = told.kind, told.name, told.status or ""
+        self._tell(words.Called(self._name, number, kind, name, took, status, texts))
+
+    def end(self, trajectory: Trajectory, *, judged: bool) -> None:
+        """What became of it."""
+        completed = trajectory.status == "completed"
+        counted: Any = trajectory.metrics.get("policy_tokens", 0)
+        self._tell(
+            words.Ended(
+                id=self._name,
+                agent=trajectory.agent,
+                status=trajectory.status,
+                error=_cut(trajectory.error or ""),
+                judged=judged and completed,
+                reward=trajectory.reward,
+                parts=dict(trajectory.reward_parts),
+                success=trajectory.success,
+                truncated=trajectory.truncated,
+                turns=len(trajectory.turns),
+                tokens=int(trajectory.num_completion_tokens() or counted),
+                seconds=trajectory.duration_s,
+            )
+        )
+
+
+def _remote_view(turn: RemoteTurn) -> TurnView:
+    messages = [said(message, number, []) for number, message in enumerate(turn.messages)]
+    return TurnView(
+        number=turn.index,
+        note="",
+        is_shared=False,
+        messages=messages,
+        num_prompt=turn.prompt_tokens,
+        num_completion=turn.completion_tokens,
+        reward=0.0,
+        versions="",
+        finish=turn.finish_reason,
+        how="another model",
+    )
+
+
+def _whole(shown: Said, message: Message) -> Said:
+    """No page can ask for the rest of a message later: more of it is shown at once."""
+    if not shown.rest:
+        return shown
+    text, left = message.text, len(message.text) - MAX_SHOWN
+    parts = pieces(text[:MAX_SHOWN])
+    if left > 0:
+        parts.append(Piece(f"... ({left} further characters)", []))
+    return shown._replace(pieces=parts, rest=0)
+
+
+def _cut(text: str) -> str:
+    """Head and tail of a long text."""
+    if len(text) > words.MAX_TEXT:
+        half = words.MAX_TEXT // 2
+        text = f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
+    return storable(text)

@@ -1,0 +1,378 @@
+"""One checkpoint of a run, held by a process of its own so that somebody can try it: chat with it,
+and let it play tasks through the run's agent, environment and tools.
+
+    python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
+
+It is asked on standard input and answers on standard output (`player_words.py`); what the recipe's
+own code prints goes to standard error. It ends with its standard input, so with whoever asks,
+however that ends. Nothing is written into the run: attempts have a store that is gone afterwards,
+as those of `agentevo agent try`, whose way to a model, a task and an attempt this is. Nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.config.agents import EnvironmentAgentSection
+from agentevo.console import to_stderr
+from agentevo.credentials import without_passwords
+from agentevo.errors import AgentEvoError, ConfigError, described
+from agentevo.evaluation import player_words as words
+from agentevo.evaluation.attempt import is_judged, played
+from agentevo.evaluation.contestants import Contestant, find_contestants
+from agentevo.evaluation.live_turns import LiveTurns, tokens_of
+from agentevo.evaluation.play import check_play, local_parts, playing, run_folder, scorer_of
+from agentevo.event_loop import run_coroutine
+from agentevo.inference.conversation import Conversation
+from agentevo.models.resolve import missing_model
+from agentevo.rollout.task_source import TaskSource
+from agentevo.runs.folder import run_config
+from agentevo.types import SamplingOverrides, Task
+
+LABEL = "try"
+BEAT_S = 2.0
+LETTING_GO_S = 5.0
+"""How long it may take to end when nobody asks any more."""
+TELL_S = 0.08
+"""How often a reply's new text is told."""
+MAX_CONVERSATIONS = 8
+MAX_AT_ONCE = 4
+"""Requests; more are refused."""
+MAX_LINE = 4 * 2**20
+"""Bytes of a request."""
+
+
+class Teller:
+    """Writes events, from any thread."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out, self._lock = out, threading.Lock()
+        self._encode = msgspec.json.Encoder().encode
+
+    def __call__(self, event: words.Event) -> None:
+        line = self._encode(event) + b"\n"
+        with self._lock, suppress(OSError, ValueError):  # nobody listens: the input ends as well
+            self._out.write(line)
+            self._out.flush()
+
+
+def main(argv: Sequence[str]) -> int:
+    """See the module."""
+    asked, tell = _own_pipes()
+    inbox = _Inbox(asked)
+    threading.Thread(target=_beat, args=(tell,), daemon=True, name="beat").start()
+    try:
+        run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, tell))
+    except AgentEvoError as error:
+        tell(words.Broken(_said(str(error))))
+        return 1
+    except Exception as error:
+        tell(words.Broken(_said(described(error))))
+        raise
+    return 0
+
+
+def _own_pipes() -> tuple[IO[bytes], Teller]:
+    """The two pipes under numbers of their own: what a recipe's code prints, or would read, is none
+    of theirs."""
+    asked, told = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return asked, Teller(told)
+
+
+class _Inbox:
+    """Requests, read by a thread, from which `take` gives them to the event loop."""
+
+    def __init__(self, asked: IO[bytes]) -> None:
+        self._asked = asked
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._held: list[bytes | None] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True, name="inbox").start()
+
+    def _read(self) -> None:
+        while line := self._asked.readline(MAX_LINE):
+            self._put(line)
+        self._put(None)
+        time.sleep(LETTING_GO_S)
+        os._exit(0)  # it is loading, or a recipe's code does not let go
+
+    def _put(self, line: bytes | None) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._held.append(line)
+                return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
+
+    def open(self) -> None:
+        """From now on lines come to the running event loop."""
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            for line in self._held:
+                self._queue.put_nowait(line)
+
+    async def take(self) -> bytes | None:
+        """The next line; None when nobody asks any more."""
+        return await self._queue.get()
+
+
+def _beat(tell: Teller) -> None:
+    while True:
+        tell(words.Beat(_memory()))
+        time.sleep(BEAT_S)
+
+
+def _memory() -> int:
+    """Bytes of this process that are in memory; 0 where nobody says."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _said(text: str) -> str:
+    return without_passwords(text)[: words.MAX_TEXT]
+
+
+def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
+    """The model to try. Raises ConfigError for a checkpoint that is not there, and for a base model
+    that is not on this machine."""
+    own = ["engine.type=torch", "engine.options={}", *overrides]
+    if which == words.START:
+        config = run_config(run, own)
+        found = Contestant(which, config)
+    else:
+        (found,) = find_contestants(f"{run}@{which}", (), own, ())
+    checkpoint = found.checkpoint
+    if checkpoint is None or (checkpoint / "adapter_config.json").is_file():
+        missing = missing_model(found.config.model.name)
+        if missing:
+            raise ConfigError(missing)
+    return found
+
+
+async def _serve(
+    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, tell: Teller
+) -> None:
+    began = time.monotonic()
+    tell(words.Loading("reading the run's recipe"))
+    contestant = find_player(run, which, overrides)
+    config = _playable(contestant.config)
+    tell(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
+    with run_folder(config, None) as own:
+        async with local_parts(contestant, own, to_stderr) as parts:
+            model = parts.model
+            step = _step(contestant.checkpoint)
+            await parts.engine.begin(step, deadline_s=own.engine.timeout_s)
+            size = sum(one.numel() for one in model.parameters())
+            tell(words.Ready(time.monotonic() - began, size, str(model.device)))
+            inbox.open()
+            await Player(parts, tell).run(inbox)
+
+
+def _step(checkpoint: Path | None) -> int:
+    """What its tokens have as their version: the step that the checkpoint is of, 0 for others."""
+    if checkpoint is None or not (checkpoint / "checkpoint.json").is_file():
+        return 0
+    from agentevo.training.manifest import read
+
+    return read(checkpoint).step
+
+
+def _playable(config: RunConfig) -> RunConfig:
+    """A recipe that has nothing to play is asked once."""
+    has_none = config.environment is None and isinstance(config.agent, EnvironmentAgentSection)
+    return playing(config, ("--task",)) if has_none else config
+
+
+class Player:
+    """Follows requests. `parts`: orchestration.components.Components."""
+
+    def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
+        self._parts, self._tell = parts, tell
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        """They are broken off already, and count no more."""
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._read = msgspec.json.Decoder(words.Request).decode
+
+    @cached_property
+    def _asking(self) -> Any:
+        """What plays a query that somebody has typed: asked once, where the recipe's agent plays an
+        environment."""
+        from agentevo.orchestration.players import find_agent
+
+        config = playing(self._parts.config, ("--task",))
+        agent = find_agent(config, None)
+        return replace(self._parts, config=config, agent=agent, tasks=TaskSource(config, None))
+
+    @cached_property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        tokenizer = self._parts.tokenizer
+        return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    async def run(self, inbox: _Inbox) -> None:
+        """Until nobody asks any more."""
+        try:
+            while (line := await inbox.take()) is not None:
+                self.hear(line)
+        finally:
+            left = [*self._running.values(), *self._stopping]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    def hear(self, line: bytes) -> None:
+        """Begins what is asked, or refuses it."""
+        try:
+            request = self._read(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._tell(words.Failed("", f"the request is not right: {error}"))
+            return
+        if isinstance(request, words.Stop):
+            if (stopped := self._running.pop(request.id, None)) is not None:
+                stopped.cancel()
+                self._stopping.add(stopped)
+                stopped.add_done_callback(self._stopping.discard)
+            return
+        if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
+            self._tell(words.Failed(request.id, "it is at work: stop what runs, or wait"))
+            self._tell(words.Done(request.id))
+            return
+        task = asyncio.ensure_future(self._follow(request))
+        self._running[request.id] = task
+
+    async def _follow(self, request: words.Chat | words.Play) -> None:
+        """The one place where what goes wrong with a request becomes its answer."""
+        try:
+            if isinstance(request, words.Chat):
+                await self._chat(request)
+            else:
+                await self._play(request)
+        except asyncio.CancelledError:
+            self._tell(words.Failed(request.id, "stopped"))
+        except AgentEvoError as error:
+            self._tell(words.Failed(request.id, _said(str(error))))
+        except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
+            self._tell(words.Failed(request.id, _said(described(error))))
+        finally:
+            self._running.pop(request.id, None)
+            self._tell(words.Done(request.id))
+
+    async def _chat(self, request: words.Chat) -> None:
+        began = time.monotonic()
+        conversation = await self._conversation(request.conversation)
+        drawn: list[int] = []
+        telling = asyncio.ensure_future(self._tell_text(request.id, drawn))
+        overrides = SamplingOverrides(
+            temperature=request.temperature,
+            max_new_tokens=request.max_new_tokens,
+            seed=secrets.randbits(63),
+        )
+        try:
+            (turn,) = await conversation.complete(
+                request.messages,
+                overrides=overrides,
+                listen=lambda number, ids, logprobs: drawn.extend(ids),
+            )
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+        self._tell(
+            words.Replied(
+                id=request.id,
+                text=turn.messages[-1].text,
+                tokens=tokens_of(turn, self._decode),
+                num_tokens=len(turn.completion_ids),
+                num_prompt=len(conversation.prompt_ids(turn.index)),
+                seconds=time.monotonic() - began,
+                finish=turn.finish_reason,
+            )
+        )
+
+    async def _conversation(self, name: str) -> Conversation:
+        if name not in self._conversations:
+            policy = self._parts.sampler.policy(f"{LABEL}/{name}#0", 1.0)
+            self._conversations[name] = policy.conversation
+            while len(self._conversations) > MAX_CONVERSATIONS:
+                _, oldest = self._conversations.popitem(last=False)
+                await oldest.close()
+        self._conversations.move_to_end(name)
+        return self._conversations[name]
+
+    async def _tell_text(self, name: str, drawn: list[int]) -> None:
+        told = ""
+        while True:
+            await asyncio.sleep(TELL_S)
+            # The last characters of a half-drawn one change with the next token.
+            text = self._parts.chat.text(drawn).rstrip("�") if drawn else ""
+            if len(text) > len(told) and text.startswith(told):
+                self._tell(words.Text(name, text[len(told) :]))
+                told = text
+
+    async def _play(self, request: words.Play) -> None:
+        parts, task = self._task(request)
+        judged = is_judged(parts.config, task, asked=request.query, answer=request.answer)
+        if judged:
+            check_play(parts.config, [task], has_engine=True)
+        scorer = scorer_of(task, parts.config) if judged else ""
+        query = (task.query or "")[: words.MAX_TEXT]
+        self._tell(words.Began(request.id, task.id, query, scorer))
+        live: list[LiveTurns] = []
+
+        def hear(attempt: Any) -> Callable[[Any], None]:
+            live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
+            return live[0].told
+
+        trajectories = await played(
+            parts.sampler,
+            task,
+            temperature=request.temperature,
+            judged=judged,
+            hear=hear,
+            step=request.draw,
+            label=LABEL,
+        )
+        for trajectory in trajectories:
+            live[0].end(trajectory, judged=judged)
+
+    def _task(self, request: words.Play) -> tuple[Any, Task]:
+        """Who plays, and what. Raises ConfigError for a task that is not there."""
+        if request.query is not None:
+            answer = request.answer or None
+            task = Task(id="own", query=request.query, answer=answer, seed=request.number)
+            return self._asking, task
+        source: TaskSource = self._parts.tasks
+        if request.task is not None:
+            return self._parts, source.as_given(request.task)
+        return self._parts, source.numbered(request.number, is_train=request.is_train)
+
+
+if __name__ == "__main__":
+    # Nothing that it loads may ask the hub; whoever set it otherwise is not overruled.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""Players: processes that hold a checkpoint each (`evaluation/player.py`), at most MAX_PLAYERS of
+them, for those who try a run in the browser.
+
+One begins with the first request for its checkpoint and ends after IDLE_S without one, when another
+checkpoint needs its place, and with the dashboard, however that ends. A slow model is slow in its
+own process. A request whose listener is gone is broken off; nothing waits without a deadline; what
+is wrong with a process is told to all who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from agentevo.credentials import without_passwords
+from agentevo.errors import AgentEvoError
+from agentevo.evaluation import player_words as words
+
+MAX_PLAYERS = 2
+MAX_REQUESTS = 4
+"""At once, of one player."""
+IDLE_S = 600.0
+LOOK_S = 5.0
+LOAD_S = 600.0
+"""How long a model may take until it is ready."""
+SILENT_S = 60.0
+"""A player says every few seconds that it lives."""
+CHAT_S, PLAY_S = 600.0, 1800.0
+"""How long a reply, and an attempt, may take."""
+WRITE_S = 10.0
+GRACE_S = 6.0
+"""For an end by itself; then it is killed."""
+TICK_S = 1.0
+"""How often somebody who waits is told how long."""
+MAX_LINE = 8 * 2**20
+MAX_WAITING = 2_000
+"""Events that a listener may be behind."""
+MAX_STDERR = 4_000
+
+
+class PlayerError(AgentEvoError):
+    """A request that no player follows: why, and what to do."""
+
+
+class Key(NamedTuple):
+    """What a player holds."""
+
+    folder: Path
+    which: str
+    """A step, `start`."""
+    device: str
+    """Empty for the recipe's."""
+
+
+@dataclass
+class Player:
+    """One process, as the pages show it."""
+
+    key: Key
+    run: str
+    """The key of the run in URLs."""
+    process: Process
+    began: float
+    """Unix time."""
+    state: str = "loading"
+    """loading, ready, ended"""
+    doing: str = "starting"
+    memory_bytes: int = 0
+    ready: words.Ready | None = None
+    problem: str = ""
+    heard_at: float = 0.0
+    used_at: float = 0.0
+    """By the monotonic clock."""
+    listeners: dict[str, asyncio.Queue[words.Event | None]] = field(default_factory=dict)
+    stderr: bytearray = field(default_factory=bytearray)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.time() - self.began
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.listeners)
+
+
+class Players:
+    """See the module. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, Player] = {}
+        self._lock = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+        self._read = msgspec.json.Decoder(words.Event).decode
+        self._closed = False
+        self.streams = 0
+        """Answers under way, of all players."""
+
+    def of(self, run: str) -> list[Player]:
+        """All of them, those of this run first."""
+        return sorted(self._held.values(), key=lambda one: (one.run != run, one.began))
+
+    async def ask(
+        self, key: Key, run: str, request: words.Chat | words.Play
+    ) -> AsyncGenerator[words.Event | Player]:
+        """The events of the request; the player itself about once a second while somebody waits
+        for it. A caller that stops to listen breaks the request off. Raises PlayerError."""
+        player = await self._player(key, run)
+        if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
+            raise PlayerError("this checkpoint is at work for others: wait, or stop what runs")
+        queue: asyncio.Queue[words.Event | None] = asyncio.Queue(MAX_WAITING)
+        player.listeners[request.id] = queue
+        is_done = False
+        try:
+            async for told in self._waiting(player):
+                yield told
+            await self._write(player, request)
+            longest = CHAT_S if isinstance(request, words.Chat) else PLAY_S
+            ends = time.monotonic() + longest
+            while not is_done:
+                event = await self._next(player, queue)
+                if event is None and time.monotonic() > ends:
+                    raise PlayerError(f"broken off: it has taken more than {longest:g} s")
+                is_done = isinstance(event, words.Done)
+                if event is not None and not is_done:
+                    yield event
+                elif event is None:
+                    yield player
+        finally:
+            player.listeners.pop(request.id, None)
+            player.used_at = time.monotonic()
+            if not is_done and player.state == "ready":
+                with suppress(PlayerError):
+                    await asyncio.shield(self._write(player, words.Stop(request.id)))
+
+    async def _waiting(self, player: Player) -> AsyncIterator[Player]:
+        """Until its model is loaded."""
+        ends = time.monotonic() + LOAD_S
+        while player.state == "loading":
+            yield player
+            if time.monotonic() > ends:
+                await self.end(player, f"the model was not loaded within {LOAD_S:g} s")
+            await asyncio.sleep(TICK_S / 4)
+        if player.state == "ended":
+            raise PlayerError(player.problem or "it was ended")
+        yield player
+
+    async def _next(
+        self, player: Player, queue: asyncio.Queue[words.Event | None]
+    ) -> words.Event | None:
+        """None when nothing has come for TICK_S. Raises PlayerError for a player that has ended."""
+        try:
+            async with asyncio.timeout(TICK_S):
+                event = await queue.get()
+        except TimeoutError:
+            if player.state == "ended":
+                raise PlayerError(player.problem or "it was ended") from None
+            return None
+        if event is None:
+            raise PlayerError(player.problem or "the page did not keep up: ask again")
+        return event
+
+    async def _write(self, player: Player, request: words.Request) -> None:
+        stdin = player.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(msgspec.json.encode(request) + b"\n")
+            async with asyncio.timeout(WRITE_S):
+                await stdin.drain()
+        except (OSError, TimeoutError) as error:
+            raise PlayerError(player.problem or "the player takes no requests") from error
+
+    async def _player(self, key: Key, run: str) -> Player:
+        """That of the checkpoint, begun where there is none."""
+        async with self._lock:
+            if self._closed:
+                raise PlayerError("the dashboard ends")
+            found = self._held.get(key)
+            if found is not None and found.state != "ended":
+                return found
+            if found is not None:
+                await self._forget(found)
+            if len(self._held) >= MAX_PLAYERS:
+                idle = [one for one in self._held.values() if not one.is_busy]
+                if not idle:
+                    raise PlayerError(
+                        f"{MAX_PLAYERS} checkpoints are at work: stop one, or wait until it is done"
+                    )
+                oldest = min(idle, key=lambda one: one.used_at)
+                await self.end(oldest, "another checkpoint has taken its place")
+            player = await self._begin(key, run)
+            self._held[key] = player
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.ensure_future(self._look())
+            return player
+
+    async def _begin(self, key: Key, run: str) -> Player:
+        words_ = [str(key.folder), key.which]
+        words_ += [f"model.device={key.device}"] if key.device else []
+        try:
+            async with asyncio.timeout(WRITE_S):
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "agentevo.evaluation.player", *words_),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=PIPE,
+                    limit=MAX_LINE,
+                    start_new_session=True,
+                )
+        except (OSError, TimeoutError) as error:
+            raise PlayerError(f"no process could be started ({error}): try again") from error
+        now = time.monotonic()
+        player = Player(key, run, process, time.time(), heard_at=now, used_at=now)
+        player.tasks = [
+            asyncio.ensure_future(self._hear(player)),
+            asyncio.ensure_future(_keep_end(player)),
+        ]
+        return player
+
+    async def _hear(self, player: Player) -> None:
+        """Gives each event to who waits for it, until the process ends."""
+        stdout = player.process.stdout
+        assert stdout is not None
+        try:
+            while line := await stdout.readline():
+                player.heard_at = time.monotonic()
+                self._told(player, self._read(line))
+        except (ValueError, msgspec.DecodeError) as error:
+            player.problem = f"the player has said what nobody understands ({error}): ask again"
+        await self._ended(player)
+
+    def _told(self, player: Player, event: words.Event) -> None:
+        if isinstance(event, words.Beat):
+            player.memory_bytes = event.memory_bytes
+        elif isinstance(event, words.Loading):
+            player.doing = event.text
+        elif isinstance(event, words.Ready):
+            player.ready, player.state = event, "ready"
+            player.used_at = time.monotonic()
+        elif isinstance(event, words.Broken):
+            player.problem = event.error
+        elif (queue := player.listeners.get(event.id)) is not None:
+            if queue.qsize() >= MAX_WAITING - 1:
+                player.listeners.pop(event.id)
+                queue.put_nowait(None)
+            else:
+                queue.put_nowait(event)
+
+    async def _ended(self, player: Player) -> None:
+        """Its output has ended: the process, too, or it is killed."""
+        code: int | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                code = await player.process.wait()
+        if code is None:
+            _kill(player)
+        if not player.problem:
+            said = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
+            last = said.rpartition("\n")[2][-300:]
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            room = ": it may have needed more memory than there is" if code == -9 else ""
+            player.problem = f"the player has ended by itself ({how}{room}). {last}".strip()
+        player.state = "ended"
+        for queue in player.listeners.values():
+            if not queue.full():
+                queue.put_nowait(None)
+
+    async def _look(self) -> None:
+        """Ends those that nobody has asked for IDLE_S, and those that are silent."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, IDLE_S / 4))
+            now = time.monotonic()
+            for player in list(self._held.values()):
+                if player.state == "ended":
+                    # Its problem stays to be seen for as long as an idle one would stay.
+                    if now - player.used_at > IDLE_S:
+                        await self._forget(player)
+                elif now - player.heard_at > SILENT_S:
+                    await self.end(player, f"it has said nothing for {SILENT_S:g} s", at_once=True)
+                elif not player.is_busy and now - player.used_at > IDLE_S:
+                    await self.end(player, "nobody asked it any more")
+
+    async def end(self, player: Player, why: str, *, at_once: bool = False) -> None:
+        """Ends it; whoever waits for it is told why."""
+        player.problem = player.problem or why
+        if at_once:
+            _kill(player)
+        elif player.process.stdin is not None:
+            player.process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await player.process.wait()
+        _kill(player)
+        await self._forget(player)
+
+    async def _forget(self, player: Player) -> None:
+        if self._held.get(player.key) is player:
+            del self._held[player.key]
+        done, _ = await asyncio.wait(player.tasks, timeout=GRACE_S)
+        for task in player.tasks:
+            if task not in done:
+                task.cancel()
+        player.state = "ended"
+
+    async def close(self) -> None:
+        """Ends all of them."""
+        self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+        players = list(self._held.values())
+        await asyncio.gather(
+            *(self.end(one, "the dashboard ends") for one in players), return_exceptions=True
+        )
+
+
+async def _keep_end(player: Player) -> None:
+    """Keeps the end of what it writes to standard error, for when it crashes."""
+    stderr = player.process.stderr
+    assert stderr is not None
+    while some := await stderr.read(2**16):
+        player.stderr += some
+        del player.stderr[:-MAX_STDERR]
+
+
+def _kill(player: Player) -> None:
+    """The process, and those that it has begun: they are a session of their own."""
+    if player.process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(player.process.pid, signal.SIGKILL)

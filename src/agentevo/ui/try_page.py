@@ -1,0 +1,284 @@
+"""Try a run: `/runs/{run}/try` to chat with its checkpoints, `?mode=play` to let them play a task;
+below it what the page's script asks: `/chat` and `/play`, whose answers are streams, and `/end`.
+
+    event: state   {"text": ..., "ready": true}   what the player does
+    event: text    {"text": ...}                  more of a reply
+    event: part    {"id": ..., "html": ...}       a part of the page; the same id again replaces it
+    event: reply   {"text": ..., "html": ...}     the end of a reply: its whole text, its tokens
+    event: failed  {"text": ...}
+    event: done    {}
+
+The script sends the fields of a form (forms.py). What is typed and what is answered is in the page
+alone: nothing of it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from agentevo.errors import AgentEvoError
+from agentevo.evaluation import player_words as words
+from agentevo.event_loop import in_thread
+from agentevo.observability.attempt_tokens import Tokens
+from agentevo.observability.attempt_view import Part
+from agentevo.pages import render
+from agentevo.runs.checkpoint_list import KeptCheckpoints, kept_checkpoints
+from agentevo.types import Message, Task
+from agentevo.ui.changes import changes, see
+from agentevo.ui.context import dashboard, part, run_of, visitor
+from agentevo.ui.players import Key, Player, PlayerError
+from agentevo.ui.run_page import run_page
+from agentevo.ui.run_state import RunView
+
+router = APIRouter()
+
+DEVICES = ("", "cpu")
+MAX_STREAMS = 8
+WITHIN_S = 20.0
+ROLES = ("system", "user", "assistant")
+
+
+@router.get("/runs/{run}/try", response_class=HTMLResponse)
+async def try_it(request: Request, run: str, mode: str = "chat", task: str = "") -> HTMLResponse:
+    """The page."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S):
+        choices = await _choices(view)
+    return run_page(
+        request,
+        "try.html",
+        view,
+        "try",
+        mode="play" if mode == "play" or task else "chat",
+        task=task[:300],
+        choices=choices,
+        temperature=_number(view.setting("sampling", "temperature"), 1.0),
+        max_tokens=int(_number(view.setting("sampling", "max_new_tokens"), 256)),
+        players=dashboard(request).players.of(view.key),
+        limits=words,
+    )
+
+
+@router.get("/runs/{run}/try/players", response_class=HTMLResponse)
+async def players(request: Request, run: str) -> HTMLResponse:
+    """Which checkpoints are loaded."""
+    view = await run_of(request, run)
+    found = dashboard(request).players.of(view.key)
+    return part("try_players.html", view=view, players=found, visitor=visitor(request))
+
+
+@router.post("/runs/{run}/try/end")
+async def end(request: Request, run: str) -> Response:
+    """Ends a player, which gives its memory back."""
+    view, change = await run_of(request, run), changes(request)
+    held = dashboard(request).players
+    for player in held.of(view.key):
+        if str(player.process.pid) == change.get("pid"):
+            await held.end(player, "somebody has ended it")
+    return see(request.url_for("try_it", run=view.key).path)
+
+
+@router.post("/runs/{run}/try/chat")
+async def chat(request: Request, run: str) -> Response:
+    """A reply, as it is drawn."""
+    view, form = await run_of(request, run), changes(request)
+    try:
+        given = json.loads(form.get("messages", "[]"))
+        messages = [
+            Message(one["role"], one["content"])
+            for one in given
+            if one["role"] in ROLES and isinstance(one["content"], str)
+        ]
+        length = sum(len(message.text) for message in messages)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return _refused("these are no messages")
+    if length > words.MAX_CHARACTERS:
+        return _refused(
+            f"the conversation has {length:,} characters, at most {words.MAX_CHARACTERS:,} are "
+            "taken: say less, or begin a new one"
+        )
+    if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
+        return _refused("there is nothing to answer: write a message")
+    return await _stream(
+        request,
+        view,
+        words.Chat,
+        conversation=form.get("conversation"),
+        messages=messages,
+        temperature=form.get("temperature", "1"),
+        max_new_tokens=form.get("max_new_tokens", "256"),
+    )
+
+
+@router.post("/runs/{run}/try/play")
+async def play(request: Request, run: str) -> Response:
+    """An attempt, as it is played."""
+    view, form = await run_of(request, run), changes(request)
+    kind, given = form.get("kind"), dict[str, Any]()
+    if kind == "own":
+        if not form.get("query").strip():
+            return _refused("there is nothing to play: write a task")
+        given = {"query": form.get("query"), "answer": form.get("answer") or None}
+    elif kind == "task":
+        task = await _task(request, view, form.get("task"))
+        if task is None:
+            return _refused(f"the run's store has no task {form.get('task')[:200]!r}")
+        given = {"task": task}
+    else:
+        given = {"is_train": kind == "train", "number": form.get("number", "0")}
+    return await _stream(
+        request,
+        view,
+        words.Play,
+        draw=form.get("draw", "0"),
+        temperature=form.get("temperature", "1"),
+        **given,
+    )
+
+
+async def _task(request: Request, view: RunView, name: str) -> Task | None:
+    async with asyncio.timeout(WITHIN_S), dashboard(request).stores.reading(view.source) as store:
+        try:
+            return await store.task(name)
+        except AgentEvoError:
+            return None
+
+
+async def _stream(
+    request: Request, view: RunView, kind: type[words.Chat | words.Play], **given: Any
+) -> Response:
+    """The answer to a request of this kind with these fields, or why there is none."""
+    form, shared = changes(request), dashboard(request)
+    try:
+        fields = {name: _wire(value) for name, value in given.items()}
+        asked = msgspec.convert(
+            {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)} | fields,
+            kind,
+            strict=False,
+        )
+    except msgspec.ValidationError as error:
+        return _refused(f"this can't be asked: {error}")
+    folder = view.source.folder
+    async with asyncio.timeout(WITHIN_S):
+        choices = await _choices(view)
+    which, device = form.get("which"), form.get("device")
+    if folder is None or device not in DEVICES or which not in choices.names:
+        return _refused(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
+    if which == words.START and choices.missing:
+        return _refused(choices.missing)
+    if shared.players.streams >= MAX_STREAMS:
+        return _refused("too many requests at once: wait until some are done", 429)
+    return EventStream(request, view, Key(folder, which, device), asked)
+
+
+def _wire(value: Any) -> Any:
+    return msgspec.to_builtins(value)
+
+
+def _refused(text: str, status: int = 422) -> Response:
+    return Response(json.dumps({"text": text}), status, media_type="application/json")
+
+
+async def _choices(view: RunView) -> KeptCheckpoints:
+    """What can be tried."""
+    return await in_thread(kept_checkpoints, view.source.folder or Path(), view.config)
+
+
+def _number(value: Any, otherwise: float) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and 0 <= value < 1e6 else otherwise
+
+
+class EventStream(Response):
+    """The stream of one request. It ends, and breaks the request off, as soon as the browser does
+    not listen any more."""
+
+    def __init__(
+        self, request: Request, view: RunView, key: Key, asked: words.Chat | words.Play
+    ) -> None:
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-store"
+        self.headers["x-accel-buffering"] = "no"
+        self._shared, self._view, self._key, self._asked = dashboard(request), view, key, asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        self._shared.players.streams += 1
+        try:
+            await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._shared.players.streams -= 1
+            for task in (sending, gone):
+                task.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            events = self._shared.players.ask(self._key, self._view.key, self._asked)
+            async with aclosing(events) as told:
+                async for event in told:
+                    for name, data in self._shown(event):
+                        await _tell(send, name, data)
+        except PlayerError as error:
+            await _tell(send, "failed", {"text": str(error)})
+        await _tell(send, "done", {})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _shown(self, event: words.Event | Player) -> list[tuple[str, Mapping[str, Any]]]:
+        if isinstance(event, Player):
+            text = render("try_state.html", player=event).strip()
+            return [("state", {"html": text, "ready": event.state == "ready"})]
+        if isinstance(event, words.Text):
+            return [("text", {"text": event.text})]
+        if isinstance(event, words.Failed):
+            return [("failed", {"text": event.error})]
+        if isinstance(event, words.Replied):
+            html = self._render("try_reply.html", event, tokens=_tokens(event.tokens))
+            return [("reply", {"text": event.text, "html": html})]
+        if isinstance(event, words.Turned):
+            tokens = None if event.tokens is None else _tokens(event.tokens)
+            turns = Part([event.turn], None, 1)
+            html = self._render("try_turn.html", event, tokens=tokens, part=turns)
+            return [("part", {"id": f"call-{event.number}", "html": html})]
+        if isinstance(event, words.Called):
+            html = self._render("try_call.html", event)
+            return [("part", {"id": f"call-{event.number}", "html": html})]
+        if isinstance(event, words.Began | words.Ended):
+            name = "began" if isinstance(event, words.Began) else f"ended-{event.agent}"
+            html = self._render("try_task.html", event, name=name)
+            return [("part", {"id": name, "html": html})]
+        return []
+
+    def _render(self, template: str, event: words.Event, **more: Any) -> str:
+        no_attempt = {"one": {"id": ""}, "leaf": None}
+        return render(template, view=self._view, event=event, **no_attempt, **more)
+
+
+def _tokens(block: Any) -> dict[str, Any]:
+    return {"found": Tokens([block], None)}
+
+
+async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:
+    body = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    """Until nobody listens any more."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
