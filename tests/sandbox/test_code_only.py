@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pydantic
 import pytest
@@ -20,6 +21,8 @@ from agentevo.errors import SandboxError
 from agentevo.sandbox import Sandboxes, SandboxTool, agentdock, opening
 from agentevo.sandbox.agentdock import AgentDock
 from agentevo.sandbox.openenv import OpenEnv
+from agentevo.store.trace_context import Place
+from agentevo.trace_header import current
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +50,15 @@ def executed(code, variables):
 
 
 @asynccontextmanager
-async def openenv(says=(), full=0):
+async def openenv(says=(), full=0, places=None):
     """A coding environment. `says`: texts in place of answers to steps; `die`, `hang`. `full`: how
-    many resets find no free session."""
+    many resets find no free session. `places`: gets the header that tells of a place in a trace."""
     says, refused = list(says), [None] * full
 
     async def episode(connection):
         variables = {}
+        if places is not None:
+            places.append(connection.request.headers.get("traceparent"))
         with suppress(ConnectionClosed):
             async for text in connection:
                 message = json.loads(text)
@@ -162,8 +167,10 @@ def test_what_they_can_not_do_is_refused_in_words():
 
 
 @asynccontextmanager
-async def node(answer):
-    """AgentDock's API: `answer(code)` gives status and body; None hangs."""
+async def node(answer, places=None):
+    """AgentDock's API: `answer(code)` gives status and body; None hangs. `places`: gets the headers
+    that tell of a place in a trace."""
+    places = [] if places is None else places
     seen = []
 
     async def client(reader, writer):
@@ -172,6 +179,7 @@ async def node(answer):
             length = int(head.lower().partition("content-length:")[2].split()[0])
             code = json.loads(await reader.readexactly(length))["code"]
             seen.append(head.splitlines()[0])
+            places.extend(line for line in head.splitlines() if line.startswith("traceparent"))
             given = answer(code)
             if given is None:
                 await reader.read()
@@ -207,6 +215,31 @@ def test_agentdock_runs_each_call_alone():
             second = await sandbox.run("print(x)")
             assert second.is_new and "name 'x' is not defined" in second.error.message
             assert set(seen) == {"POST /mcpapi/tool/python.execute_code HTTP/1.1"}
+
+    run(work)
+
+
+def test_servers_are_told_of_the_call_that_they_are_asked_for():
+    place = Place(7, 9, True)
+
+    async def work():
+        agentdock_s, openenv_s = [], []
+        done = json.dumps({"content": [{"type": "text", "text": "42\n"}]}).encode()
+        async with (
+            node(lambda code: (200, done), agentdock_s) as (section, _),
+            Sandboxes(section).open() as sandbox,
+        ):
+            assert agentdock_s == []
+            token = current.set(SimpleNamespace(place=place))
+            await sandbox.run("1")
+            current.reset(token)
+            await sandbox.run("1")
+        assert agentdock_s == [f"traceparent: {place.header}"]
+        async with openenv(places=openenv_s) as section:
+            current.set(SimpleNamespace(place=place))
+            async with Sandboxes(section).open() as sandbox:
+                await sandbox.run("1")
+        assert place.header in openenv_s
 
     run(work)
 

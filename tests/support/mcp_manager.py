@@ -56,6 +56,8 @@ class Manager(LoopbackServer):
         self.released: list[str] = []
         self.images: list[str] = []
         self.calls: list[tuple[str, Any]] = []
+        self.places: list[str] = []
+        """Headers that tell of a place in a trace."""
         self.create_s = 0.0
         self._lock = threading.Lock()
 
@@ -66,6 +68,7 @@ class Manager(LoopbackServer):
 
     def respond(self, body: Any, headers: dict[str, str], handler: BaseHTTPRequestHandler) -> None:
         """See LoopbackServer."""
+        self.places += [headers["traceparent"]] if "traceparent" in headers else []
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             gives({"detail": f"{headers.get('authorization')} is not known"}, 401)(body, handler)
             return

@@ -14,6 +14,8 @@ from agentevo.cli.main import main
 from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.errors import ConfigError, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
+from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.trace_context import AttemptTrace
 from agentevo.tools import manager_api
 from agentevo.tools.mcp_servers import RESTARTED
 from agentevo.tools.toolbox import Toolbox
@@ -219,3 +221,16 @@ def test_inspect_lists_and_calls_through_a_manager(capsys):
         words = ["--call", "web.fetch_url", "--arguments", '{"url": "u"}', manager.node_url]
         assert main(["mcp", "inspect", *words]) == 0
         assert capsys.readouterr().out == 'web.fetch_url of {"url": "u"}\n'
+
+
+def test_a_manager_is_told_of_the_call_that_it_is_asked_for():
+    calls = AttemptCalls(None, "t/train@1#0")
+    calls.trace = AttemptTrace(7, True)
+    with Manager() as manager:
+        with RunningCall(calls, "attempt", "Player", {}) as attempt:
+            attempt.number = 5
+            played([("fetch_url", {"url": "u"})], url=manager.node_url)
+        assert set(manager.places) == {attempt.place.header}
+        told = len(manager.places)
+        played([("fetch_url", {"url": "u"})], url=manager.node_url)
+        assert len(manager.places) == told

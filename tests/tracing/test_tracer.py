@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from collector import Collector, received, request_of_json
 
-from agentevo.store.call_log import AttemptCalls, CallLog, asked_by, record_call, traceparent
+from agentevo.store.call_log import AttemptCalls, CallLog, asked_by, record_call
 from agentevo.store.trace_context import Place, Said, read_traceparent
+from agentevo.trace_header import traceparent
 from agentevo.tracing import tracer as tracer_module
 from agentevo.tracing.otlp import OTLP, proto_request
 from agentevo.tracing.otlp_json import JsonLines, encoded

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
 from agentevo.errors import AgentEvoError
-from agentevo.store.call_log import trace_headers
+from agentevo.trace_header import trace_headers
 
 HEADER = "X-AgentEvo-Session"
 

@@ -32,7 +32,7 @@ from agentevo.agents.process_tree import GRACE_S, KILLING_S, Ended, ProcessTree
 from agentevo.config.agents import CommandAgentSection, agents
 from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import CommandFailedError, ConfigError, NoCallError
-from agentevo.store.call_log import traceparent
+from agentevo.trace_header import traceparent
 from agentevo.types import Outcome, Task
 
 LARGEST_TASK = 64 * 2**10

@@ -31,6 +31,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 import agentevo
+from agentevo import trace_header
 from agentevo.agents.capture import HEADER
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.gateway import (
@@ -52,7 +53,6 @@ from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.gateway.request import Delivery
 from agentevo.gateway.session import Session, over
 from agentevo.inference.admission import Connection
-from agentevo.store import trace_context
 from agentevo.store.trace_context import Place, read_traceparent
 
 MARGIN_S = 30.0
@@ -76,7 +76,7 @@ KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 _HEADER = HEADER.lower().encode()
-_TRACEPARENT = trace_context.HEADER.encode()
+_TRACEPARENT = trace_header.HEADER.encode()
 _KEY_HEADERS = (_HEADER, b"x-api-key", b"authorization")
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple
 from agentevo.inference.conversation import Conversation
 from agentevo.models.answer_form import AnswerForm
 from agentevo.models.token_texts import TokenText
-from agentevo.store.trace_context import HEADER, Asker, Place
+from agentevo.store.trace_context import Asker, Place
+from agentevo.trace_header import HEADER
 from agentevo.types import Message, SamplingOverrides, ToolCall, Turn
 
 Prompt = list[Message] | list[int] | str

@@ -41,7 +41,7 @@ from agentevo.remote_models.http import Server, Unanswered
 from agentevo.remote_models.ledger import Ledger, Line, RemoteModelError, Spent
 from agentevo.remote_models.wire import Asked, Listen, RemoteReply, Usage
 from agentevo.seeds import derive_seed
-from agentevo.store.call_log import trace_headers
+from agentevo.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from agentevo.parsing import ParseError, parse_json
 from agentevo.sandbox.code_only import LARGEST_ANSWER, CodeOnlySandbox, ServerLost, refuse_tools
 from agentevo.sandbox.remote import authorization, is_loopback
 from agentevo.sandbox.sandbox import Failure, Sandbox, SandboxTool, sandboxes
+from agentevo.trace_header import trace_headers
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
@@ -78,7 +79,11 @@ class AgentDockSandbox(CodeOnlySandbox):
         import httpx
 
         url = str(self.section.url).rstrip("/")
-        headers = {"Content-Type": "application/json", **authorization(self.section)}
+        headers = {
+            "Content-Type": "application/json",
+            **authorization(self.section),
+            **trace_headers(),
+        }
         body = bytearray()
         try:
             async with (

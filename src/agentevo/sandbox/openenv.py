@@ -18,6 +18,7 @@ from agentevo.parsing import ParseError, parse_json
 from agentevo.sandbox.code_only import LARGEST_ANSWER, CodeOnlySandbox, ServerLost, refuse_tools
 from agentevo.sandbox.remote import CLOSE_S, authorization, is_loopback
 from agentevo.sandbox.sandbox import Failure, Sandbox, SandboxTool, sandboxes
+from agentevo.trace_header import trace_headers
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -127,7 +128,7 @@ class OpenEnvSandbox(CodeOnlySandbox):
         try:
             self._connection = await connect(
                 f"ws{url.removeprefix('http')}/ws",
-                additional_headers=authorization(self.section),
+                additional_headers={**authorization(self.section), **trace_headers()},
                 open_timeout=self.section.start_timeout_s,
                 close_timeout=CLOSE_S,
                 max_size=LARGEST_ANSWER,

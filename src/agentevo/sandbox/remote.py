@@ -36,6 +36,7 @@ from agentevo.sandbox.sandbox import (
     SandboxTool,
     sandboxes,
 )
+from agentevo.trace_header import trace_headers
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -327,7 +328,7 @@ async def _connected(section: SandboxSection) -> ClientConnection:
     try:
         return await Connect(
             f"ws{url.removeprefix('http')}{wire.PATH}",
-            additional_headers=authorization(section),
+            additional_headers={**authorization(section), **trace_headers()},
             compression=None,
             open_timeout=section.start_timeout_s,
             close_timeout=CLOSE_S,

@@ -30,6 +30,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, Token
 from typing import Self
 
+from agentevo import trace_header
 from agentevo.errors import (
     AgentEvoError,
     DeadlineExceededError,
@@ -39,7 +40,7 @@ from agentevo.errors import (
 from agentevo.event_loop import in_thread
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
-from agentevo.store.trace_context import HEADER, Asker, Place, Said, Tracing, span_of
+from agentevo.store.trace_context import Asker, Place, Said, Tracing, span_of
 from agentevo.types import Call, Status
 
 FLUSH_S = 0.5
@@ -61,7 +62,7 @@ LONGEST_PAUSE_S = 30.0
 
 Attribute = str | int | float | bool
 
-_current: ContextVar[RunningCall | None] = ContextVar("agentevo call", default=None)
+_current: ContextVar[RunningCall | None] = trace_header.current
 _asker: ContextVar[Asker | None] = ContextVar("agentevo asker", default=None)
 
 
@@ -228,20 +229,6 @@ def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
     outer = _current.get()
     calls = AttemptCalls(None, "") if outer is None else outer.calls
     return calls.call(kind, name, **attributes)
-
-
-def traceparent() -> str | None:
-    """The header that tells another program of the call that this runs in; None where nothing is
-    traced."""
-    current = _current.get()
-    place = None if current is None else current.place
-    return None if place is None else place.header
-
-
-def trace_headers() -> dict[str, str]:
-    """`traceparent` as a request's headers; empty where nothing is traced."""
-    told = traceparent()
-    return {} if told is None else {HEADER: told}
 
 
 def asked_by(place: Place | None) -> Asker:

@@ -21,7 +21,6 @@ from agentevo.types import Message
 if TYPE_CHECKING:
     from agentevo.store.call_log import RunningCall
 
-HEADER = "traceparent"
 _LOW_64 = 2**64 - 1
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 LONGEST = 512

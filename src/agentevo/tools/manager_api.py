@@ -30,6 +30,7 @@ from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableErro
 from agentevo.registry import nearest
 from agentevo.tools.mcp_connection import MAX_TOOLS, object_schema, without_secrets
 from agentevo.tools.tool import ToolResult, ToolSpec
+from agentevo.trace_header import trace_headers
 
 if TYPE_CHECKING:
     import httpx
@@ -213,7 +214,9 @@ class ManagerAPI:
 
         client = self._client()
         try:
-            async with client.stream(method, url, content=content) as response:
+            async with client.stream(
+                method, url, content=content, headers=trace_headers()
+            ) as response:
                 body = bytearray()
                 async for part in response.aiter_bytes():
                     body += part

@@ -20,10 +20,10 @@ import msgspec
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.own_loop import OwnLoop
-from agentevo.store.call_log import trace_headers
 from agentevo.tools.mcp_connection import Connection, Server, check_package
 from agentevo.tools.task_headers import task_headers
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.trace_header import trace_headers
 from agentevo.types import Task
 
 RESTARTED = "[the server was started again: what it held from earlier calls is lost]\n"

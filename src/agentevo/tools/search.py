@@ -14,9 +14,9 @@ import httpx
 from agentevo.config.tools import tool
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
-from agentevo.store.call_log import trace_headers
 from agentevo.tools.corpus import passage_of
 from agentevo.tools.indexes import corpus_index
+from agentevo.trace_header import trace_headers
 
 TIMEOUT_S = 30.0
 

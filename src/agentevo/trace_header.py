@@ -1,0 +1,28 @@
+"""The header that tells another program of the call that it is asked for, in W3C's Trace Context:
+for every room that asks programs, also those below the store, which records the calls.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+HEADER = "traceparent"
+
+
+current: ContextVar[Any] = ContextVar("agentevo call", default=None)
+"""The call that this code runs in, which has its `place` in a trace; store/call_log.py sets it."""
+
+
+def traceparent() -> str | None:
+    """The header that tells another program of the call that this runs in; None where nothing is
+    traced."""
+    call = current.get()
+    place = None if call is None else call.place
+    return None if place is None else str(place.header)
+
+
+def trace_headers() -> dict[str, str]:
+    """`traceparent` as a request's headers; empty where nothing is traced."""
+    told = traceparent()
+    return {} if told is None else {HEADER: told}
