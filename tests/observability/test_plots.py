@@ -4,6 +4,7 @@ import math
 import struct
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from agentevo.observability import plots
 from agentevo.observability.curves import smooth, wilson_interval
 from agentevo.observability.learning_curve import draw_learning_curve
 from agentevo.observability.metrics import MetricsRow
-from agentevo.observability.panels import STYLE
+from agentevo.observability.panels import STYLE, fonts
 
 ALL = ["learning_curve.png", "optimisation.png", "lengths.png", "throughput.png"]
 
@@ -212,3 +213,12 @@ def test_wilson_interval_holds_the_rate_and_stays_a_rate(n: int, data: st.DataOb
     low, high = wilson_interval(rate, n)
     assert 0.0 <= low <= rate + 1e-12
     assert rate - 1e-12 <= high <= 1.0
+
+
+def test_characters_that_latin_fonts_lack_come_from_another_one_or_are_warned_of() -> None:
+    assert fonts({"DejaVu Sans", "Noto Sans CJK JP"}, ["湖"]) == ["DejaVu Sans", "Noto Sans CJK JP"]
+    with pytest.warns(UserWarning, match="fonts-noto-cjk"):
+        assert fonts({"DejaVu Sans"}, ["frozen", "凍った湖"]) == ["DejaVu Sans"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fonts({"DejaVu Sans"}, ["frozen", "é"]) == ["DejaVu Sans"]

@@ -6,6 +6,9 @@ leave it to colour alone.
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentevo.observability.curves import Series, smooth
@@ -27,10 +30,39 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, INK = (
 
 FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
 """Fonts in the order of preference; matplotlib brings the last one along."""
+CJK_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans CJK KR",
+    "Source Han Sans SC",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "WenQuanYi Zen Hei",
+    "WenQuanYi Micro Hei",
+    "IPAGothic",
+)
+"""Fonts with Chinese, Japanese and Korean, for characters that those above lack."""
+_CJK = re.compile("[\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
+
+
+def fonts(installed: Collection[str], texts: Iterable[str]) -> list[str]:
+    """The fonts to draw with, of those that are installed. Warns where the texts have Chinese,
+    Japanese or Korean and no font for it is there."""
+    cjk = [name for name in CJK_FONTS if name in installed]
+    if not cjk and any(_CJK.search(text) for text in texts):
+        warnings.warn(
+            "no installed font has Chinese, Japanese or Korean: pictures show boxes instead; "
+            "install one, such as the package fonts-noto-cjk (Debian) or "
+            "google-noto-sans-cjk-fonts (Fedora), and make them again with `agentevo report`",
+            stacklevel=3,
+        )
+    return [*(name for name in FONTS if name in installed), *cjk]
 
 
 STYLE: Any = {
-    "font.family": "sans-serif",
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,

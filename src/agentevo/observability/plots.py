@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import MissingExtraError
-from agentevo.observability.curves import has_numbers, series
+from agentevo.observability.curves import has_numbers, held_out, series
 from agentevo.observability.learning_curve import draw_learning_curve
 from agentevo.observability.metrics import MetricsRow
 from agentevo.observability.panels import (
     BLUE,
-    FONTS,
     GREEN,
     GREY,
     INK,
@@ -29,6 +28,7 @@ from agentevo.observability.panels import (
     STYLE,
     as_rate,
     finish,
+    fonts,
     leave_room,
     legend_below,
     noisy_line,
@@ -64,9 +64,8 @@ def write_plots(
     }
     written = []
     installed = {font.name for font in fontManager.ttflist}
-    with matplotlib.rc_context(
-        {**STYLE, "font.sans-serif": [name for name in FONTS if name in installed]}
-    ):
+    words = [*map(str, summary.values()), *(held_out(metrics_rows))]
+    with matplotlib.rc_context({**STYLE, "font.family": fonts(installed, words)}):
         for name, draw in pictures.items():
             figure = Figure(figsize=(8, 4.6), layout="constrained")
             FigureCanvasAgg(figure)
