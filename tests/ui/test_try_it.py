@@ -124,6 +124,8 @@ def test_what_can_not_be_loaded_is_told_with_what_to_do(empty_run):
             assert not shared.players.of("lake")
 
     asyncio.run(visit())
+    for odd in ("a--b/c..d", "x" * 5000, "\x00", "~nobody/x/y", "hf://", "../..", ""):
+        assert kept_checkpoints(empty_run / "lake", {"model": {"name": odd}}).missing
     with pytest.raises(ConfigError, match="agentevo models get nobody/has-this"):
         find_player(empty_run / "lake", words.START, [])
 

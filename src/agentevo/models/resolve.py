@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from agentevo.errors import ConfigError, ModelError, UnknownNameError
@@ -99,8 +100,9 @@ def missing_model(name: str) -> str:
     if HUB_NAME.fullmatch(hub_name):
         from huggingface_hub import try_to_load_from_cache
 
-        if isinstance(try_to_load_from_cache(hub_name, "config.json"), str):
-            return ""
+        with suppress(ValueError):  # the hub has further rules for names
+            if isinstance(try_to_load_from_cache(hub_name, "config.json"), str):
+                return ""
         return _to_get(hub_name)
     return f"the model {name[:200]} is not at that place on this machine: put it there"
 
