@@ -3,12 +3,15 @@ comparisons (`agentevo rm`), and PPO against that reward model.
 
     python examples/free_form/rlhf.py
 
-Nobody tells PPO what is right: comparisons show right ways beside wrong ones, on walks (walks.py)
-that neither PPO nor the last question has. Right, at the end, is an answer in any wording.
+A tiny policy answers walks (walks.py) in four wordings, as it was shown. Comparisons say which one
+is preferred, and nobody tells PPO that rule, nor what is right. Right, at the end, is the right
+answer in the wording that is preferred. The walks of the comparisons, of those that the reward
+model is tried on, of PPO and of the last question are different ones.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -19,42 +22,44 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "search_and_code"))
 
 from rlpr import SEEN, SIZE
-from walks import PLACES, WAYS, WORDINGS, Walk, demonstrations, tasks, walks, words
+from walks import WORDINGS, Walk, demonstrations, tasks, walks, words
 
 from agentevo.config import build_config
 from agentevo.orchestration.reward_model import train as train_reward_model
 from arms import Arm, Results, main
 from stages import Size, make_policy, reinforce, taught, write_rows
 
+PREFERRED = WORDINGS[2]
+"""How whoever compares wants to be answered."""
 COMPARED = 4
 """Comparisons of each walk that is shown in them."""
-
-
-def astray(walk: Walk, rng: random.Random) -> str:
-    """The reply of somebody who takes one wrong turn and goes on from there."""
-    wrong, places = rng.randrange(len(walk.directions)), [walk.start]
-    for number, direction in enumerate(walk.directions):
-        right = WAYS[places[-1], direction]
-        others = [place for place in PLACES if place != right]
-        places.append(rng.choice(others) if number == wrong else right)
-    steps = " ".join(
-        f"{way} {place}" for way, place in zip(walk.directions, places[1:], strict=True)
-    )
-    answer = rng.choice(WORDINGS).format(places[-1])
-    return f"<think> {steps} </think> <answer> {answer} </answer>"
+KL_COEF = 0.3
+"""Weight of the KL to the policy of SFT: the ways, of which the reward model says nothing, are to
+stay as they are."""
 
 
 def comparisons(chosen: Sequence[Walk], seed: int) -> list[dict[str, Any]]:
-    """Pairs of replies: the right way is better than one that goes astray."""
+    """Pairs of replies to a walk: the same way, and the answer in the wording that is preferred
+    beside one in another."""
     rng = random.Random(f"compared {seed}")
+    others = [wording for wording in WORDINGS if wording != PREFERRED]
     return [
         {
             "prompt": [{"role": "user", "content": walk.query}],
-            "chosen": walk.reply(rng.choice(walk.answers())),
-            "rejected": astray(walk, rng),
+            "chosen": walk.reply(PREFERRED.format(walk.places[-1])),
+            "rejected": walk.reply(rng.choice(others).format(walk.places[-1])),
         }
         for walk in chosen
         for _ in range(COMPARED)
+    ]
+
+
+def preferred(chosen: Sequence[Walk]) -> list[dict[str, Any]]:
+    """Rows of a file whose answer is the right one in the wording that is preferred."""
+    rows = tasks(chosen, wordings=None, seed=0)
+    return [
+        row | {"answer": PREFERRED.format(walk.places[-1])}
+        for row, walk in zip(rows, chosen, strict=True)
     ]
 
 
@@ -64,17 +69,19 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
     shown, asked = known[: size.demonstrations], known[size.demonstrations :][: size.questions]
     held_out = list(itertools.islice(walks(held_out=True, seed=0), size.held_out))
     files = {
-        "train": write_rows(folder / "train.jsonl", tasks(asked, wordings=None, seed=seed)),
-        "eval": write_rows(folder / "eval.jsonl", tasks(held_out, wordings=None, seed=0)),
+        "train": write_rows(folder / "train.jsonl", preferred(asked)),
+        "eval": write_rows(folder / "eval.jsonl", preferred(held_out)),
     }
     base = make_policy(folder / "base", size, words(), seed)
     policy = taught(base, demonstrations(shown, seed), folder / "sft", size, seed)
-    pairs = write_rows(folder / "pairs.jsonl", comparisons(known[: 3 * size.demonstrations], seed))
+    others = known[size.demonstrations + size.questions :]
+    pairs = write_rows(folder / "pairs.jsonl", comparisons(shown, seed))
+    tried = write_rows(folder / "tried.jsonl", comparisons(others, seed))
     judged = train_reward_model(
         build_config(
             {
                 "model": {"name": str(policy)},
-                "rm": {"pairs": pairs, "epochs": 3, "learning_rate": 1e-3},
+                "rm": {"pairs": pairs, "eval": tried, "epochs": 3, "learning_rate": 1e-3},
                 "run": {"dir": str(folder / "rm"), "overwrite": True, "seed": seed},
             },
             needs_environment=False,
@@ -91,6 +98,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
         rewards,
         {"critic": {"learning_rate": 1e-3}},
         name="ppo",
+        kl_coef=KL_COEF,
     )
     of_pairs = {"all": judged["rm/eval/accuracy"]}
     return {
@@ -101,6 +109,8 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
 
 
 ARMS = [Arm("rlhf", steps)]
+FEW = dataclasses.replace(SIZE, steps=20)
+"""The reward model has little more to say after that."""
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, Path(__file__), ARMS, ("all",), 0, SIZE))
+    sys.exit(main(__doc__, Path(__file__), ARMS, ("all",), 0, FEW))

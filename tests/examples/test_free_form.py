@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "free_form"
 sys.path.insert(0, str(FOLDER))
 
 import rlhf  # noqa: E402
-from walks import PLACES, demonstrations, tasks, walks  # noqa: E402
+from walks import demonstrations, tasks, walks  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 
@@ -45,12 +44,17 @@ def test_demonstrations_are_right_in_one_of_the_wordings():
     assert len({answer.split()[0] for answer in stated}) > 2, "wordings differ"
 
 
-def test_the_worse_reply_goes_astray_once():
-    rng = random.Random(0)
-    for walk in list(walks(held_out=False, seed=0))[:40]:
-        reply = rlhf.astray(walk, rng)
-        assert find_answer(reply, "answer") not in walk.answers()
-        assert sum(place in reply for place in PLACES) <= 4
+def test_comparisons_are_of_wordings_alone():
+    chosen = list(walks(held_out=False, seed=0))[:40]
+    for walk, row in zip(
+        [walk for walk in chosen for _ in range(rlhf.COMPARED)],
+        rlhf.comparisons(chosen, 0),
+        strict=True,
+    ):
+        better, worse = (find_answer(row[key], "answer") for key in ("chosen", "rejected"))
+        assert {better, worse} <= set(walk.answers()) and better != worse
+        assert [better] == [one["answer"] for one in rlhf.preferred([walk])]
+        assert row["chosen"].split("<answer>")[0] == row["rejected"].split("<answer>")[0]
 
 
 @pytest.mark.examples
