@@ -48,7 +48,7 @@ def dashboard(*words: str | Path, control: bool = False) -> Iterator[str]:
     try:
         assert process.stdout is not None
         printed = "".join(process.stdout.readline() for _ in range(4 if control else 2))
-        found = re.findall(r"http://\S+", printed)
+        found = re.findall(r"https?://\S+", printed)
         assert found, printed
         yield found[-1]
     finally:
