@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -79,7 +80,7 @@ class _Notes(LiveView):
         self._enter_phase(name, detail)
 
     def step(self, step: int, *arguments: Any) -> None:
-        self.stands_at(step, None)
+        self.stands_at(step, math.inf)
 
     def evaluation(self, *arguments: Any) -> None: ...
 

@@ -201,9 +201,9 @@ class LiveView:
             self._print(f"-- {name}: {detail}" if detail else f"-- {name}")
         self._seen_phases.add(name)
 
-    def stands_at(self, step: int, total: int | None) -> None:
-        """So many steps are done, of so many; None where nobody knows."""
-        self._change(step=step, total=total or 0)
+    def stands_at(self, step: int, total: float) -> None:
+        """So many steps are done, of so many; infinity where nobody knows."""
+        self._change(step=step, total=int(total) if math.isfinite(total) else 0)
 
     def moment(self) -> Moment:
         """What the run does now. For any thread."""

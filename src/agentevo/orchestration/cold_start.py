@@ -4,6 +4,7 @@ policy that knows the format and the basics."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from agentevo.config import RunConfig
 from agentevo.models.adapters import dropping_out
@@ -15,6 +16,9 @@ from agentevo.orchestration.rollout_sources import StopAskedError
 from agentevo.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
+
+if TYPE_CHECKING:
+    from agentevo.orchestration.run import TrainingRun
 
 
 def demonstrations(
@@ -86,3 +90,22 @@ def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> d
         if losses
         else {}
     )
+
+
+async def teach(run: TrainingRun, *, again: bool) -> None:
+    """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
+    whose log has it already."""
+    if run.parts.config.model.name != "tiny" and not again:  # random weights show nothing
+        try:
+            run.progress.cold_start_before = await run.evaluate(
+                "before the cold start", full=False, label="untaught-"
+            )
+        except StopAskedError:
+            return
+    try:
+        metrics = cold_start(run.parts, run.view, run.is_stopped)
+    except StopAskedError:
+        return
+    if not again:
+        run.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+        run.log.log(0, metrics)

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -32,9 +31,8 @@ from agentevo.inference.transports import local_transport
 from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_at_end
-from agentevo.observability.moment import Moment
 from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts
-from agentevo.orchestration.cold_start import cold_start
+from agentevo.orchestration.cold_start import teach
 from agentevo.orchestration.components import (
     AgentFunction,
     Components,
@@ -57,7 +55,7 @@ from agentevo.orchestration.step_metrics import (
     step_metrics,
 )
 from agentevo.orchestration.submissions import Submissions
-from agentevo.orchestration.tracking import attempts_table, is_first, tracked
+from agentevo.orchestration.tracking import attempts_table, now_file_of, tracked
 from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
@@ -66,7 +64,6 @@ from agentevo.runs.chain import LOG, End, HeadFile, is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
 from agentevo.runs.lock import only_trainer
-from agentevo.runs.now_file import NowFile
 from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
@@ -149,7 +146,7 @@ async def run_training(
         view.phase("loading", config.model.name)
         if resume:
             stack.enter_context(only_trainer(folder))
-            now_file = stack.enter_context(_now_file(folder, view, stopped))
+            now_file = stack.enter_context(now_file_of(folder, view, stopped))
             start = await find_resume_point(config, checkpoints, note=view.note)
         if loaded is None or start.checkpoint is not None:
             loaded = load_policy(config, start.checkpoint)
@@ -159,7 +156,7 @@ async def run_training(
         if not resume:
             make_final = stack.enter_context(new_folder(config))
             stack.enter_context(only_trainer(folder))
-            now_file = stack.enter_context(_now_file(folder, view, stopped))
+            now_file = stack.enter_context(now_file_of(folder, view, stopped))
         processes = None if supervisor is None else supervisor(config, view.note)
         async with open_components(
             config,
@@ -193,15 +190,6 @@ async def run_training(
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
-
-
-def _now_file(folder: Path, view: LiveView, is_stopped: Callable[[], bool]) -> NowFile:
-    """Of several processes that train together the first writes it."""
-
-    def moment() -> Moment:
-        return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())
-
-    return NowFile(folder, moment, note=view.note, is_written=is_first())
 
 
 class TrainingRun:
@@ -268,28 +256,10 @@ class TrainingRun:
             self.trainer.load_state_dict(trainer_state)
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
-            await self._cold_start(again=bool(start.steps))
+            await teach(self, again=bool(start.steps))
         await replay_steps(self, start)
         for warning in start.warnings:
             self.warn(warning)
-
-    async def _cold_start(self, *, again: bool) -> None:
-        """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
-        whose log has it already."""
-        if self.parts.config.model.name != "tiny" and not again:  # random weights show nothing
-            try:
-                self.progress.cold_start_before = await self.evaluate(
-                    "before the cold start", full=False, label="untaught-"
-                )
-            except StopAskedError:
-                return
-        try:
-            metrics = cold_start(self.parts, self.view, self.is_stopped)
-        except StopAskedError:
-            return
-        if not again:
-            self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
-            self.log.log(0, metrics)
 
     @property
     def is_complete(self) -> bool:
@@ -298,8 +268,7 @@ class TrainingRun:
 
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until it is asked to stop."""
-        planned = self._num_steps if math.isfinite(self._num_steps) else None
-        self.view.stands_at(self.progress.step, None if planned is None else int(planned))
+        self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
         await self.rollouts.begin(self.progress.step)
@@ -506,8 +475,7 @@ class TrainingRun:
         """That much is committed, all its warnings included."""
         self.progress, self._recorded = progress, len(progress.warnings)
 
-    def stood_still(self, seconds: float) -> None:
-        """So long a pause is no part of `wall_s`."""
+    def stood_still(self, seconds: float) -> None:  # a pause is no part of `wall_s`
         self._clock += seconds
 
     def wall_s(self) -> float:

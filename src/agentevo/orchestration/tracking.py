@@ -13,9 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from agentevo.config import RunConfig
 from agentevo.config.interpolation import escaped
 from agentevo.errors import AgentEvoError, MissingExtraError
+from agentevo.observability import LiveView
+from agentevo.observability.moment import Moment
+from agentevo.runs.now_file import NowFile
 from agentevo.trackers import Row, Table, TrackedRun, TrackerConfig, Tracking, trackers
 from agentevo.trackers.secrets import without_secrets
 from agentevo.trackers.tracker import State
@@ -203,3 +208,13 @@ def is_first() -> bool:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return bool(distributed.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"
+
+
+def now_file_of(folder: Path, view: LiveView, is_stopped: Callable[[], bool]) -> NowFile:
+    """What tells others what the run does; of several processes that train together the first
+    writes it."""
+
+    def moment() -> Moment:
+        return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())
+
+    return NowFile(folder, moment, note=view.note, is_written=is_first())

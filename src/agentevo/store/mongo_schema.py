@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import NoStoreError, UnusableStoreError
 from agentevo.store.mongo_calls import CALL_INDEXES
-from agentevo.store.store import older_schema
+from agentevo.store.read_only import older_schema
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient

@@ -14,7 +14,8 @@ from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableE
 from agentevo.store.clock import Clock, Now
 from agentevo.store.mongo_queries import Document
 from agentevo.store.mongo_rows import Rows
-from agentevo.store.store import AWAY_S, RetryPolicy, only_read
+from agentevo.store.read_only import only_read
+from agentevo.store.store import AWAY_S, RetryPolicy
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient

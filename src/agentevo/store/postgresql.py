@@ -36,8 +36,9 @@ from agentevo.extras import load_extra
 from agentevo.progress import bar
 from agentevo.store.clock import Clock, Now
 from agentevo.store.migrations import migrations
+from agentevo.store.read_only import older_schema, only_read
 from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, older_schema, only_read, stores
+from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"

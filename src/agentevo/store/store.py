@@ -459,9 +459,8 @@ async def open_store(
 
     `${env:NAME}` in the URL is an environment variable's value. `timeout_s` is the deadline of each
     call on it, this one included; a database that is away is waited for no longer than AWAY_S.
-    `clock` replaces the store's own, for tests. `read_only` changes nothing there, makes nothing,
-    and needs no right to write: one of an older schema is refused with the command that migrates
-    it, and so is every call that writes.
+    `clock` replaces the store's own, for tests. `read_only` needs no right to write: nothing is
+    made or changed, an older schema is refused, and so is every call that writes.
     """
     address = with_environment(url)
     scheme, separator, _ = address.partition("://")
@@ -472,27 +471,9 @@ async def open_store(
         )
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
-    return await stores.get(scheme)(
-        address,
-        timeout_s=timeout_s,
-        create=create and not read_only,
-        retries=retries,
-        clock=clock,
-        read_only=read_only,
-    )
-
-
-def older_schema(where: str, version: object) -> UnusableStoreError:
-    """What is said of a store that may only be read and is of an older version."""
-    return UnusableStoreError(
-        f"{where} has the schema {version} of an older AgentEvo, and it may only be read here: "
-        "`agentevo store migrate URL|RUN_DIR` brings it to this version"
-    )
-
-
-def only_read(where: str, what: str) -> StoreError:
-    """What is said to a call that writes to a store that may only be read."""
-    return StoreError(f"{what}: {where} was opened for reading only")
+    more: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
+    may_create = create and not read_only
+    return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **more)
 
 
 def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int | None, bool]:

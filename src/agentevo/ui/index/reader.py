@@ -343,8 +343,7 @@ class IndexReader:
         return where & has_text, is_cut
 
     def _search(self, text: str) -> tuple[np.ndarray, bool]:
-        """Places in the columns of the attempts with the text, the newest ones; whether there are
-        more."""
+        """Places in the columns of the newest attempts with the text; whether there are more."""
         held = getattr(self._local, "held", None)
         if held is not None and text in held:
             found: tuple[np.ndarray, bool] = held[text]
@@ -366,8 +365,7 @@ class IndexReader:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Within it this thread reads the columns once, and works out once what is selected: for a
-        page that asks for many numbers of one selection."""
+        """Within it this thread reads the columns, and works out what is selected, only once."""
         self._local.held = {}
         try:
             yield
@@ -383,8 +381,7 @@ class IndexReader:
         return {int(row[0]): str(row[1]) for row in self.ask("SELECT number, text FROM words")}
 
     def task_states(self) -> tuple[dict[str, int], float]:
-        """State of the ledger -> number of tasks, and the Unix time at which they were counted;
-        nothing before that."""
+        """State of the ledger -> number of tasks, and when they were counted, in Unix time."""
         facts = dict(self._all("SELECT name, value FROM facts WHERE name LIKE 'task_states%'"))
         return json.loads(facts.get("task_states", "{}")), float(facts.get("task_states_at", 0.0))
 

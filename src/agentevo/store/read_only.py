@@ -1,0 +1,18 @@
+"""What is said where a store may only be read."""
+
+from __future__ import annotations
+
+from agentevo.errors import StoreError, UnusableStoreError
+
+
+def older_schema(where: str, version: object) -> UnusableStoreError:
+    """What is said of a store that may only be read and is of an older version."""
+    return UnusableStoreError(
+        f"{where} has the schema {version} of an older AgentEvo, and it may only be read here: "
+        "`agentevo store migrate URL|RUN_DIR` brings it to this version"
+    )
+
+
+def only_read(where: str, what: str) -> StoreError:
+    """What is said to a call that writes to a store that may only be read."""
+    return StoreError(f"{what}: {where} was opened for reading only")
