@@ -121,3 +121,21 @@ def test_a_file_of_a_later_version_is_read(tmp_path: Path) -> None:
     (tmp_path / NOW).write_text(json.dumps({"phase": "paused", "of_tomorrow": [1]}))
     moment = read_moment(tmp_path / NOW)
     assert moment is not None and moment.words() == "paused"
+
+
+@pytest.mark.parametrize(
+    ("moment", "ended"),
+    [
+        (Moment(step=3, planned=8, is_stopping=True), "stopped"),
+        (Moment(step=8, planned=8, is_stopping=True), "finished"),
+        (Moment(step=3, is_stopping=True), "stopped"),
+        (Moment(step=3), "finished"),
+    ],
+)
+def test_a_run_that_was_asked_to_stop_before_its_last_step_was_stopped(
+    moment: Moment, ended: str, tmp_path: Path
+) -> None:
+    with NowFile(tmp_path, lambda: moment):
+        pass
+    last = read_moment(tmp_path / NOW)
+    assert last is not None and last.ended == ended

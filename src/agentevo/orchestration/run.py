@@ -55,7 +55,7 @@ from agentevo.orchestration.step_metrics import (
     step_metrics,
 )
 from agentevo.orchestration.submissions import Submissions
-from agentevo.orchestration.tracking import attempts_table, now_file_of, tracked
+from agentevo.orchestration.tracking import attempts_table, only_trainer_here, tracked
 from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
@@ -63,7 +63,6 @@ from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import LOG, End, HeadFile, is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
-from agentevo.runs.lock import only_trainer
 from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
@@ -137,16 +136,14 @@ async def run_training(
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
 ) -> None:
-    """Does what `train` does after its checks; `supervisor` starts processes apart. `resume`
-    goes on from the folder. `loaded`: the model. `submissions`: those of a program's own loop."""
+    """What `train` does after its checks. `loaded`: the model; `submissions`: of a program's loop."""
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         stopped, start = lambda: bool(stop_signals), ResumePoint()
         view.phase("loading", config.model.name)
         if resume:
-            stack.enter_context(only_trainer(folder))
-            now_file = stack.enter_context(now_file_of(folder, view, stopped))
+            stack.enter_context(only_trainer_here(folder, view, stopped))
             start = await find_resume_point(config, checkpoints, note=view.note)
         if loaded is None or start.checkpoint is not None:
             loaded = load_policy(config, start.checkpoint)
@@ -155,8 +152,7 @@ async def run_training(
         make_final: Callable[[], None] = lambda: None  # noqa: E731
         if not resume:
             make_final = stack.enter_context(new_folder(config))
-            stack.enter_context(only_trainer(folder))
-            now_file = stack.enter_context(now_file_of(folder, view, stopped))
+            stack.enter_context(only_trainer_here(folder, view, stopped))
         processes = None if supervisor is None else supervisor(config, view.note)
         async with open_components(
             config,
@@ -183,8 +179,6 @@ async def run_training(
             with run.log, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
-            if stopped() and not run.is_complete:
-                now_file.result = "stopped"
             if run.progress.step >= run.end.step and (run.progress.begun or not resume):
                 write_summary(folder, summary_of(run))
         if config.tracking.report:
@@ -260,11 +254,6 @@ class TrainingRun:
         await replay_steps(self, start)
         for warning in start.warnings:
             self.warn(warning)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its last step is done."""
-        return self.progress.step >= self._num_steps
 
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until it is asked to stop."""

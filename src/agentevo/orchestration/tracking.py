@@ -20,6 +20,7 @@ from agentevo.config.interpolation import escaped
 from agentevo.errors import AgentEvoError, MissingExtraError
 from agentevo.observability import LiveView
 from agentevo.observability.moment import Moment
+from agentevo.runs.lock import only_trainer
 from agentevo.runs.now_file import NowFile
 from agentevo.trackers import Row, Table, TrackedRun, TrackerConfig, Tracking, trackers
 from agentevo.trackers.secrets import without_secrets
@@ -210,11 +211,16 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def now_file_of(folder: Path, view: LiveView, is_stopped: Callable[[], bool]) -> NowFile:
-    """What tells others what the run does; of several processes that train together the first
-    writes it."""
+@contextmanager
+def only_trainer_here(
+    folder: Path, view: LiveView, is_stopped: Callable[[], bool]
+) -> Iterator[None]:
+    """The run's lock, and the file that tells others what it does; of several processes that train
+    together the first writes that."""
 
     def moment() -> Moment:
         return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())
 
-    return NowFile(folder, moment, note=view.note, is_written=is_first())
+    now_file = NowFile(folder, moment, note=view.note, is_written=is_first())
+    with only_trainer(folder), now_file:
+        yield

@@ -163,9 +163,7 @@ class Sampler:
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [one for task in tasks for one in self._group_names(task.id, labels, step)]
-        known = await _with_retries(
-            lambda: self._known(names, split, step), "looking for known groups"
-        )
+        known = await _with_retries(lambda: self._known(names, split, step), "known groups")
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size, counted = attempts + extra + baseline, dict[str, int]()
 

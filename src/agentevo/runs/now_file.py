@@ -50,8 +50,6 @@ class NowFile:
         self._over = threading.Event()
         self._ended: tuple[Ended, str] = ("", "")
         self._problem = ""
-        self.result: Ended = "finished"
-        """What is said at an end without an exception."""
         self._thread = threading.Thread(target=self._write_on, name="now.json", daemon=True)
 
     def __enter__(self) -> Self:
@@ -63,7 +61,9 @@ class NowFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if error is None:
-            self._ended = (self.result, "")
+            last = self._look()
+            is_complete = last.planned is not None and last.step >= last.planned
+            self._ended = ("stopped" if last.is_stopping and not is_complete else "finished", "")
         elif isinstance(error, Exception):
             self._ended = ("failed", failure(error))
         else:  # Ctrl-C, SIGTERM, a cancellation
