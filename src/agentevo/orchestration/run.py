@@ -136,7 +136,7 @@ async def run_training(
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
 ) -> None:
-    """What `train` does after its checks. `loaded`: the model; `submissions`: of a program's loop."""
+    """What `train` does after its checks. `submissions`: those of a program's own loop."""
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
