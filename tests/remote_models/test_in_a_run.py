@@ -100,7 +100,7 @@ def test_agents_ask_a_remote_model_beside_the_policy(agent, tmp_path, monkeypatc
     assert told["budget_left"] == {"teacher": {"requests": 100 - num_asked}}
     page = (tmp_path / "run/report.html").read_text()
     assert f"Left of the budgets: teacher: {100 - num_asked} requests." in page
-    assert "remote turn 0: teacher" in page
+    assert 'aria-label="Remote turn 0"><header><b>teacher</b>' in page
     assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
     lines = (tmp_path / "run/remote_models/teacher.jsonl").read_text().splitlines()
     assert [json.loads(line)["state"] for line in lines].count("completed") == num_asked
