@@ -13,7 +13,7 @@ import pytest
 from agentevo.cli.main import main
 from agentevo.data import RowReport, read_conversations
 from agentevo.errors import ConfigError
-from agentevo.runs.annotation_export import GONE, SAME, TOOLS, export_annotations
+from agentevo.runs.annotation_export import GONE, HELD_OUT, SAME, TOOLS, export_annotations
 from agentevo.runs.annotations import (
     ANNOTATIONS,
     Annotation,
@@ -191,6 +191,29 @@ def test_labels_and_verdicts_are_exported(run: Path, tmp_path: Path) -> None:
     rows, _ = exported(run, "judge", tmp_path / "judge.jsonl")
     assert [(row["label"], row["reward"]) for row in rows] == [(True, 0.25), (False, 0.25)]
     assert rows[0]["note"] == "fine"
+
+
+def test_attempts_at_held_out_tasks_are_no_training_data_unless_asked_for(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def work() -> None:
+        async with await open_store(f"sqlite:///{run / 'store.sqlite'}") as store:
+            held_out = [attempt("held", "gold"), attempt("held too", "iron")]
+            await store.write_trajectories(held_out, split="eval", step=1)
+
+    asyncio.run(work())
+    for name in ("a", "held"):
+        annotate(run, Annotation(attempt=name, verdict="right", reply="edited"))
+    annotate(run, Preference(better="held", worse="held too"))
+    for form, left in (("sft", 1), ("labels", 1), ("pairs", 2)):
+        rows, left_out = exported(run, form, tmp_path / "rows.jsonl")
+        assert [row["trajectory_id"] for row in rows] == ["a"]
+        assert left_out == {HELD_OUT: left}
+    rows, left_out = exported(run, "judge", tmp_path / "judge.jsonl")
+    assert ({row["trajectory_id"] for row in rows}, left_out) == ({"a", "held"}, {})
+    out = tmp_path / "all.jsonl"
+    assert main(["annotations", "export", str(run), str(out), "--held-out"]) == 0
+    assert "2 rows written" in capsys.readouterr().out
 
 
 def test_nothing_is_written_where_there_is_no_row(run: Path, tmp_path: Path) -> None:

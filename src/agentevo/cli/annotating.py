@@ -35,6 +35,14 @@ def export(
             "`agentevo train` (labels for kto and rft). judge: verdicts beside rewards.",
         ),
     ] = "sft",
+    held_out: Annotated[
+        bool,
+        typer.Option(
+            "--held-out",
+            help="Take attempts of evaluations into sft, pairs and labels, too: the success "
+            "measured on their tasks says less then. Default: they are left out.",
+        ),
+    ] = False,
     wait: Wait = None,
 ) -> None:
     """Write what people have said of a run's attempts as training data."""
@@ -54,7 +62,9 @@ def export(
         chat = ChatFormat(tokenizer)
 
     async def work(store: Store) -> tuple[int, Counter[str]]:
-        return await export_annotations(store, found, out, form, answer_reader(chat))
+        return await export_annotations(
+            store, found, out, form, answer_reader(chat), held_out=held_out
+        )
 
     count, left_out = read_store(run_dir, work, wait_s=wait)
     print(f"{count} {'row' if count == 1 else 'rows'} written to {out}")

@@ -8,13 +8,14 @@ labels  attempts that are right or wrong as {"prompt", "completion", "label"}, f
 judge   each verdict beside the reward, its parts and the conversation
 
 A pair's file has no place for tools, so attempts with tools are left out of pairs and labels.
+Attempts at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ SILENT = "nothing was said in it"
 TOOLS = "it has tools, which a pair's file has no place for"
 SAME = "both say the same"
 OTHER_TASK = "the two conversations differ before the first answer"
+HELD_OUT = "it is of a held-out task (--held-out takes it)"
 NOT_WHOLE = "the last reply was cut off by the token limit"
 
 
@@ -49,10 +51,17 @@ def last_answer(trajectory: Trajectory) -> Turn | RemoteTurn | None:
 
 
 async def export_annotations(
-    store: Store, found: Annotations, path: Path, form: Format, read: Read
+    store: Store,
+    found: Annotations,
+    path: Path,
+    form: Format,
+    read: Read,
+    *,
+    held_out: bool = False,
 ) -> tuple[int, Counter[str]]:
     """Writes the rows to `path` (.jsonl or .jsonl.gz): how many, and reason -> annotations that
-    gave none. Raises ConfigError, with nothing written, if there is no row."""
+    gave none. `held_out`: attempts of evaluations are trained on, too. Raises ConfigError, with
+    nothing written, if there is no row."""
     wanted = set(found.attempts) | {name for pair in found.pairs for name in pair}
     attempts: dict[str, Trajectory] = {}
     for name in wanted:
@@ -60,9 +69,14 @@ async def export_annotations(
             attempts[name] = await store.trajectory(name)
         except AgentEvoError:
             continue  # told as GONE, once for each annotation
+    evaluated: set[str] = set()
+    if form != "judge" and not held_out:
+        tasks = {trajectory.task_id for trajectory in attempts.values()}
+        for task in tasks:
+            evaluated |= {one.id for one in await store.summaries(task_id=task, split="eval")}
     count, left_out = 0, Counter[str]()
     with whole_file(path) as file:
-        for row in _rows(found, attempts, form, read):
+        for row in _rows(found, attempts, evaluated, form, read):
             if isinstance(row, LeftOutError):
                 left_out[str(row)] += 1
                 continue
@@ -78,13 +92,19 @@ async def export_annotations(
 
 
 def _rows(
-    found: Annotations, attempts: dict[str, Trajectory], form: Format, read: Read
+    found: Annotations,
+    attempts: dict[str, Trajectory],
+    held_out: Set[str],
+    form: Format,
+    read: Read,
 ) -> Iterator[Row | LeftOutError]:
     for one in found.attempts.values():
         try:
             trajectory = attempts.get(one.attempt)
             if trajectory is None:
                 raise LeftOutError(GONE)
+            if one.attempt in held_out:
+                raise LeftOutError(HELD_OUT)
             if form == "sft":
                 yield from _sft_rows(one, trajectory, read)
             elif form == "pairs" and one.reply is not None:
@@ -101,6 +121,8 @@ def _rows(
         try:
             if two.better not in attempts or two.worse not in attempts:
                 raise LeftOutError(GONE)
+            if two.better in held_out or two.worse in held_out:
+                raise LeftOutError(HELD_OUT)
             sides = [_conversation(attempts[name], read) for name in (two.better, two.worse)]
             yield {**_pair(*sides), "better": two.better, "worse": two.worse}
         except LeftOutError as error:
