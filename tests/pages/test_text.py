@@ -62,3 +62,7 @@ def test_any_numbers_can_be_drawn(values: list[float]) -> None:
     assert "nan" not in sparkline(values)
     line_chart([float(place) for place in range(len(values))], [("a", values)])
     scale(*(values + [None] * 4)[:4])
+
+
+def test_a_chart_of_zeros_has_readable_bounds() -> None:
+    assert ">-1<" in (drawn := line_chart([1, 2], [("zero", [0.0, 0.0])])) and ">1<" in drawn

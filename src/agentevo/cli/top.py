@@ -101,7 +101,7 @@ def _line_of(view: RunView, *, ask: bool) -> RunLine:
         None,
     )
     return RunLine(
-        name=view.name,
+        name=view.label,
         state="silent" if view.is_silent else view.state,
         step=view.step,
         planned=view.planned,

@@ -92,9 +92,10 @@ def _drawable(value: float) -> float:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """From the lowest to the highest, which differ by LEAST_SPAN at least."""
+    """From the lowest to the highest, which differ by LEAST_SPAN at least; -1 to 1 of zeros."""
     low, high = min(values), max(values)
-    least = max(LEAST_SPAN * max(abs(low), abs(high)), TINY)
+    largest = max(abs(low), abs(high))
+    least = max(LEAST_SPAN * largest, TINY) if largest else 1.0
     if high - low < least:
         middle = low / 2 + high / 2
         return middle - least, middle + least

@@ -17,7 +17,8 @@ def session_of(folder: Path, state: str | None = None) -> tuple[Session | None, 
         reader.read()
         state = reader.view.state
     if state != "running":
-        return None, f"nobody trains there now (it is {state}): `--resume` goes on with a run"
+        more = "" if state == "finished" else ". The command that began it goes on with --resume"
+        return None, f"nobody trains there now (it is {state}){more}"
     session = read_session(folder)
     if session is None or session.has_ended:
         why = "it still starts, is a command or a group of processes that takes no requests"

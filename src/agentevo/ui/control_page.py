@@ -95,7 +95,7 @@ async def change_run(request: Request, run: str) -> Response:
     title, text = ASKED[action]
     if not change.is_sure:
         return ask_again(
-            request, change, f"{title}: {view.name}?", text, back=back, do=f"{title}, really"
+            request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"
         )
     await change.record(view, f"{action}: asked")
     async with asyncio.timeout(WRITE_S):

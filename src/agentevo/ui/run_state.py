@@ -69,6 +69,12 @@ class RunView:
         return given if isinstance(given, str) and given else self.source.name
 
     @property
+    def label(self) -> str:
+        """Its name, and its place where that is another: runs of one recipe share the name."""
+        place = self.key.replace("~", "/")
+        return self.name if place == self.name else f"{self.name} ({place})"
+
+    @property
     def reason(self) -> str:
         """Why the run goes on no more, or gives no sign, in a sentence; else empty."""
         if self.moment is None or self.state not in ("running", "failed", "interrupted"):

@@ -104,7 +104,8 @@ def row_of(view: RunView) -> Row:
     _, rewards = view.table.series(SCORE)
     environment = view.summary.get("environment") or view.setting("environment", "type")
     model = view.summary.get("model") or view.setting("model", "name")
-    about = [environment, model, view.setting("algorithm", "name")]
+    how = view.command if view.command in ("sft", "rm") else view.setting("algorithm", "name")
+    about = [environment, model, how]
     return Row(
         view=view,
         rewards=list(rewards),

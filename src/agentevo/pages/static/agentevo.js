@@ -15,6 +15,10 @@
     document.dispatchEvent(new CustomEvent("theme"));
   }
 
+  // --- the tab of this page is in view where there is no room for all
+  const tab = one(".tabs a[aria-current]");
+  if (tab) tab.parentElement.scrollLeft = tab.offsetLeft - tab.parentElement.offsetLeft - (tab.parentElement.clientWidth - tab.offsetWidth) / 2;
+
   // --- rows by keyboard
   let row = "";
   function mark() {

@@ -45,12 +45,13 @@
       series.push({ stroke: color, width: 1.6, label: line.name, spanGaps: true, points: { show: few, size: 5 } });
     });
     const axis = { stroke: styled("--soft"), grid: { stroke: styled("--line"), width: 1 }, ticks: { show: false }, font: `11px ${styled("--sans")}`, gap: 4 };
+    const whole = !told.time && told.x.every((value) => value == null || Number.isInteger(value));
     const show = (value) => (told.share ? `${number(value * 100)}%` : number(value));
     const options = {
       width: body.clientWidth, height: body.clientHeight, legend: { show: false }, padding: [6, 8, 0, 0],
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, sync: figure.dataset.sync ? { key: figure.dataset.sync } : undefined },
       scales: { x: { time: Boolean(told.time) }, y: told.share ? { range: [-0.02, 1.02] } : { range: (chart, low, high) => span(low, high) } },
-      axes: [{ ...axis, size: 22 }, { ...axis, size: 46, values: (chart, ticks) => ticks.map(show) }],
+      axes: [{ ...axis, size: 22, ...(whole ? { incrs: WHOLE } : {}) }, { ...axis, size: 46, values: (chart, ticks) => ticks.map(show) }],
       series, bands,
       hooks: { setCursor: [(chart) => read(figure, body, chart, told, show)] },
     };
@@ -59,6 +60,8 @@
     charts.set(figure, new uPlot(options, data, body));
     body.title = "";
   }
+
+  const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 13 }, (_, power) => first * 10 ** power)).sort((a, b) => a - b);
 
   function span(low, high) {
     if (low == null) return [0, 1];
