@@ -8,12 +8,15 @@ instant, between two renames, in which neither is in place.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from agentevo.errors import DiskError
 
@@ -64,6 +67,19 @@ def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
     finally:
         staging.unlink(missing_ok=True)
     return True
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading that others may have put there: no link is followed, and nothing
+    waits for who writes into a pipe. Raises OSError, also for what is no regular file."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 from agentevo.cli.main import main
 from agentevo.data import RowReport, read_conversations
 from agentevo.errors import ConfigError
+from agentevo.pages.words import NONE, moment
 from agentevo.runs.annotation_export import GONE, HELD_OUT, SAME, TOOLS, export_annotations
 from agentevo.runs.annotations import (
     ANNOTATIONS,
@@ -108,6 +109,24 @@ def test_the_newest_word_counts_and_every_word_stays(tmp_path: Path) -> None:
     assert [*found.attempts] == ["b"]
     assert found.pairs == {}
     assert len(found.history) == 7
+
+
+def test_a_damaged_file_costs_what_is_damaged(tmp_path: Path) -> None:
+    half, huge = r"\ud83d", "9" * 400
+    lines = [
+        f'{{"type":"attempt","attempt":"a{half}","verdict":"right","parts":{{"p{half}":1.0}}}}',
+        f'{{"type":"attempt","attempt":"b","verdict":"right","at":{huge}}}',
+        r'{"type":"attempt","attempt":"c","note":"\ud83d\ude00","at":1e300}',
+        '{"type":"attempt"',
+    ]
+    (tmp_path / "annotations.jsonl").write_text("\n".join(lines) + "\n")
+    found = read_annotations(tmp_path).attempts
+    assert set(found) == {"a?", "c"} and found["c"].note == "\N{GRINNING FACE}"
+    assert moment(found["c"].at) == NONE
+    (tmp_path / "annotations.jsonl").unlink()
+    (tmp_path / "annotations.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="move it away"):
+        read_annotations(tmp_path)
 
 
 def test_kappa_is_cohens() -> None:

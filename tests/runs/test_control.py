@@ -163,3 +163,16 @@ def test_an_id_or_a_link_that_leads_elsewhere_is_refused(tmp_path: Path) -> None
     assert read_session(run) is None
     (run / SESSION).write_text("damaged")
     assert read_session(run) is None
+
+
+def test_a_folder_where_a_request_should_be_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / REQUESTS / "00000000.json").mkdir(parents=True)
+    trainer = Trainer(tmp_path)
+    with trainer.control:
+        trainer.ask("resume", "request-1")
+        assert trainer.answer("request-1").is_done
+    (tmp_path / SESSION).unlink()
+    (tmp_path / SESSION).mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    assert all(read_session(tmp_path) is None for _ in range(3))
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -85,6 +85,24 @@ def test_no_run_begins_within_a_run_or_where_no_folder_is_shown(tmp_path: Path) 
             wanted_from(folders, "train", "coins", "", "new")
 
 
+def test_what_is_shown_of_a_start_is_no_link_and_no_pipe(tmp_path: Path) -> None:
+    outside, id = tmp_path / "outside", "0" * 32
+    outside.mkdir()
+    (outside / "log.txt").write_text("secret")
+    (outside / "start.json").write_text("{}")
+    root = tmp_path / "shown"
+    place = root / starting.STARTED / id
+    place.mkdir(parents=True)
+    (place / "log.txt").symlink_to(outside / "log.txt")
+    os.mkfifo(place / "start.json")
+    assert starting.log_of(root, id) == "" and read_start(root, id) is None
+    (root / starting.STARTED / ("1" * 32)).symlink_to(outside)
+    assert starting.log_of(root, "1" * 32) == ""
+    (place / "log.txt").unlink()
+    (place / "log.txt").write_text("its own")
+    assert starting.log_of(root, id) == "its own"
+
+
 def test_what_goes_on_counts_and_an_id_starts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

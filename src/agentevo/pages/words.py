@@ -96,4 +96,9 @@ def ago(then: float | None, now: float | None = None) -> str:
 
 def moment(then: float | None) -> str:
     """`2026-11-23 18:53`, in this machine's time."""
-    return NONE if then is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
+    if then is None:
+        return NONE
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
+    except (ValueError, OverflowError, OSError):  # a time of no calendar, out of a damaged file
+        return NONE

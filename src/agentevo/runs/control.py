@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import stat
 import threading
 import time
 import uuid
@@ -29,7 +28,7 @@ from typing import Literal, Self, TypeVar, get_args
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.files import create_atomic, write_atomic
+from agentevo.files import create_atomic, open_regular, write_atomic
 from agentevo.runs.records import CHANGES, add_record
 
 SESSION, REQUESTS = "control.json", "control"
@@ -268,15 +267,8 @@ class RunControl:
 
 def _read(path: Path, kind: type[T]) -> T | None:
     """A file of ours; None for one that is gone, damaged, too large, a link, or no file."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags)
-    except OSError:
-        return None
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            return None
-        try:
+        with open_regular(path) as file:
             return msgspec.json.decode(file.read(LARGEST), type=kind)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

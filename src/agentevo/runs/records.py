@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.errors import ConfigError
+from agentevo.files import open_regular
 
 CHANGES = "changes.jsonl"
 """Who has changed what in a run, through the dashboard or at the command line."""
@@ -55,25 +56,27 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All that were added, the oldest first, without lines that are none; empty where there is no
     file. Of a file beyond MAX_READ its end. Raises ConfigError for what can't be read."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags)
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_READ))
+            lines = file.read(MAX_READ).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror or error})") from error
-    with os.fdopen(handle, "rb") as file:
-        what = os.fstat(handle)
-        if not stat.S_ISREG(what.st_mode):
-            raise ConfigError(f"{path} is no file: move it away")
-        file.seek(max(0, what.st_size - MAX_READ))
-        lines = file.read(MAX_READ).split(b"\n")
+        raise ConfigError(
+            f"{path} can't be read ({error.strerror or error}): move it away"
+        ) from error
     found = []
     for line in lines[:-1]:  # after the last newline is what somebody is writing
         if not line or len(line) > MAX_LINE:
             continue
         try:
             record = json.loads(line)
+            if b"\\u" in line:  # half of a pair of surrogates is no text that anybody can write
+                record = json.loads(
+                    json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
+                )
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):

@@ -21,14 +21,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import yaml
 
 from agentevo.config.sources import OVERRIDE, packaged_recipes
 from agentevo.errors import ConfigError
-from agentevo.files import write_atomic
+from agentevo.files import open_regular, write_atomic
 from agentevo.runs.folder import is_run_folder
 
 STARTED = ".started"
@@ -38,6 +38,8 @@ CHECK_S = 45.0
 BUSY_S = 5.0
 MAX_OVERRIDES = 100
 MAX_RUNNING = 8
+LARGEST = 1_000_000
+"""Bytes of start.json that are read."""
 LOG_TAIL = 20_000
 """Bytes of a log that its page shows."""
 MAX_LISTED = 50
@@ -230,10 +232,18 @@ def read_start(root: Path, id: str) -> Start | None:
     if not _ID.fullmatch(id):
         return None
     try:
-        data = (root / STARTED / id / "start.json").read_bytes()
-        return msgspec.json.decode(data, type=Start)
+        with _open(root, id, "start.json") as file:
+            return msgspec.json.decode(file.read(LARGEST), type=Start)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _open(root: Path, id: str, name: str) -> BinaryIO:
+    """A file of what was started. Raises OSError, also for what a link leads to."""
+    place = root / STARTED / id
+    if os.path.realpath(place) != os.path.join(os.path.realpath(root), STARTED, id):
+        raise OSError(f"{place} leads elsewhere")
+    return open_regular(place / name)
 
 
 def is_alive(one: Start) -> bool:
@@ -250,7 +260,7 @@ def is_alive(one: Start) -> bool:
 def log_of(root: Path, id: str) -> str:
     """The end of what it printed."""
     try:
-        with (root / STARTED / id / "log.txt").open("rb") as file:
+        with _open(root, id, "log.txt") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_TAIL))
             return file.read(LOG_TAIL).decode("utf-8", "replace")
