@@ -149,6 +149,7 @@ WRONG: tuple[tuple[str, dict[str, str], str], ...] = (
     ("chat", {"messages": '[{"role": "user", "content": 3}]'}, "nothing to answer"),
     ("chat", {"messages": '[{"role": "tool", "content": "x"}]'}, "nothing to answer"),
     ("chat", {"messages": '[{"role": "user", "content": " "}]'}, "nothing to answer"),
+    ("chat", {"messages": r'[{"role": "user", "content": "\ud83d"}]'}, "no messages"),
     ("chat", {"messages": json.dumps([{"role": "user", "content": "x" * 100_001}])}, "100,001"),
     ("chat", {"messages": json.dumps(65 * json.loads(MESSAGE))}, "can't be asked"),
     ("chat", {"which": "99"}, "no checkpoint"),
@@ -383,6 +384,27 @@ def test_a_player_that_misbehaves_is_told_with_its_reason(tmp_path, monkeypatch,
         finally:
             await held.close()
 
+    asyncio.run(visit())
+
+
+def test_what_a_player_has_begun_ends_with_it(tmp_path, monkeypatch):
+    """However it ends: a crash runs none of its own clean-up."""
+    child = tmp_path / "child"
+    body = f"sleep 300 > /dev/null 2>&1 & echo $! > {child}.new && mv {child}.new {child}; read x"
+    stand_in(tmp_path, monkeypatch, f"{body}; kill -9 $$")
+
+    async def visit() -> None:
+        held = Players()
+        try:
+            with pytest.raises(PlayerError, match="signal 9"):
+                await heard(held, Key(tmp_path, "1", ""), chat("a"))
+            stat = ["ps", "-o", "stat=", "-p", child.read_text().strip()]
+            # Who adopts it reaps it some time later.
+            await until(lambda: subprocess.run(stat, capture_output=True).stdout[:1] in (b"", b"Z"))
+        finally:
+            await held.close()
+
+    monkeypatch.setattr(sys.modules[__name__], "WITHIN_S", 20.0)
     asyncio.run(visit())
 
 

@@ -79,6 +79,7 @@ class Player:
     memory_bytes: int = 0
     ready: words.Ready | None = None
     problem: str = ""
+    is_killed: bool = False
     heard_at: float = 0.0
     used_at: float = 0.0
     """By the monotonic clock."""
@@ -264,8 +265,7 @@ class Players:
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 code = await player.process.wait()
-        if code is None:
-            _kill(player)
+        _kill(player)
         if not player.problem:
             said = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
             last = said.rpartition("\n")[2][-300:]
@@ -335,7 +335,9 @@ async def _keep_end(player: Player) -> None:
 
 
 def _kill(player: Player) -> None:
-    """The process, and those that it has begun: they are a session of their own."""
-    if player.process.returncode is None:
+    """The process, and those that it has begun, which would outlive one that crashes: they are a
+    session of their own. Once: later its number may be another's."""
+    if not player.is_killed:
+        player.is_killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(player.process.pid, signal.SIGKILL)

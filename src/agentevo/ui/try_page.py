@@ -28,7 +28,8 @@ from fastapi.responses import HTMLResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentevo.errors import AgentEvoError
+from agentevo.console import to_stderr
+from agentevo.errors import AgentEvoError, described
 from agentevo.evaluation import player_words as words
 from agentevo.event_loop import in_thread
 from agentevo.observability.attempt_tokens import Tokens
@@ -102,6 +103,8 @@ async def chat(request: Request, run: str) -> Response:
             if one["role"] in ROLES and isinstance(one["content"], str)
         ]
         length = sum(len(message.text) for message in messages)
+        for message in messages:
+            message.text.encode()  # half of a pair of surrogates is no text
     except (ValueError, TypeError, KeyError, RecursionError):
         return _refused("these are no messages")
     if length > words.MAX_CHARACTERS:
@@ -236,6 +239,12 @@ class EventStream(Response):
                         await _tell(send, name, data)
         except PlayerError as error:
             await _tell(send, "failed", {"text": str(error)})
+        except OSError:  # nobody takes the answer any more; also TimeoutError
+            raise
+        except Exception as error:  # noqa: BLE001 (told to who started the dashboard)
+            to_stderr(f"ui: try {self._view.key}: {described(error)}")
+            text = "This has failed; the reason is where `agentevo ui` was started."
+            await _tell(send, "failed", {"text": text})
         await _tell(send, "done", {})
         await send({"type": "http.response.body", "body": b""})
 
