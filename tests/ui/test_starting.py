@@ -83,6 +83,11 @@ def test_no_run_begins_within_a_run_or_where_no_folder_is_shown(tmp_path: Path) 
     for folders in ([], [tmp_path]):
         with pytest.raises(ConfigError, match="below a folder"):
             wanted_from(folders, "train", "coins", "", "new")
+    (tmp_path / "shown" / "run").mkdir(parents=True)
+    (tmp_path / "config.yaml").rename(tmp_path / "shown" / "run" / "config.yaml")
+    for name in ("run/new", "run/checkpoints/new"):
+        with pytest.raises(ConfigError, match="holds no other"):
+            wanted(tmp_path / "shown", name=name)
 
 
 def test_what_is_shown_of_a_start_is_no_link_and_no_pipe(tmp_path: Path) -> None:
