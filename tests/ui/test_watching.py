@@ -134,3 +134,25 @@ def test_without_viewers_nothing_is_read(tmp_path: Path, quick: None) -> None:
         await watcher.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:${env:SOME_SECRET}@db.example.org/x",
+        "postgresql://db.example.org/x",
+        "${env:SOME_URL}",
+        "sqlite:///${env:SOME_FOLDER}/x.sqlite",
+    ],
+)
+def test_a_runs_file_does_not_choose_which_server_is_asked(url: str, tmp_path: Path) -> None:
+    """It would get any environment variable of ours as the password."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text(json.dumps({"store": {"url": url}}))
+    shown = Sources([str(tmp_path)])
+    with pytest.raises(ConfigError, match="a database elsewhere"):
+        shown.store_url(shown.runs()["a"])
+    if "://" in url:
+        both = Sources([str(tmp_path), url])
+        source = next(one for one in both.runs().values() if one.folder)
+        assert both.store_url(source) == url

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentevo.credentials import without_password
+from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError
 from agentevo.paths import name_problem
 from agentevo.runs.folder import is_run_folder, is_sweep_folder, run_store_url
@@ -135,10 +135,17 @@ class Sources:
         return self._results
 
     def store_url(self, source: RunSource) -> str:
-        """The URL of a run's store. Raises ConfigError for one outside of what was given."""
+        """The URL of a run's store. Raises ConfigError for one outside of what was given: whoever
+        wrote a run's config.yaml must not choose which server is asked, and which of our
+        environment variables it gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
-        if not url.startswith(_SQLITE) or url in self._urls:
+        if url in self._urls:
             return url
+        if not url.startswith(_SQLITE) or REFERENCE.search(url):
+            raise ConfigError(
+                f"the store of this run is a database elsewhere: start `agentevo ui` with "
+                f"'{without_password(url)}', as the run's config.yaml has it, as well"
+            )
         real = os.path.realpath(os.path.expanduser(url.removeprefix(_SQLITE)))
         allowed = [os.path.realpath(root) for root in self._roots]
         allowed += [
