@@ -105,11 +105,9 @@ def wanted_from(
     target = _inside(usable[0], name)
     if os.path.lexists(target):
         raise ConfigError(f"{target} is there already: give another name")
-    inside = next((one for one in target.parents if is_run_folder(one)), None)
-    if inside is not None:
-        raise ConfigError(
-            f"{inside} is the folder of a run, which holds no other: give another name"
-        )
+    for one in target.relative_to(usable[0]).parents:
+        if is_run_folder(usable[0] / one):
+            raise ConfigError(f"{one} is a run, which holds no other: give another name")
     return Wanted(
         command=command,
         recipe=_recipe(folders, recipe.strip()),
