@@ -435,7 +435,7 @@ def test_a_weighted_sum_that_is_too_large_fails_its_attempt(own_rewards):
     ("given", "expected"),
     [
         (["numerik"], "rewards[0].name: got 'numerik'; did you mean numeric?"),
-        ([{"weight": 2}], "rewards[0].name: missing; choose one of agentcpm, "),
+        ([{"weight": 2}], "rewards[0].name: missing; choose one of "),
         ([{"name": "numeric", "tolerence": 1}], "rewards[0].tolerence: unknown key; did you mean"),
         ([{"name": "format"}], "rewards[0].pattern: missing; A regular expression"),
         ([{"name": "format", "pattern": "("}], "it is no regular expression"),

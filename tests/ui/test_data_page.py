@@ -90,7 +90,7 @@ def pages(
         async with browse(url) as client:
             for _ in range(200):
                 page = await client.get("/runs/mine.sqlite/data")
-                if "waits" in page.text or "<td>7</td>" in page.text:
+                if {row[1] for row in rows_of(page)} == {"7"}:  # what the tasks are has been read
                     break
                 await asyncio.sleep(0.1)
             return {
@@ -102,7 +102,7 @@ def pages(
 
 def rows_of(answer: httpx.Response) -> list[list[str]]:
     """The cells of the list of tasks."""
-    part = answer.text.split('id="tasks"')[1]
+    part = answer.text.partition('id="tasks"')[2]
     rows = re.findall(r"<tr data-row>(.*?)</tr>", part, re.DOTALL)
     return [
         [

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -265,6 +265,16 @@ class Player:
             return
         task = asyncio.ensure_future(self._follow(request))
         self._running[request.id] = task
+        task.add_done_callback(partial(self._ended, request.id))
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        """Whatever began has an end, also what was stopped before its first moment: a coroutine
+        that is cancelled then runs no line of its own."""
+        if self._running.get(name) is task:
+            del self._running[name]
+        if task.cancelled():
+            self._tell(words.Failed(name, "stopped"))
+        self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
         """The one place where what goes wrong with a request becomes its answer."""
@@ -273,15 +283,10 @@ class Player:
                 await self._chat(request)
             else:
                 await self._play(request)
-        except asyncio.CancelledError:
-            self._tell(words.Failed(request.id, "stopped"))
         except AgentEvoError as error:
             self._tell(words.Failed(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
             self._tell(words.Failed(request.id, _said(described(error))))
-        finally:
-            self._running.pop(request.id, None)
-            self._tell(words.Done(request.id))
 
     async def _chat(self, request: words.Chat) -> None:
         began = time.monotonic()

@@ -1,0 +1,28 @@
+"""What a player tells of requests, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from agentevo.evaluation import player_words as words
+from agentevo.evaluation.player import Player
+from agentevo.types import Message
+
+
+def test_what_is_stopped_before_it_begins_is_told_to_have_ended() -> None:
+    told: list[Any] = []
+
+    async def ask_and_stop_at_once() -> None:
+        asked = Player(None, told.append)
+        request = words.Chat(id="b", conversation="c", messages=[Message("user", "Where?")])
+        asked.hear(msgspec.json.encode(request))
+        asked.hear(msgspec.json.encode(words.Stop("b")))
+        async with asyncio.timeout(60):
+            while len(told) < 2:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(ask_and_stop_at_once())
+    assert told == [words.Failed("b", "stopped"), words.Done("b")]
