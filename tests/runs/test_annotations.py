@@ -148,13 +148,14 @@ def test_calibration_compares_people_with_success_parts_and_rewards(tmp_path: Pa
         ("b", "wrong", True, 0.2),
         ("c", "wrong", False, 0.7),
     ]:
-        parts = {"judge": judged}
+        parts = {"judge": judged, "format": -0.1 if judged < 0.5 else 0.0, "em": 0.0}
         annotate(tmp_path, Annotation(attempt=name, verdict=verdict, success=success, parts=parts))
     annotate(tmp_path, Annotation(attempt="d", note="no verdict", success=True))
     annotate(tmp_path, Preference(better="a", worse="b", rewards=(0.0, 1.0)))
     rows = {row.judge: row for row in calibration(read_annotations(tmp_path))}
     assert rows["success"].counts == (1, 0, 1, 1)
-    assert rows["judge ≥ 0.5"].counts == (1, 0, 1, 1)
+    assert rows["judge ≥ 0.5"].counts == rows["format ≥ 0"].counts == (1, 0, 1, 1)
+    assert rows["em ≥ 0.5"].counts == (0, 1, 0, 2), "0 throughout is no penalty"
     assert rows["reward, of two"].counts == (0, 1, 0, 0)
 
 

@@ -234,7 +234,8 @@ def test_records_are_added_whole_whoever_was_killed_before(tmp_path: Path) -> No
     add_record(path, {"what": "two\n\udc80"})
     with path.open("ab") as file:
         file.write(b'{"what": "being written"}')
-    assert [one["what"] for one in read_records(path)] == ["one", "two\n\udc80"]
+    # Half a surrogate can be in no page, so it is read as a question mark.
+    assert [one["what"] for one in read_records(path)] == ["one", "two\n?"]
     with pytest.raises(ConfigError, match="at most"):
         add_record(path, {"what": "x" * 1_000_001})
 

@@ -162,22 +162,19 @@ def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
 
 def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]:
     """People against the attempts' success, and against each part of the reward, which passes an
-    attempt from `passed_from` on; then, of two attempts, whether the one that people find better
-    has the higher reward (`reward, of two`; equal rewards count as disagreement)."""
+    attempt from `passed_from` on (a penalty, which is never above 0, where it is 0); then, of two
+    attempts, whether the one that people find better has the higher reward (`reward, of two`; equal
+    rewards count as disagreement)."""
     judged = [one for one in found.attempts.values() if one.verdict]
     rows = [agreement("success", ((one.verdict == RIGHT, one.success) for one in judged))]
     names = sorted({name for one in judged for name in one.parts})
-    rows += [
-        agreement(
-            f"{name} ≥ {passed_from:g}",
-            (
-                (one.verdict == RIGHT, one.parts[name] >= passed_from)
-                for one in judged
-                if name in one.parts
-            ),
+    for name in names:
+        values = [(one.verdict == RIGHT, one.parts[name]) for one in judged if name in one.parts]
+        numbers = [value for _, value in values]
+        least = 0.0 if min(numbers) < 0 and max(numbers) <= 0 else passed_from
+        rows.append(
+            agreement(f"{name} ≥ {least:g}", ((right, value >= least) for right, value in values))
         )
-        for name in names
-    ]
     pairs = [one.rewards for one in found.pairs.values()]
     rows.append(agreement("reward, of two", ((True, better > worse) for better, worse in pairs)))
     return [row for row in rows if row.num]
