@@ -83,7 +83,7 @@ def test_a_paused_run_says_so_and_offers_to_resume(
             return await client.get(URL)
 
     text = asyncio.run(looked()).text
-    assert "Paused." in text
+    assert ">Paused</b>" in text
     assert ">Resume</button>" in text
     assert ">Pause</button>" not in text
 
