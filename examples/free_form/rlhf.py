@@ -109,7 +109,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
 
 
 ARMS = [Arm("rlhf", steps)]
-FEW = dataclasses.replace(SIZE, steps=20)
+FEW = dataclasses.replace(SIZE, epochs=8, steps=20)
 """The reward model has little more to say after that."""
 
 if __name__ == "__main__":
