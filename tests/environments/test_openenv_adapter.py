@@ -3,17 +3,22 @@ one does. A real one, of the real package, is in tests/examples/test_worlds.py."
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from http import HTTPStatus
+from types import SimpleNamespace
 
 import pytest
 from websockets.sync.server import serve
 
+from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import make, openenv_adapter
 from agentevo.environments.openenv_adapter import OpenEnvConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.store.trace_context import Place
+from agentevo.trace_header import current
 
 NUMBER = {"type": "integer", "description": "a number"}
 SCHEMA = {"properties": {"metadata": {"type": "object"}, "guess": NUMBER}, "required": ["guess"]}
@@ -34,6 +39,7 @@ class Server:
 
     def __init__(self, schema=SCHEMA):
         self.says, self.heard, self.schema = [], [], schema
+        self.places = []
         self._server = serve(self._serve, "127.0.0.1", 0, process_request=self._answer)
         port = self._server.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -46,6 +52,7 @@ class Server:
         return None
 
     def _serve(self, connection):
+        self.places.append(connection.request.headers.get("traceparent"))
         for message in connection:
             self.heard.append(json.loads(message))
             said = self.says.pop(0)
@@ -89,6 +96,25 @@ def test_an_episode_is_played_and_paid_by_the_server(server):
         {"type": "step", "data": {"guess": 4}},
     ]
     environment.close()
+
+
+def test_the_server_is_told_of_the_attempt_that_plays(server):
+    place = Place(7, 9, True)
+    server.says[:] = [seen("begin"), seen("begin")]
+
+    async def attempt(call):
+        current.set(call)
+        thread = EnvironmentThread(Pace())
+        environment = await thread.call(lambda: make(OpenEnvConfig(url=server.url)))
+        await thread.call(lambda: environment.reset(seed=1))
+        await thread.end(environment.close)
+
+    async def attempts():
+        await asyncio.create_task(attempt(SimpleNamespace(place=place)))
+        await asyncio.create_task(attempt(None))
+
+    asyncio.run(attempts())
+    assert server.places == [place.header, None]
 
 
 def test_the_player_is_told_what_to_say(server):

@@ -3,7 +3,8 @@
 Calls of quick environments are waited for on the spot: nothing else happens meanwhile, as if there
 were no thread, so that the next turns of all attempts join one step of the engine. Environments of
 a kind that is mostly slow are awaited, with everything else going on, and so is the rest of any
-call after GRACE_S. All calls of an environment come from the same thread, which some insist on. A
+call after GRACE_S. All calls of an environment come from the same thread, which some insist on, and
+have the context of whoever asks, so that a server is told of the attempt (trace_header.py). A
 thread can't be killed: one that never answers stays until the process ends, and a process bears so
 many.
 """
@@ -11,6 +12,7 @@ many.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -133,7 +135,8 @@ class EnvironmentThread:
     def _ask(self, function: Callable[[], T]) -> Future[T]:
         answer: Future[T] = Future()
         self._pending = answer
-        self._calls.put((answer, function))
+        context = contextvars.copy_context()
+        self._calls.put((answer, lambda: context.run(function)))
         return answer
 
     async def _wait(

@@ -31,6 +31,7 @@ from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
 from agentevo.errors import ConfigError, EnvironmentFailure, storable
 from agentevo.parsing import ParseError, parse_json
+from agentevo.trace_header import trace_headers
 
 NO_SESSION_LEFT = "CAPACITY_REACHED"
 BAD_ACTION = "VALIDATION_ERROR"
@@ -220,6 +221,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     open_timeout=self.config.call_timeout_s,
                     close_timeout=CLOSE_S,
                     max_size=int(self.config.max_message_mb * 2**20),
+                    additional_headers=trace_headers(),
                     **own,
                 )
             )
