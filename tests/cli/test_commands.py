@@ -235,6 +235,18 @@ def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
     assert lines[0]["turns"][0]["completion_ids"] == [3, 4]
 
 
+def test_export_of_spans_reads_the_run_and_its_options_are_checked(agentevo, run_dir):
+    words = ["trajectories", "export", str(run_dir), "spans.jsonl"]
+    assert agentevo(*words, "--format", "otlp") == (0, "0 spans written to spans.jsonl\n", "")
+    for more, expected in (
+        (["--format", "otl"], "there are trajectories, otlp, spans"),
+        (["--contents"], "add --format otlp"),
+        (["--sft", "--format", "otlp"], "--sft writes conversations"),
+    ):
+        code, _, err = agentevo(*words, *more)
+        assert (code, expected in err) == (2, True)
+
+
 def test_export_to_another_kind_of_file_is_refused(agentevo, run_dir):
     code, _, err = agentevo("trajectories", "export", str(run_dir), "out.csv")
     assert (code, err) == (

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentevo.cli.arguments import RunDir, Wait, path_word, seconds
-from agentevo.cli.row_account import tell_of_rows
+from agentevo.cli.trajectory_export import export
 from agentevo.cli.trajectory_files import html
 from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
-    from agentevo.data import RowReport
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
 
@@ -28,106 +27,7 @@ SHORTEST_LOOK_S = 0.1
 
 trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
 trajectories.command("html")(html)
-
-
-@trajectories.command("export")
-def export(
-    run_dir: RunDir,
-    out: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write, one trajectory a line."
-        ),
-    ],
-    sft: Annotated[
-        bool,
-        typer.Option(
-            "--sft",
-            help="Write what was said in the good attempts as conversations for `agentevo sft`.",
-        ),
-    ] = False,
-    split: Annotated[
-        str,
-        typer.Option(metavar="SPLIT", help="With --sft: attempts of training or of evaluations."),
-    ] = "train",
-    min_reward: Annotated[
-        float | None,
-        typer.Option(
-            metavar="REWARD", help="With --sft: the least reward. Default: attempts that succeeded."
-        ),
-    ] = None,
-    per_task: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="With --sft: most attempts at one task, the best first."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --sft: whose words, `policy` or a remote model. Default: those of remote "
-            "models in attempts that asked one, else the policy's.",
-        ),
-    ] = None,
-    wait: Wait = None,
-) -> None:
-    """Write every trajectory of a run to a file, token ids and log-probs included; or, with --sft,
-    the conversations of its good attempts."""
-    from agentevo.runs.folder import read_store
-    from agentevo.store import export_jsonl
-
-    if sft:
-        _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
-        return
-    if split != "train" or (min_reward, per_task, model) != (None, None, None):
-        raise ConfigError(
-            "trajectories export: --split, --min-reward, --per-task and --model choose "
-            "conversations: add --sft"
-        )
-    count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
-    print(f"{count} trajectories written to {out}")
-
-
-def _export_sft(
-    run_dir: Path,
-    out: Path,
-    split: str,
-    min_reward: float | None,
-    per_task: int | None,
-    model: str | None,
-    wait: float | None,
-) -> None:
-    from agentevo.store.store import SPLITS
-
-    if split not in SPLITS:
-        raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
-    from agentevo.runs.folder import read_store, remote_model_names, saved_tokenizer
-    from agentevo.runs.sft_export import POLICY, answer_reader, export_sft
-
-    known = [POLICY, *remote_model_names(run_dir)]
-    if model is not None and model not in known:
-        raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
-    tokenizer = saved_tokenizer(run_dir)
-    if tokenizer is None:
-        read = answer_reader(None)
-    else:
-        from agentevo.models.chat import ChatFormat
-
-        read = answer_reader(ChatFormat(tokenizer))
-
-    async def work(store: Store) -> RowReport:
-        return await export_sft(
-            store,
-            out,
-            read,
-            split=split,
-            min_reward=min_reward,
-            per_task=per_task,
-            model=model,
-        )
-
-    tell_of_rows(read_store(run_dir, work, wait_s=wait), out)
+trajectories.command("export")(export)
 
 
 @trajectories.command("show")

@@ -97,7 +97,16 @@ def length_of(section: TracingSection) -> int:
     return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)
 
 
-def source() -> Source:
+def kept_run_id(run_dir: Path) -> str | None:
+    """`run_id_of` of a run that is only read; None of one that has never been traced."""
+    path = run_dir / FOLDER / "run_id"
+    try:
+        return path.read_text().strip() if path.is_file() else None
+    except OSError as error:
+        raise DiskError(f"tracing: {path} can't be read: {error}") from error
+
+
+def source(*, of_this_process: bool = True) -> Source:
     """What OpenTelemetry calls the resource: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
     attributes = {names.SERVICE_NAME: names.SCOPE}
     for pair in os.environ.get(names.ENV_RESOURCE, "").split(","):
@@ -106,7 +115,8 @@ def source() -> Source:
             attributes[key.strip()] = value.strip()
     if service := os.environ.get(names.ENV_SERVICE):
         attributes[names.SERVICE_NAME] = service
-    attributes["process.pid"] = str(os.getpid())
+    if of_this_process:
+        attributes["process.pid"] = str(os.getpid())
     return Source(attributes=attributes, version=agentevo.__version__)
 
 

@@ -1,0 +1,170 @@
+"""`agentevo trajectories export`: the attempts of a run as files for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo.cli.arguments import RunDir, Wait, path_word
+from agentevo.cli.row_account import tell_of_rows
+from agentevo.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from agentevo.data import RowReport
+    from agentevo.store import Store
+
+_HERE = "trajectories export"
+FORMATS = ("trajectories", "otlp", "spans")
+
+
+Out = Annotated[
+    Path,
+    typer.Argument(
+        parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write, one trajectory a line."
+    ),
+]
+Form = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="|".join(FORMATS),
+        help="What a line is: a trajectory; with `otlp`, a request to a collector of "
+        "OpenTelemetry, of up to 512 spans; with `spans`, one span of a call.",
+    ),
+]
+Contents = Annotated[
+    bool,
+    typer.Option(
+        "--contents",
+        help="With --format otlp or spans: also what tools, scorers and programs were given "
+        "and wrote.",
+    ),
+]
+Sft = Annotated[
+    bool,
+    typer.Option(
+        "--sft",
+        help="Write what was said in the good attempts as conversations for `agentevo sft`.",
+    ),
+]
+Split = Annotated[
+    str,
+    typer.Option(metavar="SPLIT", help="With --sft: attempts of training or of evaluations."),
+]
+MinReward = Annotated[
+    float | None,
+    typer.Option(
+        metavar="REWARD", help="With --sft: the least reward. Default: attempts that succeeded."
+    ),
+]
+PerTask = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="With --sft: most attempts at one task, the best first."),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --sft: whose words, `policy` or a remote model. Default: those of remote "
+        "models in attempts that asked one, else the policy's.",
+    ),
+]
+
+
+def export(
+    run_dir: RunDir,
+    out: Out,
+    form: Form = FORMATS[0],
+    contents: Contents = False,
+    sft: Sft = False,
+    split: Split = "train",
+    min_reward: MinReward = None,
+    per_task: PerTask = None,
+    model: Model = None,
+    wait: Wait = None,
+) -> None:
+    """Write every trajectory of a run to a file, token ids and log-probs included; or its calls as
+    spans of OpenTelemetry; or, with --sft, the conversations of its good attempts."""
+    if sft:
+        if form != FORMATS[0] or contents:
+            raise ConfigError(f"{_HERE}: --sft writes conversations: leave --format out")
+        _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
+        return
+    if split != "train" or (min_reward, per_task, model) != (None, None, None):
+        raise ConfigError(
+            f"{_HERE}: --split, --min-reward, --per-task and --model choose "
+            "conversations: add --sft"
+        )
+    if form not in FORMATS:
+        raise UnknownNameError(f"--format {form}: there are {', '.join(FORMATS)}")
+    if form != FORMATS[0]:
+        _export_spans(run_dir, out, form, wait, contents=contents)
+        return
+    if contents:
+        raise ConfigError(f"{_HERE}: --contents is for spans: add --format otlp")
+    from agentevo.runs.folder import read_store
+    from agentevo.store import export_jsonl
+
+    count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
+    print(f"{count} trajectories written to {out}")
+
+
+def _export_spans(
+    run_dir: Path, out: Path, form: str, wait: float | None, *, contents: bool
+) -> None:
+    from agentevo.runs.folder import read_store, traced_run
+    from agentevo.tracing.export import Exported, export_spans
+
+    run = traced_run(run_dir)
+
+    async def work(store: Store) -> Exported:
+        return await export_spans(
+            store, out, run, folder=run_dir, requests=form == "otlp", contents=contents
+        )
+
+    done = read_store(run_dir, work, wait_s=wait)
+    left = f"; {done.unended} calls have no end and are left out" if done.unended else ""
+    print(f"{done.spans} spans written to {out}{left}")
+
+
+def _export_sft(
+    run_dir: Path,
+    out: Path,
+    split: str,
+    min_reward: float | None,
+    per_task: int | None,
+    model: str | None,
+    wait: float | None,
+) -> None:
+    from agentevo.store.store import SPLITS
+
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
+    from agentevo.runs.folder import read_store, remote_model_names, saved_tokenizer
+    from agentevo.runs.sft_export import POLICY, answer_reader, export_sft
+
+    known = [POLICY, *remote_model_names(run_dir)]
+    if model is not None and model not in known:
+        raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
+    tokenizer = saved_tokenizer(run_dir)
+    if tokenizer is None:
+        read = answer_reader(None)
+    else:
+        from agentevo.models.chat import ChatFormat
+
+        read = answer_reader(ChatFormat(tokenizer))
+
+    async def work(store: Store) -> RowReport:
+        return await export_sft(
+            store,
+            out,
+            read,
+            split=split,
+            min_reward=min_reward,
+            per_task=per_task,
+            model=model,
+        )
+
+    tell_of_rows(read_store(run_dir, work, wait_s=wait), out)
