@@ -95,6 +95,28 @@ def test_retries_back_off_and_end_as_poison(
     asyncio.run(scenario())
 
 
+def test_tasks_go_on_behind_any_of_them_whatever_its_state(
+    url: str, clock: Any, make_task: Callable[..., Task]
+) -> None:
+    async def names(store: Any, **options: Any) -> list[str]:
+        return [one.task.id async for one in store.tasks(**options)]
+
+    async def scenario() -> None:
+        async with await open_store(url, clock=clock) as store:
+            await store.add_tasks([make_task(name) for name in "cabed"])
+            lease = await leased(store)
+            await store.complete_task(lease)
+            assert await names(store) == list("cabed")
+            assert await names(store, after="a") == list("bed")
+            assert await names(store, after="c", state="queued") == list("abed")
+            assert await names(store, after="a", state="completed") == []
+            assert await names(store, after="d") == []
+            with pytest.raises(StoreError, match="no task 'nix'"):
+                await names(store, after="nix")
+
+    asyncio.run(scenario())
+
+
 def test_a_task_that_kills_its_workers_is_set_aside(
     url: str, clock: Any, make_task: Callable[..., Task]
 ) -> None:

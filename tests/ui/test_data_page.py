@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import re
 import time
 from collections.abc import Callable
@@ -93,11 +94,28 @@ def pages(
                 if {row[1] for row in rows_of(page)} == {"7"}:  # what the tasks are has been read
                     break
                 await asyncio.sleep(0.1)
-            return {
+            found = {
                 key: await client.get(f"/runs/mine.sqlite/{path}") for key, path in paths.items()
             }
+            with mock.patch("agentevo.ui.data_page.MOST_ASIDE", 1):
+                found["aside"] = await client.get("/runs/mine.sqlite/data?q=HAL")
+                link = link_of(found["aside"], "next")
+                assert link is not None
+                found["aside 2"] = await client.get(link)
+            gone = "/runs/mine.sqlite/data?aside_state=poison&aside_after=gone"
+            return found | {"gone": await client.get(gone)}
 
     return asyncio.run(ask())
+
+
+def aside_of(answer: httpx.Response) -> str:
+    """The part of the page about tasks that were set aside."""
+    return answer.text.partition('aria-label="Tasks that were set aside"')[2].split("</section>")[0]
+
+
+def link_of(answer: httpx.Response, rel: str) -> str | None:
+    found = re.search(rf'rel="{rel}" href="([^"]+)"', aside_of(answer))
+    return None if found is None else html.unescape(found[1])
 
 
 def rows_of(answer: httpx.Response) -> list[list[str]]:
@@ -144,6 +162,20 @@ def test_what_was_set_aside_says_why_and_how_it_is_tried_again(
     assert "5 times" in text
     assert "lost question failed ValueError:" in text
     assert re.search(r"agentevo store retry sqlite:///\S+mine.sqlite<", pages["page"].text)
+
+
+def test_what_was_set_aside_is_listed_page_by_page(pages: dict[str, httpx.Response]) -> None:
+    first, second = aside_of(pages["aside"]), aside_of(pages["aside 2"])
+    assert "poisoned" in first and "lost" not in first
+    assert "lost" in second and "poisoned" not in second
+    assert link_of(pages["aside"], "start") is None
+    assert link_of(pages["aside 2"], "next") is None
+    assert (
+        link_of(pages["aside 2"], "start")
+        == "/runs/mine.sqlite/data?split=train&q=HAL&order=played"
+    )
+    assert link_of(pages["page"], "next") is None
+    assert "no task" in aside_of(pages["gone"])
 
 
 def test_drops_and_failures_lead_to_their_attempts(pages: dict[str, httpx.Response]) -> None:

@@ -139,11 +139,12 @@ class Queries:
             )
         return len(new)
 
-    async def read_task(self, task_id: str) -> StoredTask:
+    async def read_task(self, task_id: str) -> tuple[int, StoredTask]:
+        """(seq, task)."""
         document = await self.tasks.find_one({"_id": task_id}, session=self.session)
         if document is None:
             raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
-        return decode_task(row_of(document))
+        return document["seq"], decode_task(row_of(document))
 
     async def read_tasks(
         self, state: str | None, *, after: int, limit: int

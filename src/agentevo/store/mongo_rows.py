@@ -73,7 +73,7 @@ class Rows(Queries):
     async def retry(self, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
         document = await self._held(lease, ("queued", "poison"))
         if document is None:
-            return (await self.read_task(lease.task.id)).state
+            return (await self.read_task(lease.task.id))[1].state
         num_failures = document["num_failures"] + 1
         state = rules.after_failure(num_failures, retries)
         changes: Document = {"state": state, "num_failures": num_failures, "error": error}

@@ -126,7 +126,7 @@ class MongoDBStore(MongoCalls):
             "add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue)
         )
 
-    async def stored_task(self, task_id: str) -> StoredTask:
+    async def _numbered_task(self, task_id: str) -> tuple[int, StoredTask]:
         return await self._run("task", lambda rows: rows.read_task(task_id))
 
     async def _task_page(

@@ -194,11 +194,12 @@ async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any
     return len(new)
 
 
-async def read_task(connection: AsyncConnection, task_id: str) -> StoredTask:
+async def read_task(connection: AsyncConnection, task_id: str) -> tuple[int, StoredTask]:
+    """(seq, task)."""
     row = (await connection.execute(select(tasks).where(tasks.c.id == task_id))).first()
     if row is None:
         raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
-    return decode_task(row._mapping)
+    return row.seq, decode_task(row._mapping)
 
 
 async def read_tasks(

@@ -146,7 +146,7 @@ class SQLStore(Streaming):
             write=True,
         )
 
-    async def stored_task(self, task_id: str) -> StoredTask:
+    async def _numbered_task(self, task_id: str) -> tuple[int, StoredTask]:
         return await self._run("task", lambda connection: queries.read_task(connection, task_id))
 
     async def _task_page(

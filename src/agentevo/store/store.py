@@ -225,8 +225,7 @@ class Store(Protocol):
     async def __aexit__(self, *exception: object) -> None: ...
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
-        """Queues tasks; returns how many are new. A known id with other content is refused, and
-        then none is added.
+        """Queues tasks; returns how many are new. Where a known id has other content, none is.
 
         Without `queue` they are completed from the start, for a caller that makes the attempts
         itself: no worker ever leases them. Known ones that are queued come to that too; where else
@@ -237,15 +236,16 @@ class Store(Protocol):
 
     async def stored_task(self, task_id: str) -> StoredTask: ...
 
-    def tasks(self, *, state: TaskState | None = None) -> AsyncIterator[StoredTask]:
-        """Streams tasks in the order in which they were added."""
+    def tasks(
+        self, *, state: TaskState | None = None, after: str | None = None
+    ) -> AsyncIterator[StoredTask]:
+        """Streams tasks in the order in which they were added, from behind task `after` on."""
 
     async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
         """`lease_tasks` with a limit of one; None when there is none."""
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
-        """Up to `limit` tasks for `lease_s` seconds: those whose lease ran out, then retries that
-        are due, then the oldest queued ones."""
+        """Up to `limit` tasks: of lost leases first, then due retries, then the oldest queued."""
 
     async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
         """The heartbeat: `lease_s` more seconds (by default as many as before) from now on. Refused

@@ -115,7 +115,8 @@ class Streaming(ABC):
         """At most `limit` matching (seq, call), with seq in `seqs` unless None."""
 
     @abstractmethod
-    async def stored_task(self, task_id: str) -> StoredTask: ...
+    async def _numbered_task(self, task_id: str) -> tuple[int, StoredTask]:
+        """(seq, task)."""
 
     @abstractmethod
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]: ...
@@ -126,18 +127,23 @@ class Streaming(ABC):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
+    async def stored_task(self, task_id: str) -> StoredTask:
+        return (await self._numbered_task(task_id))[1]
+
     async def task(self, task_id: str) -> Task:
         return (await self.stored_task(task_id)).task
 
     async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
         return next(iter(await self.lease_tasks(worker, lease_s=lease_s, limit=1)), None)
 
-    async def tasks(self, *, state: TaskState | None = None) -> AsyncIterator[StoredTask]:
-        after = 0
-        while page := await self._task_page(state, after=after, limit=PAGE):
+    async def tasks(
+        self, *, state: TaskState | None = None, after: str | None = None
+    ) -> AsyncIterator[StoredTask]:
+        seq = 0 if after is None else (await self._numbered_task(after))[0]
+        while page := await self._task_page(state, after=seq, limit=PAGE):
             for _, stored in page:
                 yield stored
-            after = page[-1][0]
+            seq = page[-1][0]
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         page = await self._page({"id": trajectory_id}, seqs=None, limit=1, newest_first=False)

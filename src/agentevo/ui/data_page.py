@@ -7,7 +7,7 @@ import asyncio
 import shlex
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request
@@ -31,10 +31,11 @@ from agentevo.ui.task_tallies import ORDERS, PAGE, Tasks
 router = APIRouter()
 
 MOST_ASIDE = 100
-"""Tasks of each state that are listed."""
+"""Tasks on a page of those that were set aside."""
 MOST_EVENTS = 5
 WITHIN_S = 10.0
 MOST_TEXT = 200
+AsideState = Literal["poison", "failed"]
 Order = Literal["played", "hardest", "easiest", "worst", "failing"]
 
 
@@ -74,6 +75,8 @@ async def data(
     q: str = "",
     order: Order = "played",
     page: int = Query(default=0, ge=0, le=1_000_000),
+    aside_state: AsideState = "poison",
+    aside_after: str = Query(default="", max_length=1000),
 ) -> HTMLResponse:
     """Tasks, the ledger's states, and why something was not trained on."""
     view = await run_of(request, run)
@@ -83,10 +86,11 @@ async def data(
     with suppress(IndexAway):
         if state.at:
             found = await in_thread(_read, reader, split, text, order, page)
-    aside, no_aside = await _aside(request, view)
+    aside, more, no_aside = await _aside(request, view, aside_state, aside_after)
     base = run_url(view.key, "data")
     keys = {"split": split, "q": text, "order": order}
     left = {name: value for name, value in keys.items() if value}
+    place = {"aside_state": aside_state, "aside_after": aside_after} if aside_after else {}
     return run_page(
         request,
         "data.html",
@@ -96,6 +100,8 @@ async def data(
         index=state,
         trouble=trouble,
         aside=aside,
+        aside_first=f"{base}?{urlencode(left)}" if aside_after else "",
+        aside_next=f"{base}?{urlencode(left | _place_of(aside[-1]))}" if more else "",
         no_aside=no_aside,
         command=f"agentevo store retry {shlex.quote(_target(view))}",
         split=split,
@@ -103,7 +109,7 @@ async def data(
         order=order,
         orders=ORDERS,
         base=base,
-        here=f"{base}?{urlencode(left | {'page': page})}",
+        here=f"{base}?{urlencode(left | {'page': page} | place)}",
         before=f"{base}?{urlencode(left | {'page': page - 1})}" if page else "",
         after=f"{base}?{urlencode(left | {'page': page + 1})}"
         if found is not None and found.tasks.total > (page + 1) * PAGE
@@ -124,24 +130,33 @@ def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> 
         )
 
 
-async def _aside(request: Request, view: RunView) -> tuple[list[Aside], str]:
-    """Poison and failed tasks, each at most MOST_ASIDE; and why they can't be read, if so."""
+async def _aside(
+    request: Request, view: RunView, state: AsideState, after: str
+) -> tuple[list[Aside], bool, str]:
+    """A page of the poison and then the failed tasks, from behind the one that the page before
+    ended with; whether there are more; and why they can't be read, if so."""
     found: list[Aside] = []
+    last: str | None = after or None
     try:
         async with (
             asyncio.timeout(WITHIN_S),
             dashboard(request).stores.reading(view.source) as store,
         ):
-            for state in ("poison", "failed"):
-                listed: Any = store.tasks(state=state)
+            for one in get_args(AsideState)[get_args(AsideState).index(state) :]:
+                listed: Any = store.tasks(state=one, after=last)
+                last = None
                 async with aclosing(listed):
                     async for stored in listed:
+                        if len(found) == MOST_ASIDE:
+                            return found, True, ""
                         found.append(_told(stored))
-                        if sum(one.state == state for one in found) >= MOST_ASIDE:
-                            break
     except (AgentEvoError, TimeoutError) as error:
-        return found, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
-    return found, ""
+        return found, False, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
+    return found, False, ""
+
+
+def _place_of(last: Aside) -> dict[str, str]:
+    return {"aside_state": last.state, "aside_after": last.id}
 
 
 def _told(stored: StoredTask) -> Aside:
