@@ -1,13 +1,16 @@
-"""The commands that look at what runs have reached, or pass it on: `table`, `merge`, `report`."""
+"""The commands that look at what runs have reached, or pass it on: `table`, `plot`, `merge`,
+`report`."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from agentevo.cli.arguments import RunDir, path_word
+from agentevo.errors import UnknownNameError
 from agentevo.progress import bar
 
 
@@ -49,6 +52,60 @@ def table(
     print(text, end="")
     if out is not None:
         write_table(out, text)
+
+
+def plot(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=path_word, metavar="RUN_DIR...", help="Folders of runs, or of sweeps."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(parser=path_word, metavar="FILE.png", help="The picture to write.")
+    ] = Path("runs.png"),
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="A metric of metrics.jsonl, for a panel of its own; give it again for more. "
+            "Default: held-out success, score and what else tells how a run goes.",
+        ),
+    ] = None,
+    x: Annotated[
+        str, typer.Option(metavar="step|tokens|time", help="What the curves are drawn over.")
+    ] = "step",
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each", help="A line for each run, instead of one for all seeds of a setting."
+        ),
+    ] = False,
+) -> None:
+    """Draw the curves of several runs in one picture: the mean of the seeds of a setting, and the
+    band from the lowest to the highest."""
+    from agentevo.observability.chart_lines import NAMES, Axis, band_chart, compared
+    from agentevo.observability.comparison_plot import MOST_PANELS, check_picture, write_comparison
+    from agentevo.runs.comparison import measured_runs, settings_of
+
+    check_picture(out)
+    if x not in NAMES:
+        raise UnknownNameError(f"--x {x}: there are {', '.join(NAMES)}")
+    runs = measured_runs(folders)
+    settings = settings_of(runs, each=each)
+    names = sorted({name for run in runs for name in run.table.columns})
+    wanted = metric or compared(names)[:MOST_PANELS]
+    charts = []
+    for name in wanted:
+        chart = band_chart(settings, name, cast(Axis, x))
+        if chart is None:
+            near = get_close_matches(name, names, n=3, cutoff=0.4)
+            hint = f": did you mean {', '.join(near)}?" if near else ""
+            raise UnknownNameError(f"--metric {name}: no run has logged it{hint}")
+        charts.append(chart)
+    write_comparison(charts, out)
+    print(f"{len(runs)} runs, {len(settings)} lines, {len(charts)} metrics: {out}")
 
 
 def merge(

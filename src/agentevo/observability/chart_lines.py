@@ -1,12 +1,16 @@
-"""Metrics of a run as lines of a chart: by step, by tokens, or by time."""
+"""Metrics of runs as lines of a chart: by step, by tokens, or by time; of several runs of one
+setting as their mean with a band."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
+
+import numpy as np
 
 from agentevo.observability.metrics_table import Measured
 from agentevo.pages.charts import Chart, Line
@@ -16,6 +20,17 @@ NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
 """What the axis is called."""
 TOKENS = ("trainer/trained_tokens", "sft/tokens", "engine/generated_tokens")
 """Tokens of a step; the first that was logged is counted."""
+COMPARED = (
+    "critic/score/mean",
+    "train/success",
+    "sft/loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "response_length/mean",
+    "perf/throughput",
+    "group/zero_std_ratio",
+)
+"""Metrics in which runs are compared where nobody asks for others, behind held-out success."""
 MOST_POINTS = 1500
 PAUSE_S = 6 * 3600.0
 """Between two rows: a longer one is a run that was stopped, and counts for nothing."""
@@ -24,6 +39,13 @@ PAUSE_S = 6 * 3600.0
 def is_share(metric: str) -> bool:
     """Whether its values are shares, to be drawn from 0 to 1."""
     return any(word in metric for word in ("success", "accurac"))
+
+
+def compared(names: Sequence[str]) -> list[str]:
+    """Of the metrics that were logged, those that a comparison shows where none are asked for."""
+    held_out = [one for one in names if one.startswith("val-core/") and one.endswith("/greedy")]
+    rates = [one for one in held_out if is_share(one)]
+    return rates + [name for name in COMPARED if name in names]
 
 
 def places(view: Measured, axis: Axis) -> Sequence[float]:
@@ -92,3 +114,49 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
         share=is_share(metric),
         name_of_x=NAMES[axis],
     )
+
+
+def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[float]:
+    """A line's values at other places; NaN before its first point and behind its last one."""
+    known = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
+    xs, values = [x for x, _ in known], [value for _, value in known]
+    return np.interp(where, xs, values, left=math.nan, right=math.nan).tolist()
+
+
+def band_chart(
+    settings: Sequence[tuple[str, Sequence[Measured]]], metric: str, axis: Axis = "step"
+) -> Chart | None:
+    """One line for each setting, which is a name and its runs: their mean where all of them have a
+    value, and the band from the lowest to the highest. By tokens and by time runs are nowhere at
+    the same place: between its points a run is a straight line then. None where the metric was
+    never a number."""
+    drawn = [
+        [line for view in views if (line := line_of(view, metric, axis))] for _, views in settings
+    ]
+    where = sorted({x for lines in drawn for line in lines for x in line[0]})
+    if not where:
+        return None
+    if axis != "step" and any(len(lines) > 1 for lines in drawn):
+        where = thinned(where, [0.0] * len(where))[0]
+        drawn = [[(where, _between(line, where)) for line in lines] for lines in drawn]
+    at = {x: place for place, x in enumerate(where)}
+    shown = []
+    for color, ((name, _), lines) in enumerate(zip(settings, drawn, strict=True)):
+        found: list[list[float]] = [[] for _ in where]
+        for xs, values in lines:
+            for x, value in zip(xs, values, strict=True):
+                if math.isfinite(value):
+                    found[at[x]].append(value)
+        whole = len(lines)
+        full = [one if whole and len(one) >= whole else [] for one in found]
+        bands = whole > 1
+        shown.append(
+            Line(
+                name,
+                [statistics.fmean(one) if one else math.nan for one in full],
+                low=[min(one) if one else math.nan for one in full] if bands else None,
+                high=[max(one) if one else math.nan for one in full] if bands else None,
+                color=color,
+            )
+        )
+    return Chart(metric, where, shown, share=is_share(metric), name_of_x=NAMES[axis])

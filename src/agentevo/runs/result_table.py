@@ -20,11 +20,10 @@ from agentevo.errors import ConfigError
 from agentevo.files import write_atomic
 from agentevo.observability.metrics import MAX_FAILED_SHARE
 from agentevo.parsing import read_text
+from agentevo.runs.comparison import setting_of
 from agentevo.runs.folder import SWEEP_FILE, check_run_folder, finished_summary, is_sweep_folder
 
 BEGIN, END = "<!-- table -->", "<!-- /table -->"
-PLACE_KEYS = ("run.name", "run.dir", "run.overwrite", "run.threads", "run.seed", "store.url")
-"""Keys in which runs of one row may differ; the name is the row's."""
 LEGEND = (
     "Success is greedy, on held-out tasks. With several seeds: the mean ± the standard "
     "deviation over them; time is that of one run."
@@ -296,9 +295,7 @@ def _result(folder: Path, summary: dict[str, Any]) -> Result:
         steps=summary["steps"],
         wall_s=summary["wall_s"],
         failed=max((evaluation.get("failed") or {"": 0.0}).values()),
-        setting=frozenset(
-            (key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS
-        ),
+        setting=setting_of(config),
     )
 
 

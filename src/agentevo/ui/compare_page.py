@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.config import sources as yaml_sources
 from agentevo.event_loop import in_thread
-from agentevo.observability.chart_lines import NAMES, Axis, is_share, line_of
-from agentevo.pages.charts import Chart, Line
-from agentevo.runs.result_table import PLACE_KEYS
+from agentevo.observability.chart_lines import NAMES, Axis, band_chart, compared
+from agentevo.pages.charts import Chart
+from agentevo.runs.comparison import PLACE_KEYS, setting_of
 from agentevo.ui.context import dashboard, page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import row_of
@@ -24,16 +23,6 @@ from agentevo.ui.watching import UnknownRunError
 router = APIRouter()
 
 MOST_RUNS = 64
-FIRST = (
-    "critic/score/mean",
-    "train/success",
-    "sft/loss",
-    "actor/entropy",
-    "actor/grad_norm",
-    "response_length/mean",
-    "perf/throughput",
-    "group/zero_std_ratio",
-)
 MOST_CHARTS = 60
 MOST_KEYS = 400
 
@@ -87,7 +76,7 @@ async def compare(
             missing.append(key)
     lines = await in_thread(settings_of, views, by)
     names = sorted({name for view in views for name in view.table.columns})
-    wanted = [name for name in FIRST if name in names]
+    wanted = compared(names)
     if q:
         words = q.lower().split()
         wanted = [name for name in names if all(word in name.lower() for word in words)]
@@ -121,10 +110,8 @@ def settings_of(views: Sequence[RunView], by: str) -> list[Setting]:
     configs: dict[str, dict[str, Any]] = {}
     for view in views:
         configs[view.key] = config = yaml_sources.leaves(view.config)
-        same = frozenset(
-            (key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS
-        )
-        groups.setdefault(view.key if by == "run" else (view.name, same), []).append(view)
+        same = (view.name, setting_of(config))
+        groups.setdefault(view.key if by == "run" else same, []).append(view)
     names = [group[0].name for group in groups.values()]
     return [_setting(group, configs[group[0].key], names) for group in groups.values()]
 
@@ -158,36 +145,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:
-    """One line for each setting: the mean of its runs where all of them have a value, and the band
-    from the lowest to the highest."""
-    drawn = [
-        [line for view in setting.views if (line := line_of(view, metric, axis))]
-        for setting in settings
-    ]
-    where = sorted({x for lines in drawn for line in lines for x in line[0]})
-    if not where:
-        return None
-    at = {x: place for place, x in enumerate(where)}
-    shown = []
-    for color, (setting, lines) in enumerate(zip(settings, drawn, strict=True)):
-        found: list[list[float]] = [[] for _ in where]
-        for xs, values in lines:
-            for x, value in zip(xs, values, strict=True):
-                if math.isfinite(value):
-                    found[at[x]].append(value)
-        whole = len(lines)
-        full = [one if whole and len(one) >= whole else [] for one in found]
-        bands = whole > 1
-        shown.append(
-            Line(
-                setting.name,
-                [statistics.fmean(one) if one else math.nan for one in full],
-                low=[min(one) if one else math.nan for one in full] if bands else None,
-                high=[max(one) if one else math.nan for one in full] if bands else None,
-                color=color,
-            )
-        )
-    return Chart(metric, where, shown, share=is_share(metric), name_of_x=NAMES[axis])
+    """One line for each setting, as `band_chart` draws it."""
+    return band_chart([(one.name, one.views) for one in settings], metric, axis)
 
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:

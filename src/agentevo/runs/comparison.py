@@ -1,0 +1,83 @@
+"""Which runs are one setting, and runs read for their curves, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentevo.config import sources
+from agentevo.errors import ConfigError
+from agentevo.observability.metrics_table import MetricsTable
+from agentevo.runs.folder import check_run_folder, is_run_folder, is_sweep_folder
+
+PLACE_KEYS = ("run.name", "run.dir", "run.overwrite", "run.threads", "run.seed", "store.url")
+"""Keys in which runs of one setting may differ; a name is the setting's."""
+
+
+def setting_of(config: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
+    """What makes a run's setting, of the leaves of its configuration."""
+    return frozenset((key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The numbers of a run."""
+
+    folder: Path
+    name: str
+    setting: frozenset[tuple[str, str]]
+    table: MetricsTable
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.num_rows
+
+
+def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
+    """The runs in these folders, and all runs of those that are sweeps; each once. Raises
+    ConfigError for a folder that has neither, and for a run without numbers."""
+    found: dict[Path, MeasuredRun] = {}
+    for folder in folders:
+        inside = (
+            [one for one in sorted(folder.iterdir()) if is_run_folder(one)]
+            if is_sweep_folder(folder)
+            else [check_run_folder(folder)]
+        )
+        if not inside:
+            raise ConfigError(f"{folder}: no run of this sweep has begun yet")
+        for one in inside:
+            found.setdefault(one.resolve(), _measured(one))
+    return list(found.values())
+
+
+def settings_of(
+    runs: Sequence[MeasuredRun], *, each: bool = False
+) -> list[tuple[str, list[MeasuredRun]]]:
+    """(name, runs) of every setting, in the order of its first run; with `each` of every run. Where
+    several have one name, their folders tell them apart."""
+    groups: dict[object, list[MeasuredRun]] = {}
+    for run in runs:
+        groups.setdefault(run.folder if each else (run.name, run.setting), []).append(run)
+    names = [group[0].name for group in groups.values()]
+    return [
+        (one[0].name if names.count(one[0].name) == 1 else str(one[0].folder), one)
+        for one in groups.values()
+    ]
+
+
+def _measured(folder: Path) -> MeasuredRun:
+    config = sources.leaves(sources.read_yaml(folder / "config.yaml"))
+    path = folder / "metrics.jsonl"
+    table = MetricsTable(path)
+    try:
+        while table.read_more():
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror or error}") from error
+    if not table.num_rows:
+        raise ConfigError(f"{folder}: the run has no numbers yet: leave it out, or wait")
+    return MeasuredRun(
+        folder, str(config.get("run.name") or folder.name), setting_of(config), table
+    )
