@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from sampled_distribution import distribution_of
 
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
@@ -27,27 +28,6 @@ def _complete(
     return asyncio.run(together())
 
 
-def _distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Probabilities [V] after temperature, then top-k, top-p and min-p, each renormalised; token by
-    token, in float64."""
-    weights = np.exp((logits - logits.max()) / params.temperature)
-    probs = weights / weights.sum()
-    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
-    if params.top_k:
-        order = order[: params.top_k]
-    total = sum(probs[token] for token in order)
-    kept, mass = [], 0.0
-    for token in order:
-        if mass >= params.top_p:
-            break
-        kept.append(token)
-        mass += probs[token] / total
-    kept = [token for token in kept if probs[token] >= params.min_p * probs[kept[0]]]
-    found = np.zeros_like(probs)
-    found[kept] = probs[kept] / probs[kept].sum()
-    return found
-
-
 def _difference(
     logits: torch.Tensor, prompt: list[int], completion: Completion, params: SamplingParams
 ) -> float:
@@ -59,7 +39,7 @@ def _difference(
         return float(np.abs(completion.logprobs).max())
     rows = logits[len(prompt) - 1 : -1].double().numpy()
     wanted = [
-        np.log(_distribution(row, params)[token])
+        np.log(distribution_of(row, params)[token])
         for row, token in zip(rows, completion.ids, strict=True)
     ]
     return float(np.abs(np.array(wanted) - completion.logprobs).max())
@@ -75,7 +55,7 @@ def complete() -> Callable[
 
 @pytest.fixture(scope="session")
 def distribution() -> Callable[[np.ndarray, SamplingParams], np.ndarray]:
-    return _distribution
+    return distribution_of
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,21 @@
+"""The embedded engine keeps what every engine promises."""
+
+from __future__ import annotations
+
+import pytest
+from engine_conformance import CHECKS, Case, name_of
+
+from agentevo.config import EngineSection
+from agentevo.inference.engines import engines
+
+
+@pytest.fixture(scope="module")
+def case():
+    made = Case.of(engines.get("torch"), EngineSection())
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_the_embedded_engine(check, case):
+    case.run(check(case))
