@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_conformance import CHECKS, Case, name_of
+from engine_case import Case
+from engine_conformance import CHECKS, name_of
 
 from agentevo.config import EngineSection
 from agentevo.inference.engines import engines
