@@ -32,8 +32,12 @@ async def change_it(request: Request, run: str) -> Response:
     view, change = await run_of(request, run), changes(request)
     if not change.is_sure:
         return ask_again(request, change, "Really?", "It stops.", back="/runs/lake")
-    await change.record(view, "tried", word=change.get("word"))
-    return see("/runs/lake/control")
+
+    async def tried() -> str:
+        await change.record(view, "tried", word=change.get("word"))
+        return "/runs/lake/control"
+
+    return see(await change.once(tried))
 
 
 @pytest.fixture
@@ -69,7 +73,10 @@ def test_a_change_is_asked_twice_and_recorded_with_who_made_it(lake: Path) -> No
             other = await client.post(WHERE, data=sent | {"word": "x"}, headers=ORIGIN)
             assert other.status_code == 200  # something else than was shown: asked again
             assert read_records(lake / "lake" / CHANGES) == []
-            done = await client.post(WHERE, data=sent, headers=ORIGIN)
+            twice = [client.post(WHERE, data=sent, headers=ORIGIN) for _ in range(2)]
+            done, double = await asyncio.gather(*twice)  # a double click
+            again = await client.post(WHERE, data=sent, headers=ORIGIN)
+            assert double.headers["location"] == again.headers["location"]
             return [done, await client.get("/runs/lake/control")]
 
     done, shown = asyncio.run(changed())

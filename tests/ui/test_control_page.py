@@ -68,6 +68,7 @@ def test_a_button_asks_twice_and_reaches_the_trainer_once(
     assert "Resume" not in page.text
     names = [one["what"] for one in read_records(folder / "lake" / CHANGES)]
     assert names[0] == "stop: asked"
+    assert names.count("stop: asked") == 1
     assert "stop: it stops after this step, or within this evaluation" in names
 
 

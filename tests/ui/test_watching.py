@@ -106,11 +106,11 @@ def test_news_tell_of_steps_and_of_runs_that_begin_later(tmp_path: Path, quick: 
         add_step(first, 2)
         await until(at("later", 5))
         await until(at("first", 2))
-        assert watcher.num_streams == 1
+        assert watcher._viewers["first"] == 1
         await watcher.close()
         async with asyncio.timeout(60):
             await task
-        assert watcher.num_streams == 0
+        assert watcher._viewers == {}
 
     asyncio.run(work())
 

@@ -7,12 +7,27 @@ from typing import Any
 from urllib.parse import urlencode
 
 import jinja2
+from markupsafe import Markup, escape
 
 from agentevo.pages import assets, drawing, intervals, navigation, words
-from agentevo.pages.text import one_line, shown
+from agentevo.pages.text import LIMIT, one_line, shown
+
+
+def marked(value: object, limit: int = LIMIT) -> Markup:
+    """`shown` as HTML, escaped, in which what stands between two backticks is code. A backtick
+    without its second stays."""
+    pieces = shown(value, limit).split("`")
+    if len(pieces) % 2 == 0:
+        pieces[-2:] = ["`".join(pieces[-2:])]
+    return Markup().join(
+        Markup("<code>{}</code>").format(piece) if number % 2 else escape(piece)
+        for number, piece in enumerate(pieces)
+    )
+
 
 FILTERS = {
     "shown": shown,
+    "marked": marked,
     "one_line": one_line,
     "number": words.number,
     "chance": words.chance,
@@ -26,7 +41,7 @@ FILTERS = {
     "points": intervals.points,
     "token_words": words.token_words,
 }
-"""What templates may do with a value; all of them give plain text."""
+"""What templates may do with a value; all but `marked` give plain text."""
 
 
 @cache

@@ -25,13 +25,17 @@ MAX_READ = 64_000_000
 """Bytes of a file that are read: the last ones."""
 
 
+class RecordTooLongError(ConfigError):
+    """A line of more than MAX_LINE bytes."""
+
+
 def add_record(path: Path, record: dict[str, Any]) -> None:
-    """One line more. Raises ConfigError where the file is no file, can't be written, or the line is
-    too long."""
+    """One line more. Raises ConfigError where the file is no file or can't be written, and
+    RecordTooLongError."""
     line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     data = line.encode("utf-8", "backslashreplace") + b"\n"
     if len(data) > MAX_LINE:
-        raise ConfigError(f"this has {len(data):,} bytes, and at most {MAX_LINE:,} are kept")
+        raise RecordTooLongError(f"this has {len(data):,} bytes, and at most {MAX_LINE:,} are kept")
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)

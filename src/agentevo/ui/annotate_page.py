@@ -27,10 +27,11 @@ from agentevo.runs.annotations import (
     calibration,
     read_annotations,
 )
+from agentevo.runs.records import RecordTooLongError
 from agentevo.types import Trajectory
 from agentevo.ui.attempt_loading import load_attempt
 from agentevo.ui.changes import WRITE_S, Change, changes, see
-from agentevo.ui.context import NotFoundError, run_of
+from agentevo.ui.context import NotFoundError, WrongFormError, run_of
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
@@ -72,22 +73,25 @@ def last_reply(trajectory: Trajectory) -> str | None:
 
 
 async def save(view: RunView, record: Record) -> None:
-    """Adds it. Raises NotFoundError where the run has no folder here, ConfigError for a disk that
-    doesn't take it."""
+    """Adds it. Raises NotFoundError where the run has no folder here, WrongFormError for what is
+    too long, ConfigError for a disk that doesn't take it."""
     folder = view.source.folder
     if folder is None:
         raise NotFoundError("This run has no folder here, which annotations would lie in.")
-    async with asyncio.timeout(WRITE_S):
-        await in_thread(annotate, Path(folder), record)
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await in_thread(annotate, Path(folder), record)
+    except RecordTooLongError as error:  # a control character has six bytes in a line of JSON
+        raise WrongFormError(f"This is too long to be kept: {error}.") from error
 
 
 def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
-    """What a form says of an attempt. Raises NotFoundError for what no form of ours sends."""
+    """What a form says of an attempt. Raises WrongFormError for what can't be kept."""
     verdict, note, reply = change.get("verdict"), change.get("note"), change.get("reply")
     if verdict not in ("", "right", "wrong"):
-        raise NotFoundError("A verdict is right, wrong, or none.")
+        raise WrongFormError("A verdict is right, wrong, or none.")
     if len(note) > MAX_NOTE or len(reply) > MAX_REPLY:
-        raise NotFoundError(
+        raise WrongFormError(
             f"A note has at most {MAX_NOTE:,} characters, an edited reply {MAX_REPLY:,}."
         )
     original = last_reply(trajectory)
@@ -112,7 +116,7 @@ def preference_from(change: Change, left: Trajectory, right: Trajectory) -> Pref
     """What a form says of two attempts: `better` is the id of one, or empty for neither."""
     better = change.get("better")
     if better not in ("", left.id, right.id):
-        raise NotFoundError("The better one is one of these two, or neither.")
+        raise WrongFormError("The better one is one of these two, or neither.")
     first, second = (right, left) if better == right.id else (left, right)
     return Preference(
         better=first.id,
@@ -183,7 +187,7 @@ async def prefer(request: Request, run: str) -> Response:
     left, _ = await load_attempt(request, view, change.get("a"))
     right, _ = await load_attempt(request, view, change.get("b"))
     if left.trajectory.id == right.trajectory.id:
-        raise NotFoundError("These are the same attempt.")
+        raise WrongFormError("These are the same attempt.")
     await save(view, preference_from(change, left.trajectory, right.trajectory))
     names = {"a": left.trajectory.id, "b": right.trajectory.id}
     return see(f"{run_url(view.key, 'attempts', 'compare')}?{_query(**names)}")

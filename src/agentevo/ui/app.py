@@ -33,7 +33,8 @@ from agentevo.ui import (
     try_page,
 )
 from agentevo.ui.access import Access, Guard
-from agentevo.ui.context import Dashboard, NotFoundError, page
+from agentevo.ui.confirmations import Confirmations
+from agentevo.ui.context import Dashboard, NotFoundError, WrongFormError, page
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.players import Players
 from agentevo.ui.sources import Sources
@@ -69,13 +70,16 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
     )
     stores = Stores(sources)
     watcher, works = Watcher(sources, stores), Works(stores)
-    shared = Dashboard(sources, watcher, stores, access, Indexes(), works, Players())
+    shared = Dashboard(
+        sources, watcher, stores, access, Indexes(), works, Players(), Confirmations()
+    )
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)
     app.get("/static/{digest}/{name:path}", include_in_schema=False)(_static)
     app.exception_handler(UnknownRunError)(_unknown_run)
     app.exception_handler(NotFoundError)(_not_found)
+    app.exception_handler(WrongFormError)(_wrong_form)
     app.exception_handler(AgentEvoError)(_refused)
     app.exception_handler(TimeoutError)(_late)
     app.exception_handler(RequestValidationError)(_wrong_words)
@@ -104,6 +108,10 @@ async def _unknown_run(request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     return _problem(request, 404, "Not found", str(error))
+
+
+async def _wrong_form(request: Request, error: Exception) -> Response:
+    return _problem(request, 422, "Nothing was changed", str(error))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

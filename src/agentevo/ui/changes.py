@@ -12,13 +12,18 @@ a form of our own pages (access.py and forms.py see to it before any handler is 
         view, change = await run_of(request, run), changes(request)
         if not change.is_sure:
             return ask_again(request, change, "Stop this run?", "It ends after ...", back=url)
-        ...                                        # do it; change.id makes doing it twice harmless
-        await change.record(view, "stop after the step", outcome="asked")
-        return see(url)                            # a redirect: reloading asks for nothing again
+
+        async def stop() -> str:                   # called once, however often the form is sent
+            await change.record(view, "stop after the step", outcome="asked")
+            ...
+            return url                             # a redirect: reloading asks for nothing again
+
+        return see(await change.once(stop))
 
 `visitor` is in every page (`page(...)`); pass `visitor=visitor(request)` to `part(...)`. A script
 sends the same form by `fetch` or htmx, with the field `form` from any form of the page. What was
-confirmed are these very fields at this very address: `sure` is made of them.
+confirmed are these very fields at this very address: `sure` is made of them, and is good for one
+time (confirmations.py).
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +43,8 @@ from starlette.responses import RedirectResponse, Response
 from agentevo.event_loop import in_thread
 from agentevo.runs.records import CHANGES, add_record, read_records
 from agentevo.ui.access import FORM
-from agentevo.ui.context import NotFoundError, page, visitor
+from agentevo.ui.confirmations import Confirmations
+from agentevo.ui.context import NotFoundError, dashboard, page, visitor
 from agentevo.ui.forms import FORM_TOKEN, Form, Visitor
 from agentevo.ui.run_state import RunView
 
@@ -52,8 +58,9 @@ SHOWN_RECORDS = 200
 class Change:
     """One request to change something, by somebody who may."""
 
-    def __init__(self, who: Visitor, form: Form, path: str) -> None:
+    def __init__(self, who: Visitor, form: Form, path: str, confirmations: Confirmations) -> None:
         self.visitor, self.path = who, path
+        self._confirmations = confirmations
         self.fields: tuple[tuple[str, str], ...] = tuple(
             (name, text) for name, text in form.fields if name not in (FORM_TOKEN, SURE, ID)
         )
@@ -71,11 +78,26 @@ class Change:
     @property
     def is_sure(self) -> bool:
         """Whether exactly this was shown to somebody who has then confirmed it."""
-        return hmac.compare_digest(self.get(SURE).encode(), self.seal().encode())
+        seal = self._seal(self.fields)
+        is_same = hmac.compare_digest(self.get(SURE).encode(), seal.encode())
+        return is_same and self._confirmations.is_asked(seal)
 
-    def seal(self) -> str:
-        """What the form of `ask_again` sends to confirm this."""
-        about = repr((self.path, self.fields, self.id)).encode("utf-8", "backslashreplace")
+    def to_confirm(self, more: Mapping[str, str]) -> list[tuple[str, str]]:
+        """The fields by which this is confirmed: its own, with `more` in place of those of the same
+        names, its id, and the seal on all of it."""
+        kept = (field for field in self.fields if field[0] not in more)
+        fields = (*kept, *more.items())
+        seal = self._seal(fields)
+        self._confirmations.asked(seal)
+        return [*fields, (ID, self.id), (SURE, seal)]
+
+    async def once(self, work: Callable[[], Coroutine[Any, Any, str]]) -> str:
+        """What `work` returns, where this is confirmed (`is_sure`): the same confirmation again
+        does nothing, and gets the same."""
+        return await self._confirmations.once(self.get(SURE), work)
+
+    def _seal(self, fields: Sequence[tuple[str, str]]) -> str:
+        about = repr((self.path, tuple(fields), self.id)).encode("utf-8", "backslashreplace")
         return hmac.new(self.visitor.form_token.encode(), about, hashlib.sha256).hexdigest()
 
     async def record(self, view: RunView, what: str, **details: Any) -> None:
@@ -99,14 +121,23 @@ def changes(request: Request) -> Change:
     """What a POST wants to change. Only for handlers of POST: see the module."""
     form = request.scope[FORM]
     assert isinstance(form, Form)
-    return Change(visitor(request), form, request.url.path)
+    return Change(visitor(request), form, request.url.path, dashboard(request).confirmations)
 
 
 def ask_again(
-    request: Request, change: Change, heading: str, text: str, *, back: str, do: str = "Yes, do it"
+    request: Request,
+    change: Change,
+    heading: str,
+    text: str,
+    *,
+    back: str,
+    do: str = "Yes, do it",
+    whole: tuple[str, str] | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> Response:
-    """The page that asks whether that is really wanted; its form sends the same fields again.
-    `heading` and `text`: what will happen, and to what; `do`: the words of the button."""
+    """The page that asks whether that is really wanted; its form sends the same fields again, and
+    those of `more`. `heading` and `text`: what will happen, and to what; `do`: the words of the
+    button; `whole`: a heading and a long text below it."""
     return page(
         request,
         "confirm.html",
@@ -115,7 +146,8 @@ def ask_again(
         back=back,
         do=do,
         action=change.path,
-        fields=[*change.fields, (ID, change.id), (SURE, change.seal())],
+        whole=whole,
+        fields=change.to_confirm(more or {}),
     )
 
 

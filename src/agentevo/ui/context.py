@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.pages import render
 from agentevo.ui.access import VISITOR, Access
+from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.forms import Visitor
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.players import Players
@@ -34,6 +35,11 @@ class Dashboard:
     indexes: Indexes
     works: Works
     players: Players
+    confirmations: Confirmations
+
+
+class WrongFormError(Exception):
+    """What a form says can't be taken, so nothing was changed; the message says why."""
 
 
 class NotFoundError(Exception):

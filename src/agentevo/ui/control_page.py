@@ -97,9 +97,12 @@ async def change_run(request: Request, run: str) -> Response:
         return ask_again(
             request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"
         )
-    await change.record(view, f"{action}: asked")
-    async with asyncio.timeout(WRITE_S):
-        await in_thread(
-            lambda: ask(folder, action, id=change.id, session=session.id, who=change.visitor.who)
-        )
-    return see(back)
+
+    async def asked() -> str:
+        await change.record(view, f"{action}: asked")
+        who = change.visitor.who
+        async with asyncio.timeout(WRITE_S):
+            await in_thread(lambda: ask(folder, action, id=change.id, session=session.id, who=who))
+        return back
+
+    return see(await change.once(asked))

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from agentevo.pages.text import one_line, shown
 from agentevo.ui.context import dashboard
@@ -43,13 +44,28 @@ async def live(request: Request) -> Response:
     """See the module."""
     watcher = dashboard(request).watcher
     keys = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_RUNS]
-    if watcher.num_streams >= MAX_STREAMS:
-        return PlainTextResponse("too many pages are open: close some\n", status_code=503)
-    return StreamingResponse(
-        _events(request, watcher, keys),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-    )
+    return Events(request, watcher, keys)
+
+
+class Events(StreamingResponse):
+    """The stream, where fewer than MAX_STREAMS go on at the moment in which it begins."""
+
+    def __init__(self, request: Request, watcher: Watcher, keys: list[str]) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        events = _events(request, watcher, keys)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._watcher = watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._watcher.num_streams >= MAX_STREAMS:
+            text = "too many pages are open: close some\n"
+            await PlainTextResponse(text, status_code=503)(scope, receive, send)
+            return
+        self._watcher.num_streams += 1  # nothing is awaited between the question and this
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._watcher.num_streams -= 1
 
 
 async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncIterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -35,7 +36,9 @@ async def form(request: Request) -> HTMLResponse:
 async def _page(request: Request, given: dict[str, str], refused: str) -> HTMLResponse:
     root = _root(request)
     async with asyncio.timeout(WRITE_S):
-        known = [] if root is None else await in_thread(starting.started, root)
+        # What was started is told, as what it printed is, to whoever may start something.
+        may = visitor(request).may_change
+        known = await in_thread(starting.started, root) if root is not None and may else []
         alive = await in_thread(lambda: [one for one in known if starting.is_alive(one)])
     return page(
         request,
@@ -46,7 +49,7 @@ async def _page(request: Request, given: dict[str, str], refused: str) -> HTMLRe
         recipes=recipe_names(),
         commands=starting.COMMANDS,
         root=root,
-        started=known,
+        started=[] if root is None else [(starting.name_of(root, one), one) for one in known],
         alive={one.id for one in alive},
     )
 
@@ -68,21 +71,37 @@ async def start(request: Request) -> Response:
             )
         )
         if not change.is_sure:
-            async with asyncio.timeout(starting.CHECK_S + 2 * starting.BUSY_S):
-                await in_thread(starting.check, wanted)
-            text = "This starts `agentevo " + " ".join(wanted.words()) + "`"
+            config = await _checked(wanted)
             return ask_again(
-                request, change, f"Start {given['name']}?", text, back="/start", do="Start it"
+                request,
+                change,
+                f"Start {given['name']}?",
+                f"This starts `agentevo {shlex.join(wanted.words())}`.",
+                back="/start",
+                do="Start it",
+                whole=("Its whole configuration", config),
+                more={"config": starting.digest(config)},
             )
-        assert root is not None
-        who = change.visitor
-        async with asyncio.timeout(WRITE_S):
-            id = await in_thread(
-                lambda: starting.start(root, wanted, id=change.id, who=who.who, address=who.address)
-            )
+
+        async def begin() -> str:
+            assert root is not None
+            if starting.digest(await _checked(wanted)) != change.get("config"):
+                raise ConfigError("the recipe is another one by now than was shown: check it again")
+            who, address = change.visitor.who, change.visitor.address
+            async with asyncio.timeout(WRITE_S):
+                return await in_thread(
+                    lambda: starting.start(root, wanted, id=change.id, who=who, address=address)
+                )
+
+        return see(f"/start/{await change.once(begin)}")
     except ConfigError as error:
         return await _page(request, given, str(error))
-    return see(f"/start/{id}")
+
+
+async def _checked(wanted: starting.Wanted) -> str:
+    """The configuration. Raises ConfigError."""
+    async with asyncio.timeout(starting.CHECK_S + 2 * starting.BUSY_S):
+        return await in_thread(starting.check, wanted)
 
 
 @router.get("/start/{id}", response_class=HTMLResponse)
@@ -103,6 +122,8 @@ async def started(request: Request, id: str) -> HTMLResponse:
         request,
         "started.html",
         one=one,
+        name=starting.name_of(root, one),
+        command=shlex.join(one.wanted.words()),
         key=key,
         is_alive=await in_thread(starting.is_alive, one),
         log=await in_thread(starting.log_of, root, id),

@@ -2,7 +2,9 @@
 folder below it.
 
 `agentevo train --dry-run` of the very same words is asked first, in a process of its own: what it
-refuses is refused, in its words, and what it says of run.dir is what counts. The run is a process
+refuses is refused, in its words, and what it says of run.dir is what counts. It is asked once more
+when that was confirmed, and has to say the same; whatever a file says a moment later, the last
+words are run.overwrite=false and the new folder, so no run is deleted. The run is a process
 in a session of its own, whose output goes to a file, so it outlives the dashboard. What was
 started is kept in FOLDER/.started/ID: start.json and log.txt.
 
@@ -12,14 +14,17 @@ token of control can do what the user who started the dashboard can.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +36,7 @@ from agentevo.errors import ConfigError
 from agentevo.files import open_regular, write_atomic
 from agentevo.runs.folder import is_run_folder
 
-STARTED = ".started"
+STARTED, LOCK = ".started", "lock"
 COMMANDS = ("train", "sft")
 CHECK_S = 45.0
 """How long a recipe may take to be read; an answer of the dashboard has 60 s."""
@@ -59,7 +64,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
     def words(self) -> list[str]:
-        return [self.command, self.recipe, *self.overrides, f"run.dir={self.run_dir}"]
+        last = ("run.overwrite=false", f"run.dir={self.run_dir}")
+        return [self.command, self.recipe, *self.overrides, *last]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +180,11 @@ def check(wanted: Wanted) -> str:
     return said.stdout
 
 
+def digest(config: str) -> str:
+    """What a confirmation holds of what `check` has said."""
+    return hashlib.sha256(config.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def start(root: Path, wanted: Wanted, *, id: str, who: str, address: str) -> str:
     """Starts it; the same id again starts nothing. Returns the id. Raises ConfigError."""
     if not _ID.fullmatch(id):
@@ -183,25 +194,16 @@ def start(root: Path, wanted: Wanted, *, id: str, who: str, address: str) -> str
         (root / STARTED).mkdir(exist_ok=True)
         if (root / STARTED).is_symlink():
             raise OSError("it is a link")
-        running = [one for one in started(root) if is_alive(one)]
-        if len(running) >= MAX_RUNNING:
-            raise ConfigError(f"{MAX_RUNNING} runs that were started here go on: wait for one")
-        try:
-            place.mkdir()
-        except FileExistsError:
-            return id
-        with (place / "log.txt").open("xb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "agentevo", *wanted.words()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        told = Start(
-            id=id, wanted=wanted, at=time.time(), who=who, address=address, process=process.pid
-        )
-        _write(place, told)
+        with _only_starter(root):
+            try:
+                place.mkdir()
+            except FileExistsError:
+                return id
+            try:
+                process, told = _begin(root, wanted, id=id, who=who, address=address)
+            except BaseException:
+                shutil.rmtree(place, ignore_errors=True)
+                raise
     except OSError as error:
         raise ConfigError(
             f"{place} can't be written ({error.strerror or error}), so nothing was started"
@@ -216,18 +218,67 @@ def start(root: Path, wanted: Wanted, *, id: str, who: str, address: str) -> str
     return id
 
 
+@contextmanager
+def _only_starter(root: Path) -> Iterator[None]:
+    """Nobody else starts anything below that folder meanwhile, in no other process either: what
+    goes on is counted, and one more is started, in one piece. Raises ConfigError, OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(root / STARTED / LOCK, flags, 0o666)
+    try:
+        ends = time.monotonic() + BUSY_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends:
+                    raise ConfigError("another run is being started: try again") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _begin(
+    root: Path, wanted: Wanted, *, id: str, who: str, address: str
+) -> tuple[subprocess.Popen[bytes], Start]:
+    """The process, and what is kept of it. Raises ConfigError where too many go on."""
+    if sum(is_alive(one) for one in _all_started(root)) >= MAX_RUNNING:
+        raise ConfigError(f"{MAX_RUNNING} runs that were started here go on: wait for one")
+    if os.path.lexists(wanted.run_dir):
+        raise ConfigError(f"{wanted.run_dir} is there by now: give another name")
+    place = root / STARTED / id
+    with (place / "log.txt").open("xb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "agentevo", *wanted.words()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    told = Start(
+        id=id, wanted=wanted, at=time.time(), who=who, address=address, process=process.pid
+    )
+    _write(place, told)
+    return process, told
+
+
 def _write(place: Path, told: Start) -> None:
     write_atomic(place / "start.json", msgspec.json.encode(told) + b"\n")
 
 
 def started(root: Path) -> list[Start]:
-    """What was started below that folder, the newest first."""
+    """What was started below that folder, the newest first, MAX_LISTED at most."""
+    return sorted(_all_started(root), key=lambda one: -one.at)[:MAX_LISTED]
+
+
+def _all_started(root: Path) -> list[Start]:
     found = []
     with suppress(OSError), os.scandir(root / STARTED) as entries:
         for entry in entries:
             if _ID.fullmatch(entry.name) and (one := read_start(root, entry.name)) is not None:
                 found.append(one)
-    return sorted(found, key=lambda one: -one.at)[:MAX_LISTED]
+    return found
 
 
 def read_start(root: Path, id: str) -> Start | None:
@@ -247,6 +298,12 @@ def _open(root: Path, id: str, name: str) -> BinaryIO:
     if os.path.realpath(place) != os.path.join(os.path.realpath(root), STARTED, id):
         raise OSError(f"{place} leads elsewhere")
     return open_regular(place / name)
+
+
+def name_of(root: Path, one: Start) -> str:
+    """The run's folder below that one, as its form has said it."""
+    place = Path(one.wanted.run_dir)
+    return str(place.relative_to(root)) if place.is_relative_to(root) else place.name
 
 
 def is_alive(one: Start) -> bool:

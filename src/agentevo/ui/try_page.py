@@ -163,7 +163,7 @@ async def _stream(
     request: Request, view: RunView, kind: type[words.Chat | words.Play], **given: Any
 ) -> Response:
     """The answer to a request of this kind with these fields, or why there is none."""
-    form, shared = changes(request), dashboard(request)
+    form = changes(request)
     try:
         fields = {name: _wire(value) for name, value in given.items()}
         asked = msgspec.convert(
@@ -181,8 +181,6 @@ async def _stream(
         return _refused(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
     if which == words.START and choices.missing:
         return _refused(choices.missing)
-    if shared.players.streams >= MAX_STREAMS:
-        return _refused("too many requests at once: wait until some are done", 429)
     return EventStream(request, view, Key(folder, which, device), asked)
 
 
@@ -218,9 +216,13 @@ class EventStream(Response):
         self._shared, self._view, self._key, self._asked = dashboard(request), view, key, asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._shared.players.streams >= MAX_STREAMS:
+            refused = _refused("too many requests at once: wait until some are done", 429)
+            await refused(scope, receive, send)
+            return
+        self._shared.players.streams += 1  # nothing is awaited between the question and this
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_gone(receive))
-        self._shared.players.streams += 1
         try:
             await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:

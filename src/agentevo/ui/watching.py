@@ -51,6 +51,7 @@ class Watcher:
         self._list_version = 0
         self.is_closed = False
         self.num_streams = 0
+        """Streams of news that go on (live.py)."""
 
     async def source(self, key: str) -> RunSource:
         """Raises UnknownRunError."""
@@ -109,7 +110,6 @@ class Watcher:
         least every POLL_S, so that the listener can see to itself. Ends when the dashboard does."""
         known: dict[str, tuple[int, int]] = {}
         keys, had, listed = list(keys), self._listed, -1
-        self.num_streams += 1
         self._look(keys, 1)
         try:
             while not self.is_closed:
@@ -132,7 +132,6 @@ class Watcher:
                     async with asyncio.timeout(POLL_S), self._changed:
                         await self._changed.wait()
         finally:
-            self.num_streams -= 1
             self._look(keys, -1)
 
     def _look(self, keys: Iterable[str], by: int) -> None:
