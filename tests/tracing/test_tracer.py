@@ -184,9 +184,9 @@ def test_a_call_for_a_program_is_a_child_of_its_span_or_linked_with_it() -> None
     played(tracer, play)
     child, linked, plain = (span for span in kept.spans if span.name == "chat tiny")
     root = kept.spans[-1]
-    assert (child.parent_id, child.links) == (77, [])
-    assert (linked.parent_id, linked.links) == (root.span_id, [(5, 6)])
-    assert (plain.parent_id, plain.links) == (root.span_id, [])
+    assert (child.parent_id, child.links) == (77, ())
+    assert (linked.parent_id, linked.links) == (root.span_id, ((5, 6),))
+    assert (plain.parent_id, plain.links) == (root.span_id, ())
     inner = [span for span in kept.spans if span.name == "execute_tool inner"]
     chats = [child.span_id, linked.span_id, plain.span_id]
     assert [span.parent_id for span in inner] == chats

@@ -64,7 +64,7 @@ class OTLP:
         if not spans:
             return
         self._said.text = ""
-        readable = [_readable(span, self._resource, self._scope) for span in spans]
+        readable = _readable(spans, self._resource, self._scope)
         if self._exporter.export(readable) is not SpanExportResult.SUCCESS:
             why = f": {self._said.text}" if self._said.text else ""
             raise ExportError(f"{self._where} has not taken {len(spans)} spans in{why}")
@@ -111,13 +111,20 @@ def proto_request(spans: Sequence[Span], source: Source) -> Any:
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
     resource, scope = _resource(source), _scope(source)
-    return encode_spans([_readable(span, resource, scope) for span in spans])
+    return encode_spans(_readable(spans, resource, scope))
 
 
 def _resource(source: Source) -> Any:
     from opentelemetry.sdk.resources import Resource
 
-    return Resource(dict(source.attributes))
+    class Remembered(Resource):
+        """OpenTelemetry's encoder asks for the hash with every span, which is JSON each time."""
+
+        def __hash__(self) -> int:
+            return known
+
+    known = hash(Resource(dict(source.attributes)))
+    return Remembered(dict(source.attributes))
 
 
 def _scope(source: Source) -> Any:
@@ -126,37 +133,36 @@ def _scope(source: Source) -> Any:
     return InstrumentationScope(names.SCOPE, source.version, names.SCHEMA_URL)
 
 
-def _readable(span: Span, resource: Any, scope: Any) -> Any:
-    """The span as OpenTelemetry's exporters take it."""
+def _readable(spans: Sequence[Span], resource: Any, scope: Any) -> list[Any]:
+    """The spans as OpenTelemetry's exporters take them."""
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-    def context(trace_id: int, span_id: int, *, is_remote: bool) -> SpanContext:
-        return SpanContext(trace_id, span_id, is_remote, TraceFlags(TraceFlags.SAMPLED))
-
-    own = context(span.trace_id, span.span_id, is_remote=False)
-    parent = None
-    if span.parent_id is not None:
-        parent = context(span.trace_id, span.parent_id, is_remote=False)
+    sampled, fine = TraceFlags(TraceFlags.SAMPLED), Status()
     kinds = {
         "internal": SpanKind.INTERNAL,
         "server": SpanKind.SERVER,
         "client": SpanKind.CLIENT,
     }
-    return ReadableSpan(
-        span.name,
-        context=own,
-        parent=parent,
-        resource=resource,
-        attributes=_plain(span.attributes),
-        events=[Event(one.name, _plain(one.attributes), one.at_ns) for one in span.events],
-        links=[Link(context(*one, is_remote=True)) for one in span.links],
-        kind=kinds[span.kind],
-        instrumentation_scope=scope,
-        status=Status(StatusCode.ERROR, span.message) if span.is_error else Status(),
-        start_time=span.start_ns,
-        end_time=span.end_ns,
-    )
+    return [
+        ReadableSpan(
+            span.name,
+            context=SpanContext(span.trace_id, span.span_id, False, sampled),
+            parent=None
+            if span.parent_id is None
+            else SpanContext(span.trace_id, span.parent_id, False, sampled),
+            resource=resource,
+            attributes=_plain(span.attributes),
+            events=[Event(one.name, _plain(one.attributes), one.at_ns) for one in span.events],
+            links=[Link(SpanContext(*one, True, sampled)) for one in span.links],
+            kind=kinds[span.kind],
+            instrumentation_scope=scope,
+            status=Status(StatusCode.ERROR, span.message) if span.is_error else fine,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+        )
+        for span in spans
+    ]
 
 
 def _plain(attributes: Mapping[str, Value]) -> dict[str, Any]:

@@ -15,31 +15,24 @@ from typing import Any
 import msgspec
 
 from agentevo.tracing import conventions as names
-from agentevo.tracing.span import Source, Span, Value
+from agentevo.tracing.span import Shared, Source, Span, Value
 
 _KINDS = {"internal": 1, "server": 2, "client": 3}
 _ERROR = 2
 LONGEST_REMEMBERED = 200
 
 
-def encoded(spans: Sequence[Span], source: Source) -> bytes:
-    """An ExportTraceServiceRequest."""
+def encoded(spans: Sequence[Span], source: Source, *, end: bytes = b"") -> bytes:
+    """An ExportTraceServiceRequest, and what is to follow it."""
     scope = {"name": names.SCOPE, "version": source.version}
-    body = {
-        "resourceSpans": [
-            {
-                "resource": {"attributes": _attributes(source.attributes)},
-                "scopeSpans": [
-                    {
-                        "scope": scope,
-                        "schemaUrl": names.SCHEMA_URL,
-                        "spans": [_span(span) for span in spans],
-                    }
-                ],
-            }
-        ]
-    }
-    return msgspec.json.encode(body)
+    parts = [b'{"resourceSpans":[{"resource":{"attributes":[']
+    _add_attributes(parts, source.attributes, b"")
+    parts += [b']},"scopeSpans":[{"scope":', _json(scope), b',"schemaUrl":']
+    parts += [_json(names.SCHEMA_URL), b',"spans":[']
+    for number, span in enumerate(spans):
+        _add_span(parts, span, b"," if number else b"")
+    parts += [b"]}]}]}", end]
+    return b"".join(parts)  # once: texts are long
 
 
 class JsonLines:
@@ -57,62 +50,74 @@ class JsonLines:
     def export(self, spans: Sequence[Span]) -> None:
         """See Exporter."""
         if spans:
-            self._file.write(encoded(spans, self._source) + b"\n")
+            self._file.write(encoded(spans, self._source, end=b"\n"))
 
     def close(self) -> None:
         """See Exporter."""
         self._file.close()
 
 
-def _span(span: Span) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "traceId": f"{span.trace_id:032x}",
-        "spanId": f"{span.span_id:016x}",
-        "name": span.name,
-        "kind": _KINDS[span.kind],
-        "startTimeUnixNano": str(span.start_ns),
-        "endTimeUnixNano": str(span.end_ns),
-        "attributes": _attributes(span.attributes),
-    }
-    if span.parent_id is not None:
-        told["parentSpanId"] = f"{span.parent_id:016x}"
+def _add_span(parts: list[bytes], span: Span, before: bytes) -> None:
+    parent = "" if span.parent_id is None else f'"parentSpanId":"{span.parent_id:016x}",'
+    head = (
+        f'{{"traceId":"{span.trace_id:032x}","spanId":"{span.span_id:016x}",{parent}'
+        f'"kind":{_KINDS[span.kind]},"startTimeUnixNano":"{span.start_ns}",'
+        f'"endTimeUnixNano":"{span.end_ns}","name":'
+    )
+    parts += (before, head.encode(), _name(span.name), b',"attributes":[')
+    before = b""
+    for shared in span.shared:
+        if shared.attributes:
+            parts += (before, _of_shared(shared))
+            before = b","
+    _add_attributes(parts, span.own, before)
+    parts.append(b"]")
     if span.events:
-        told["events"] = [
-            {
-                "name": event.name,
-                "timeUnixNano": str(event.at_ns),
-                "attributes": _attributes(event.attributes),
-            }
-            for event in span.events
-        ]
+        parts.append(b',"events":[')
+        for number, event in enumerate(span.events):
+            head = f'{{"timeUnixNano":"{event.at_ns}","name":'
+            parts += (b"," if number else b"", head.encode(), _name(event.name), b',"attributes":[')
+            _add_attributes(parts, event.attributes, b"")
+            parts.append(b"]}")
+        parts.append(b"]")
     if span.links:
-        told["links"] = [
+        links = [
             {"traceId": f"{trace_id:032x}", "spanId": f"{span_id:016x}"}
             for trace_id, span_id in span.links
         ]
+        parts += (b',"links":', _json(links))
     if span.is_error:
-        told["status"] = {"code": _ERROR, "message": span.message}
-    return told
+        parts += (b',"status":', _json({"code": _ERROR, "message": span.message}))
+    parts.append(b"}")
 
 
-def _attributes(attributes: Mapping[str, Value]) -> list[msgspec.Raw]:
-    encoded = []
+def _add_attributes(parts: list[bytes], attributes: Mapping[str, Value], before: bytes) -> None:
     for key, value in attributes.items():
         known: Any = tuple(value) if type(value) is list else value
         size = len(known) if type(known) is str else 0
         if type(known) is tuple:
             size = sum(map(len, known))
         encode = _remembered if size <= LONGEST_REMEMBERED else _encoded
-        encoded.append(encode(key, known))
-    return encoded
+        parts += (before, encode(key, known))
+        before = b","
 
 
-def _encoded(key: str, value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode({"key": key, "value": _value(value)}))
+def _encoded(key: str, value: Any) -> bytes:
+    return _json({"key": key, "value": _value(value)})
 
 
+_json = msgspec.json.Encoder().encode
+_name = lru_cache(1024)(_json)
 _remembered = lru_cache(8192, typed=True)(_encoded)
-"""Most attributes of a span are those of many others: its run's, its attempt's, its model's."""
+"""Most attributes of a span are those of many others."""
+
+
+@lru_cache(4096)
+def _of_shared(shared: Shared) -> bytes:
+    """The attributes of an attempt, or of all calls of a kind."""
+    parts: list[bytes] = []
+    _add_attributes(parts, shared.attributes, b"")
+    return b"".join(parts)
 
 
 def _value(value: Value) -> dict[str, Any]:

@@ -18,6 +18,16 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Value]
 
 
+class Shared:
+    """Attributes that many spans have; nobody changes them. An exporter remembers by the object
+    what it has made of them."""
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, attributes: dict[str, Value]) -> None:
+        self.attributes = attributes
+
+
 class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """See the module. Ids are never 0."""
 
@@ -28,13 +38,23 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     parent_id: int | None
     start_ns: int
     end_ns: int
-    attributes: dict[str, Value]
-    events: list[Event] = []
-    links: list[tuple[int, int]] = []
+    shared: tuple[Shared, ...] = ()
+    own: dict[str, Value]
+    """No name is in two of them, or in `shared` and here."""
+    events: tuple[Event, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
     """Trace and span ids of what it belongs to in other traces."""
     is_error: bool = False
     message: str = ""
     """Why it failed."""
+
+    @property
+    def attributes(self) -> dict[str, Value]:
+        """All of them."""
+        found: dict[str, Value] = {}
+        for one in self.shared:
+            found |= one.attributes
+        return found | self.own
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):

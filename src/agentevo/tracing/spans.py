@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from agentevo.store.trace_context import AttemptTrace, Place, Said, span_of
 from agentevo.tracing import conventions as names
-from agentevo.tracing.span import Event, Kind, Span, Value
+from agentevo.tracing.span import Event, Kind, Shared, Span, Value
 from agentevo.tracing.texts import Texts
 from agentevo.types import Call
 
@@ -50,6 +50,8 @@ class Spans:
     def __init__(self, run: RunFacts, texts: Texts, *, contents: bool) -> None:
         self._run, self._texts, self._contents = run, texts, contents
         self._attempt = lru_cache(4096)(self._attempt_facts)
+        self._described = lru_cache(1024)(self._described_once)
+        self._span_of = lru_cache(4096)(span_of)
 
     def of(
         self,
@@ -62,76 +64,93 @@ class Spans:
     ) -> Span:
         """The span of a call that has ended. `around`: the id of the span around it, where its
         record names none."""
-        parent = span_of(call.parent) if call.parent is not None else around
-        links: list[tuple[int, int]] = []
+        parent = around if call.parent is None else self._span_of(call.parent)
+        links: tuple[tuple[int, int], ...] = ()
         if asker is not None and asker.trace_id == trace.trace_id:
             parent = asker.span_id
         elif asker is not None:
-            links.append((asker.trace_id, asker.span_id))
-        name, kind, attributes = self._described(call)
-        attributes |= self._identity(call) | self._facts(call)
-        attributes |= {} if said is None else self._said(said)
+            links = ((asker.trace_id, asker.span_id),)
+        is_known = call.kind != "tool" or not call.name.startswith("open ")
+        name, kind, described = self._described(call.kind if is_known else "", call.name)
+        own = self._own(call, said)
+        shared: tuple[Shared, ...] = (self._attempt(call.trajectory_id), described)
+        if not all(own.keys().isdisjoint(one.attributes) for one in shared):  # a fact has its name
+            own, shared = {k: v for one in shared for k, v in one.attributes.items()} | own, ()
         ended_at = call.started_at if call.ended_at is None else call.ended_at
         is_error = call.status == "failed"
         message = self._texts.shown(call.error or "") if is_error else ""
         if is_error:
-            attributes[names.ERROR_TYPE] = _kind_of(message)
+            own[names.ERROR_TYPE] = _kind_of(message)
         if call.kind == "tool" and not self._contents:
             message = ""  # it is the tool's result
+        end_ns = round(ended_at * _NANO)
         return Span(
-            name=self._texts.shown(name, 200),
+            name=name,
             kind=kind,
             trace_id=trace.trace_id,
-            span_id=span_of(call.id),
+            span_id=self._span_of(call.id),
             parent_id=parent,
             start_ns=round(call.started_at * _NANO),
-            end_ns=round(ended_at * _NANO),
-            attributes=attributes,
-            events=self._events(call, round(ended_at * _NANO)),
+            end_ns=end_ns,
+            shared=shared,
+            own=own,
+            events=self._events(call, end_ns) if call.kind == "scorer" else (),
             links=links,
             is_error=is_error,
             message=message,
         )
 
-    def _described(self, call: Call) -> tuple[str, Kind, dict[str, Value]]:
-        """The span's name and kind, and what the conventions say of it."""
-        facts, model = call.attributes, self._run.model
-        if call.kind == "attempt":
-            attributes: dict[str, Value] = {
+    def _described_once(self, kind: str, name: str) -> tuple[str, Kind, Shared]:
+        """The span's name and kind, and what the conventions say of all calls of a kind and name.
+        Without a kind it is the opening of a tool."""
+        model = self._run.model
+        spoken, is_client = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip(), False
+        attributes: dict[str, Value] = {}
+        if kind == "attempt":
+            spoken = f"{names.INVOKE_AGENT} {name}"
+            attributes = {
                 names.OPERATION: names.INVOKE_AGENT,
-                names.AGENT_NAME: call.name,
+                names.AGENT_NAME: name,
                 names.PROVIDER_NAME: names.PROVIDER,
                 names.REQUEST_MODEL: model,
             }
-            return f"{names.INVOKE_AGENT} {call.name}", "internal", attributes
-        if call.kind in ("policy", "remote"):
-            model = call.name if call.kind == "remote" else model
+        elif kind in ("policy", "remote"):
+            model = name if kind == "remote" else model
+            spoken, is_client = f"{names.CHAT} {model}", kind == "remote" or self._run.is_remote
             attributes = {
                 names.OPERATION: names.CHAT,
                 names.PROVIDER_NAME: names.PROVIDER,
                 names.REQUEST_MODEL: model,
                 names.RESPONSE_MODEL: model,
             }
+        elif kind == "tool":
+            spoken = f"{names.EXECUTE_TOOL} {name}"
+            attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: name}
+        spoken = self._texts.shown(spoken, 200)
+        return spoken, "client" if is_client else "internal", Shared(attributes)
+
+    def _own(self, call: Call, said: Said | None) -> dict[str, Value]:
+        """What this span alone has."""
+        own: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
+        facts = call.attributes
+        if call.kind in ("policy", "remote"):
             for fact, name in _COUNTS.items():
                 if isinstance(count := facts.get(fact), int):
-                    attributes[name] = count
-            is_remote = call.kind == "remote" or self._run.is_remote
-            return f"{names.CHAT} {model}", "client" if is_remote else "internal", attributes
-        if call.kind == "tool" and not call.name.startswith("open "):
-            attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: call.name}
+                    own[name] = count
+        elif self._contents and call.kind == "tool" and not call.name.startswith("open "):
             for fact, name in _TOOL_CONTENTS.items():
-                if self._contents and isinstance(text := facts.get(fact), str):
-                    attributes[name] = self._texts.shown(text)
-            return f"{names.EXECUTE_TOOL} {call.name}", "internal", attributes
-        kind = {"scorer": "score", "tool": ""}.get(call.kind, call.kind)
-        return f"{kind} {call.name}".strip(), "internal", {}
+                if isinstance(text := facts.get(fact), str):
+                    own[name] = self._texts.shown(text)
+        # What the call noted that the conventions have no name for.
+        told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
+        for fact, value in facts.items():
+            if fact not in told and (self._contents or fact not in _OUTPUT):
+                shown = self._texts.shown(value) if isinstance(value, str) else value
+                own[names.OWN + fact] = shown
+        return own if said is None else own | self._said(said)
 
-    def _identity(self, call: Call) -> dict[str, Value]:
-        own = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
-        return self._attempt(call.trajectory_id) | own
-
-    def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
-        """What all spans of a trajectory have; nobody changes it."""
+    def _attempt_facts(self, trajectory_id: str) -> Shared:
+        """What all spans of a trajectory have."""
         shown = self._texts.shown(trajectory_id)
         attributes: dict[str, Value] = {
             names.RUN_NAME: self._run.name,
@@ -148,16 +167,7 @@ class Spans:
                 names.STEP: int(found["step"]),
                 names.ATTEMPT: int(found["number"]),
             }
-        return attributes
-
-    def _facts(self, call: Call) -> dict[str, Value]:
-        """What the call noted that the conventions have no name for."""
-        told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
-        return {
-            names.OWN + name: self._texts.shown(value) if isinstance(value, str) else value
-            for name, value in call.attributes.items()
-            if name not in told and (self._contents or name not in _OUTPUT)
-        }
+        return Shared(attributes)
 
     def _said(self, said: Said) -> dict[str, Value]:
         attributes: dict[str, Value] = {}
@@ -181,10 +191,10 @@ class Spans:
             attributes[names.COMPLETION_TEXT] = shown[0] if len(shown) == 1 else shown
         return attributes
 
-    def _events(self, call: Call, at_ns: int) -> list[Event]:
+    def _events(self, call: Call, at_ns: int) -> tuple[Event, ...]:
         score = call.attributes.get("score")
-        if call.kind != "scorer" or not isinstance(score, (int, float)):
-            return []
+        if not isinstance(score, (int, float)):
+            return ()
         attributes: dict[str, Value] = {
             names.EVALUATION_NAME: call.name,
             names.EVALUATION_SCORE: float(score),
@@ -192,7 +202,7 @@ class Spans:
         reason = call.attributes.get("reason")
         if self._contents and isinstance(reason, str):
             attributes[names.EVALUATION_EXPLANATION] = self._texts.shown(reason)
-        return [Event(name=names.EVALUATION_EVENT, at_ns=at_ns, attributes=attributes)]
+        return (Event(name=names.EVALUATION_EVENT, at_ns=at_ns, attributes=attributes),)
 
 
 _COUNTS = {

@@ -192,10 +192,11 @@ class Tracer:
         try:
             trace = call.calls.trace
             assert trace is not None
-            outer = call.outer
-            around = None if outer is None else outer.place
+            record, around = call.record(call.calls.recorder), None
+            if record.parent is None and call.outer is not None:
+                around = call.outer.place
             return self._spans.of(
-                call.record(call.calls.recorder),
+                record,
                 trace,
                 said=call.said,
                 asker=call.asker,
@@ -225,7 +226,7 @@ def _pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """The spans in lists of about PIECE characters each."""
     piece, size = list[Span](), 0
     for span in spans:
-        own = sum(len(value) for value in span.attributes.values() if isinstance(value, str))
+        own = sum(len(value) for value in span.own.values() if isinstance(value, str))
         if piece and size + own > PIECE:
             yield piece
             piece, size = [], 0
