@@ -131,6 +131,10 @@ class ModelSection(Section):
     itself. It is saved with the checkpoints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA GPU if there is one."""
+    config_overrides: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keys of the model's config.json with other values, for example `{rope_scaling: {rope_type:
+    yarn, factor: 4.0, original_max_position_embeddings: 8192}, max_position_embeddings: 32768}`.
+    Keys that its class of transformers has not are refused; they are saved with the checkpoints."""
     tiny: TinyModel = TinyModel()
     """Shape of the tiny policy, used when name is `tiny`."""
     lora: LoraSection = LoraSection()
@@ -149,6 +153,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _lora_fits(self) -> Self:
+        if self.config_overrides and self.name == "tiny":
+            raise ValueError("config_overrides is for models that are loaded: give tiny.* keys")
         if self.lora.enabled and self.name == "tiny":
             raise ValueError(
                 "lora needs a base that knows something, and the tiny policy's weights are "

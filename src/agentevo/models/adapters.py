@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import ModelError
 from agentevo.extras import load_extra
+from agentevo.models.config_overrides import check_same, keep_overrides
 from agentevo.models.linear import FastLinear, drop_packed, use_fast_linear
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def load_adapter(
     for another base.
     """
     library, config = peft(), read_adapter_config(folder)
+    check_same(folder, _overrides_of(model))
     if is_adapted(model) and name in adapter_names(model):
         raise ModelError(
             f"adapter {folder}: the model has one called {name!r} already: give it another name"
@@ -213,10 +215,18 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     name = adapted.active_adapter
     # Never the base's embeddings; left to PEFT, it would ask the hub whether they have changed.
     adapted.save_pretrained(folder, selected_adapters=[name], save_embedding_layers=False)
+    keep_overrides(folder, _overrides_of(model))
     if name != ADAPTER:  # PEFT puts all but its own name into a folder below
         for file in (folder / name).iterdir():
             file.rename(folder / file.name)
         (folder / name).rmdir()
+
+
+def _overrides_of(model: PreTrainedModel) -> dict[str, Any]:
+    """`model.config_overrides` that the model, or the base of its adapters, was loaded with."""
+    whole: Any = model
+    base = whole.get_base_model() if is_adapted(model) else whole
+    return getattr(base, "config_overrides", {})
 
 
 def read_adapter_config(folder: Path) -> Any:

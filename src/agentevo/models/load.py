@@ -7,7 +7,8 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,6 +31,7 @@ from agentevo.models.adapters import (
     check_quantize,
 )
 from agentevo.models.cache import Progress
+from agentevo.models.config_overrides import model_config
 from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
 from agentevo.models.tiny import make_tiny
@@ -98,15 +101,23 @@ def _load(
     quantized = (
         {} if section.lora.quantize == "none" else _quantized(section.lora.quantize, dtype, device)
     )
-    loaded = _from_pretrained(section.name, fetch(section.name, progress), dtype, device, quantized)
+    loaded = _from_pretrained(
+        section.name,
+        fetch(section.name, progress),
+        dtype,
+        device,
+        quantized,
+        section.config_overrides,
+    )
     if not section.lora.enabled:
         return loaded
     return replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
 
 
-def load_base(name: str) -> LoadedModel:
-    """A model as it was saved, in its own dtype, on the CPU."""
-    return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {})
+def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
+    """A model as it was saved but for `overrides` of its configuration, in its own dtype, on the
+    CPU."""
+    return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
 
 
 def _quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -132,15 +143,20 @@ def _from_pretrained(
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     quantized: dict[str, Any],
+    overrides: Mapping[str, Any],
 ) -> LoadedModel:
+    own = {"config": _config(name, folder, overrides)} if overrides else {}
+    changed = f" with model.config_overrides={json.dumps(dict(overrides))}" if overrides else ""
     model, tokenizer = _read_folder(
-        f"model {name!r}",
+        f"model {name!r}{changed}",
         folder,
         AutoModelForCausalLM,
         "a causal language model",
         dtype=dtype,
+        **own,
         **quantized,
     )
+    model.config_overrides = dict(overrides)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(
@@ -150,6 +166,15 @@ def _from_pretrained(
     if quantized:  # placed already; such weights can't be moved or converted
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
     return LoadedModel(_placed(model, device), tokenizer, name)
+
+
+def _config(name: str, folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    try:
+        return model_config(folder, overrides)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model {name!r}: the configuration in {folder} can't be read ({_reason(error)})"
+        ) from error
 
 
 def _reason(error: Exception) -> str:

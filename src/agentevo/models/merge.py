@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.errors import ModelError
 from agentevo.models.adapters import load_adapter, read_adapter_config
+from agentevo.models.config_overrides import adapter_overrides
 from agentevo.models.load import load_base
 from agentevo.models.save import save_model
 
@@ -23,7 +24,7 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     name = base or config.base_model_name_or_path
     if not name:
         raise ModelError(f"adapter {folder} does not say what its base is: give it with --base")
-    loaded = load_base(str(name))
+    loaded = load_base(str(name), adapter_overrides(folder))
     merged = load_adapter(loaded.model, folder)
     whole: Any = merged
     tokenizer: PreTrainedTokenizerBase = loaded.tokenizer

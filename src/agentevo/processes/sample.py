@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from agentevo.agents import Agent, AgentFunction
 from agentevo.config import RunConfig
@@ -25,6 +25,7 @@ from agentevo.console import to_stderr
 from agentevo.errors import ModelError
 from agentevo.event_loop import run_coroutine
 from agentevo.models.chat import ChatFormat
+from agentevo.models.config_overrides import model_config
 from agentevo.models.positions import context_length
 from agentevo.models.resolve import fetch
 from agentevo.models.tiny_tokenizer import tiny_tokenizer
@@ -109,7 +110,8 @@ def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
         return ChatFormat(tiny_tokenizer(tiny, texts)), tiny.context_length
     folder = fetch(config.model.name, None)
     try:
-        tokenizer, shape = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        shape = model_config(folder, config.model.config_overrides)
         saved = (folder / "generation_config.json").is_file()
         generation = (
             GenerationConfig.from_pretrained(folder)

@@ -1,0 +1,190 @@
+"""A model's configuration with keys of a recipe in place of its own (`model.config_overrides`).
+
+Trainer and engine, the processes that sample, and whoever loads a checkpoint have one
+configuration: it is made here, before a weight is read, by the model's own config class, and saved
+with every whole model. An adapter's folder keeps the keys in OVERRIDES_FILE, and is refused over a
+base that computes otherwise.
+
+A key that the class does not know, a parameter of RoPE that its kind does not take, and a value
+that the class undoes are refused: what a recipe says is what is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from agentevo.errors import ModelError
+from agentevo.files import write_atomic
+from agentevo.parsing import read_json_object
+from agentevo.registry import nearest
+
+KEY = "model.config_overrides"
+OVERRIDES_FILE = "config_overrides.json"
+"""In an adapter's folder: what its base was computed with."""
+ROPE = ("rope_parameters", "rope_scaling")
+"""Today's name of RoPE's parameters, and that of older configurations, which holds as well."""
+_KEPT = ("rope_theta", "partial_rotary_factor")
+"""Of the model's own RoPE, where a recipe gives another kind: what it was trained with."""
+_FIXED = frozenset(
+    {"architectures", "auto_map", "dtype", "id2label", "label2id", "model_type", "torch_dtype"}
+    | {"quantization_config", "transformers_version"}
+)
+"""Keys that say what the weights are, or have a key of the recipe."""
+_RATIO = "implicit factor"
+"""In transformers' remark that a context is not `factor` times the original one: a choice."""
+
+
+def model_config(folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration of the model in `folder`. Raises ModelError for overrides that it does not
+    take, and OSError or ValueError for a config.json that can't be read."""
+    saved = AutoConfig.from_pretrained(folder)
+    if not overrides:
+        return saved
+    tree, _ = PretrainedConfig.get_config_dict(folder)
+    return _made(saved, tree, overrides, KEY)
+
+
+def check_same(folder: Path, overrides: Mapping[str, Any]) -> None:
+    """Raises ModelError where the adapter in `folder` was made over a base of other overrides."""
+    made_with = adapter_overrides(folder)
+    if made_with != dict(overrides):
+        raise ModelError(
+            f"adapter {folder} was made with {KEY}={json.dumps(made_with)}, and the model that it "
+            f"is loaded into has {json.dumps(dict(overrides))}: give the adapter's"
+        )
+
+
+def adapter_overrides(folder: Path) -> dict[str, Any]:
+    """What the base of the adapter in `folder` was computed with."""
+    path = folder / OVERRIDES_FILE
+    return read_json_object(path) if path.is_file() else {}
+
+
+def keep_overrides(folder: Path, overrides: Mapping[str, Any]) -> None:
+    """Puts them beside an adapter, where there are any."""
+    if overrides:
+        write_atomic(folder / OVERRIDES_FILE, json.dumps(dict(overrides), indent=2))
+
+
+def _made(
+    saved: PretrainedConfig, tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str
+) -> PretrainedConfig:
+    kind = type(saved)
+    _check_keys(saved, overrides, where)
+    changed, rope = dict(tree), None
+    for key, value in overrides.items():
+        name = kind.attribute_map.get(key, key)
+        own = getattr(saved, name, None)
+        if key in ROPE:
+            rope = _rope(saved, value, f"{where}.{key}")
+        elif isinstance(own, PretrainedConfig):
+            if not isinstance(value, dict):
+                raise ModelError(f"{where}.{key}: give a mapping of its keys")
+            changed[name] = _made(own, tree.get(name, {}), value, f"{where}.{key}").to_dict()
+        else:
+            changed.pop(key, None)
+            changed[name] = value
+    if rope is not None:
+        for name in (*ROPE, *_KEPT):
+            changed.pop(name, None)
+        changed["rope_parameters"] = rope
+    with _remarks() as remarks:
+        try:
+            made = kind.from_dict(changed)
+            made.validate()
+        except Exception as error:  # of a class's own checks anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ModelError(f"{where}: {kind.__name__} does not take it ({reason})") from error
+    if remarks:
+        raise ModelError(f"{where}: {kind.__name__} says: {remarks[0][:300]}")
+    _check_effect(made, overrides, where)
+    return made
+
+
+def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+    kind = type(saved)
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    known |= {name for name in vars(saved) if not name.startswith("_")}
+    known |= set(ROPE) if "rope_parameters" in known else set()
+    known -= _FIXED | set(_KEPT)
+    for key in overrides:
+        if key in known:
+            continue
+        if key in _KEPT:
+            hint = f"it is one of {where}.rope_parameters"
+        elif key in _FIXED:
+            hint = "it says what the weights are, which no key changes"
+        else:
+            guess = nearest(key[:100], sorted(known))
+            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(known))}"
+        raise ModelError(f"{where}.{key[:100]}: no key of {kind.__name__} to override: {hint}")
+    if all(name in overrides for name in ROPE):
+        raise ModelError(f"{where}: rope_scaling and rope_parameters are one: give one of them")
+
+
+def _rope(saved: PretrainedConfig, given: Any, where: str) -> dict[str, Any]:
+    """RoPE's parameters: a new kind over the base that the model was trained with, or, without
+    `rope_type`, other values for its own kind."""
+    if not isinstance(given, dict):
+        raise ModelError(f"{where}: give a mapping, such as {{rope_type: yarn, factor: 4.0}}")
+    own: dict[str, Any] = saved.rope_parameters or {}
+    layers = saved.nested_rope_parameter_keys(own)
+    if not layers:
+        return _one_rope(own, given)
+    wrong = [name for name in given if name not in layers]
+    if wrong or not all(isinstance(one, dict) for one in given.values()):
+        raise ModelError(
+            f"{where}: this model has a RoPE for each kind of layer: give a mapping for one of "
+            f"{', '.join(sorted(layers))}"
+        )
+    return {name: _one_rope(own[name] or {}, given.get(name, {})) for name in layers}
+
+
+def _one_rope(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    is_new = "rope_type" in given or "type" in given
+    told = {"rope_type" if key == "type" else key: value for key, value in given.items()}
+    kept = {key: value for key, value in own.items() if not is_new or key in _KEPT}
+    return kept | told
+
+
+def _check_effect(made: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+    """A class may put another value in a key's place, as Qwen2 does with a window that is off."""
+    for key, value in overrides.items():
+        found = getattr(made, key, None)
+        if key not in ROPE and not isinstance(found, PretrainedConfig) and found != value:
+            raise ModelError(
+                f"{where}.{key}={json.dumps(value)} has no effect: {type(made).__name__} makes it "
+                f"{found!r}, by its other keys"
+            )
+
+
+@contextmanager
+def _remarks() -> Iterator[list[str]]:
+    """What transformers only logs of RoPE's parameters: unknown ones, and values out of range."""
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if _RATIO not in (text := record.getMessage()):
+                told.append(text)
+
+    logger, listener = logging.getLogger("transformers.modeling_rope_utils"), Listener()
+    listener.setLevel(logging.WARNING)
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(listener)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield told
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+        logger.propagate = propagates
