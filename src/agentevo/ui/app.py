@@ -133,7 +133,13 @@ async def _wrong_words(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _problem(request, error.status_code, "Not found", "There is no such page.")
+    if error.status_code == 405:
+        heading, text = "Not answered", "This address is for forms, or takes none."
+    else:
+        heading, text = "Not found", "There is no such page."
+    answer = _problem(request, error.status_code, heading, text)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _broken(request: Request, error: Exception) -> Response:
