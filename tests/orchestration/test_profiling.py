@@ -6,7 +6,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from byte_policy import byte_policy
 
 from agentevo.api.run import sft, train
-from agentevo.config import RunConfig, build_config
+from agentevo.config import ProfileSection, RunConfig, build_config
+from agentevo.errors import ConfigError
 from agentevo.observability import LiveView, read_metrics
+from agentevo.orchestration import profiling
 from agentevo.orchestration.profiling import Profiling
-
-pytestmark = pytest.mark.slow
 
 SmallConfig = Callable[..., RunConfig]
 CHATS = [
@@ -100,6 +101,7 @@ def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     assert not (plain.dir / "profile").exists()
 
 
+@pytest.mark.slow
 def test_every_step_says_how_much_of_the_device_it_used(small_config: SmallConfig, tmp_path: Path):
     run = train(small_config(tmp_path / "run"), view=_view()[0])
     rows = [
@@ -114,6 +116,7 @@ def test_every_step_says_how_much_of_the_device_it_used(small_config: SmallConfi
         assert row["perf/tokens_per_s_logical"] > row["perf/tokens_per_s_distinct"]
 
 
+@pytest.mark.slow
 def test_supervised_training_is_profiled(tmp_path: Path):
     data = tmp_path / "chats.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in CHATS), encoding="utf-8")
@@ -133,6 +136,7 @@ def test_supervised_training_is_profiled(tmp_path: Path):
     assert row["perf/mfu"] and row["perf/tokens_per_s_distinct"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_says_so(small_config: SmallConfig, tmp_path: Path):
     view, stream = _view()
     run = train(small_config(tmp_path / "run", "profile=true", "profile.after=9"), view=view)
@@ -152,6 +156,7 @@ def test_a_run_that_ends_within_the_profile_writes_what_there_is(
 
 
 @pytest.mark.parametrize("method", ["start", "stop", "export_chrome_trace"])
+@pytest.mark.slow
 def test_a_profiler_that_fails_is_told_and_the_run_goes_on(
     small_config: SmallConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ):
@@ -171,6 +176,7 @@ def test_a_profiler_that_fails_is_told_and_the_run_goes_on(
     assert stream.getvalue().count("no room for the trace") == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_the_profile(tmp_path: Path):
     config = build_config({"profile": {"enabled": True, "after": 0}}, needs_environment=False)
     notes: list[str] = []
@@ -184,3 +190,68 @@ def test_a_step_that_fails_ends_the_profile(tmp_path: Path):
         raise ZeroDivisionError
     assert not torch.autograd._profiler_enabled()
     assert "profile of step 1" in notes[0]
+
+
+class Cuda:
+    """NVTX and CUDA's profiler API as a machine with a GPU has them: what was called, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(profiling.cuda_profiler, "start", lambda: self.calls.append("start"))
+        monkeypatch.setattr(profiling.cuda_profiler, "stop", lambda: self.calls.append("stop"))
+        monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", self.emit)
+
+    @contextmanager
+    def emit(self) -> Iterator[None]:
+        self.calls.append("ranges")
+        yield
+        self.calls.append("no ranges")
+
+
+def marked(section: ProfileSection, folder: Path) -> tuple[Profiling, list[str]]:
+    lines: list[str] = []
+    model = torch.nn.Linear(2, 2)
+    return Profiling(section, folder, model, warn=lines.append, note=lines.append), lines
+
+
+def test_steps_are_marked_for_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    section = ProfileSection(enabled=True, nsight=True, after=1, steps=2)
+    profiler, lines = marked(section, tmp_path)
+    with profiler:
+        for number in range(1, 5):
+            with profiler.step(number):
+                cuda.calls.append(f"step {number}")
+    assert cuda.calls == [
+        *["step 1", "start", "ranges", "step 2", "step 3", "no ranges", "stop", "step 4"]
+    ]
+    assert lines == ["steps 2 to 3 are marked for Nsight Systems"]
+    assert list(tmp_path.iterdir()) == [] and profiler.summary == {}
+
+
+def test_a_mark_that_fails_or_a_run_that_does_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = ProfileSection(enabled=True, nsight=True, after=0, steps=3)
+    cuda = Cuda(monkeypatch)
+    profiler, _ = marked(section, tmp_path)
+    with pytest.raises(ValueError, match="broken"), profiler, profiler.step(1):
+        raise ValueError("broken")
+    assert cuda.calls == ["start", "ranges", "no ranges", "stop"]
+
+    def fail() -> None:
+        raise RuntimeError("no NVTX")
+
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", fail)
+    profiler, lines = marked(section, tmp_path)
+    with profiler, profiler.step(1):
+        pass
+    assert cuda.calls[-2:] == ["start", "stop"]
+    assert "the run goes on: RuntimeError: no NVTX" in lines[0]
+
+
+def test_marks_without_a_gpu_are_refused(small_config: SmallConfig, tmp_path: Path) -> None:
+    words = ["profile=true", "profile.nsight=true", "model.device=cpu"]
+    with pytest.raises(ConfigError, match=r"profile\.nsight marks what a CUDA GPU does"):
+        train(small_config(tmp_path / "run", *words))
+    assert not (tmp_path / "run").exists()

@@ -22,6 +22,10 @@ class ProfileSection(Section):
     steps: int = Field(default=1, ge=1)
     """Steps that are profiled then, in one trace; evaluations and checkpoints that follow them are
     part of it."""
+    nsight: bool = False
+    """Mark these steps for NVIDIA's Nsight Systems instead, phases and operators as NVTX ranges:
+    `nsys profile --capture-range=cudaProfilerApi agentevo train ...`. It needs a CUDA GPU, and
+    writes nothing into the run's folder."""
 
 
 def spell_out(

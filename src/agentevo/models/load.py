@@ -168,6 +168,13 @@ def _from_pretrained(
     return LoadedModel(_placed(model, device), tokenizer, name)
 
 
+def check_overrides(section: ModelSection, source: Path | str) -> None:
+    """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
+    this machine; one of a hub is asked when it is loaded. `source`: as `resolve` gives it."""
+    if section.config_overrides and isinstance(source, Path):
+        _config(section.name, source, section.config_overrides)
+
+
 def _config(name: str, folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig:
     try:
         return model_config(folder, overrides)

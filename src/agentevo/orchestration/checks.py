@@ -11,11 +11,13 @@ from agentevo.errors import ConfigError
 from agentevo.inference.engines import engines
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
+from agentevo.models.load import check_overrides
 from agentevo.models.resolve import resolve
 from agentevo.orchestration.components import AgentFunction, check_memory
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.players import check_play, find_agent, solo_environment
 from agentevo.orchestration.preference_data import check_preference
+from agentevo.orchestration.profiling import check_profile
 from agentevo.orchestration.tracking import check_tracking
 from agentevo.types import Task
 
@@ -37,8 +39,9 @@ def check_parts(
     if config.algorithm.credit is not None:
         find_credit(config.algorithm.credit)
     check_memory(config)
+    check_profile(config)
     if config.model.name != "tiny" and not resume:
-        resolve(config.model.name)
+        check_overrides(config.model, resolve(config.model.name))
         check_lora(config.model.lora)
     if config.reward_model.name is not None:
         resolve(config.reward_model.name)
@@ -65,8 +68,9 @@ def check_sft_parts(config: RunConfig, resume: bool) -> None:
     check_tracking(config)
     check_sft_data(config)
     check_memory(config)
+    check_profile(config)
     if config.environment is not None:
         with solo_environment(config):
             pass
     if config.model.name != "tiny" and not resume:
-        resolve(config.model.name)
+        check_overrides(config.model, resolve(config.model.name))

@@ -3,6 +3,9 @@
 
     trace.json.gz  for https://ui.perfetto.dev or chrome://tracing        table.txt  for people
 
+With `profile.nsight` the steps are marked for Nsight Systems, and nothing is written: phases and
+operators are NVTX ranges, and CUDA's profiler API says when the steps begin and end.
+
 A profile that fails is told as a warning and costs the run nothing else. What is written and read
 for it happens between steps.
 """
@@ -12,16 +15,19 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import psutil
 import torch
+from torch.cuda import profiler as cuda_profiler
 
-from agentevo.config import ProfileSection
+from agentevo.config import ProfileSection, RunConfig
+from agentevo.errors import ConfigError
 from agentevo.models.device_peak import device_peak
+from agentevo.models.load import find_device
 from agentevo.observability.profile_table import (
     OTHER,
     PREFIX,
@@ -33,6 +39,16 @@ from agentevo.observability.profile_table import (
 )
 
 NUM_OPERATORS = 25
+
+
+def check_profile(config: RunConfig) -> None:
+    """Raises ConfigError, before anything is created, for marks that this machine can't make."""
+    section = config.profile
+    if section.enabled and section.nsight and find_device(config.model.device).type != "cuda":
+        raise ConfigError(
+            "profile.nsight marks what a CUDA GPU does, and this run has none: leave it out for a "
+            "profile by PyTorch"
+        )
 
 
 class Profiling:
@@ -59,13 +75,15 @@ class Profiling:
         self._profiled: list[int] = []
         self._profiler: Any = None
         self._whole: Any = None
+        self._ranges = ExitStack()
+        """Open while steps are marked for Nsight."""
         self._base_bytes = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if self._profiler is not None:
+        if self._is_on:
             self._safely(self._end)
         elif self._left and not self._profiled and kind is None:
             self.warn(
@@ -77,17 +95,24 @@ class Profiling:
     def step(self, number: int) -> Iterator[None]:
         """A context around step `number` and what follows it until the next step."""
         if self._left and self._left <= self.section.steps:
-            if self._profiler is None:
+            if not self._is_on:
                 self._safely(self._begin)
-            if self._profiler is not None:
+            if self._is_on:
                 self._profiled.append(number)
         yield
         if self._left:
             self._left -= 1
-            if self._left == 0 and self._profiler is not None:
+            if self._left == 0 and self._is_on:
                 self._safely(self._end)
 
+    @property
+    def _is_on(self) -> bool:
+        return self._profiler is not None or self._whole is not None
+
     def _begin(self) -> None:
+        if self.section.nsight:
+            self._mark()
+            return
         gpu = self.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU] + (
             [torch.profiler.ProfilerActivity.CUDA] if gpu else []
@@ -99,9 +124,24 @@ class Profiling:
         self._whole = torch.profiler.record_function(PREFIX + OTHER)
         self._whole.__enter__()
 
+    def _mark(self) -> None:
+        with ExitStack() as opened:
+            cuda_profiler.start()
+            opened.callback(cuda_profiler.stop)
+            # Phases are ranges under it as well: they ask whether a profiler is there.
+            opened.enter_context(torch.autograd.profiler.emit_nvtx())
+            self._whole = torch.profiler.record_function(PREFIX + OTHER)
+            self._whole.__enter__()
+            self._ranges = opened.pop_all()
+
     def _end(self) -> None:
         profiler, self._profiler = self._profiler, None
-        self._whole.__exit__(None, None, None)
+        whole, self._whole = self._whole, None
+        whole.__exit__(None, None, None)
+        if profiler is None:
+            self._ranges.close()
+            self.note(f"{self._steps()} are marked for Nsight Systems")
+            return
         profiler.stop()
         self.table.parent.mkdir(parents=True, exist_ok=True)
         trace = self.table.with_name("trace.json.gz")
@@ -140,7 +180,9 @@ class Profiling:
         try:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
-            self._profiler, self._left = None, 0
+            self._profiler, self._whole, self._left = None, None, 0
+            with suppress(Exception):  # of what is open for Nsight; the reason is told below
+                self._ranges.close()
             self.warn(
                 f"profile: it failed and is left out, the run goes on: {type(error).__name__}: "
                 f"{error}"
