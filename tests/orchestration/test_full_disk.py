@@ -15,7 +15,7 @@ from agentevo.api.run import train
 from agentevo.cli.main import main
 from agentevo.errors import ConfigError, DiskError, StoreUnavailableError
 from agentevo.observability import MetricsLog, read_metrics, report, report_from_run
-from agentevo.orchestration import run as run_module
+from agentevo.orchestration import training_run as run_module
 from agentevo.retry import with_retries
 from agentevo.runs import chain
 from agentevo.runs.lock import LOCK, only_trainer

@@ -21,7 +21,7 @@ from agentevo.agents import Outcome
 from agentevo.api.run import train
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
-from agentevo.orchestration.run import TrainingRun
+from agentevo.orchestration.training_run import TrainingRun
 from agentevo.runs.chain import End, HeadFile, link
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task

@@ -16,7 +16,7 @@ from store_changes import NO_PART, changed
 
 from agentevo.api.run import train
 from agentevo.errors import AgentEvoError, CheckpointError
-from agentevo.orchestration import run as run_module
+from agentevo.orchestration import training_run as run_module
 from agentevo.orchestration.resume import find_resume_point
 from agentevo.orchestration.resume_checks import ResumeChecks
 from agentevo.store import open_store

@@ -43,7 +43,7 @@ PRELOADED = [
     "fault_processes",
     "fault_preload",
 ]
-_LOOP = "agentevo.orchestration.run:TrainingRun."
+_LOOP = "agentevo.orchestration.training_run:TrainingRun."
 _SQL, _MONGODB = "agentevo.store.sql:SQLStore.", "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.orchestration.run:find_resume_point"],

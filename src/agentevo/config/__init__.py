@@ -5,6 +5,7 @@ from agentevo.config.agents import AgentSection, EnvironmentAgentSection
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
 from agentevo.config.memory import MemorySection
+from agentevo.config.parallel import ParallelSection
 from agentevo.config.profile import ProfileSection
 from agentevo.config.recipe import (
     RunConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "LoraSection",
     "MemorySection",
     "ModelSection",
+    "ParallelSection",
     "ProcessRewardSection",
     "ProfileSection",
     "RewardModelSection",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from agentevo.config.lora import LoraSection
+from agentevo.config.parallel import ParallelSection
 from agentevo.config.section import Section
 from agentevo.config.sft import ConversationKeys
 from agentevo.credentials import without_password
@@ -226,6 +227,8 @@ class TrainerSection(Section):
     prefix_merging: bool = True
     """Compute what several samples begin with once for all of them; the result does not depend on
     it. Off, every sample is computed whole, as most trainers do: slower, for comparison."""
+    parallel: ParallelSection = ParallelSection()
+    """How these processes share the work."""
 
     @model_validator(mode="after")
     def _fits_in_memory(self) -> Self:

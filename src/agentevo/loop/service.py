@@ -1,5 +1,5 @@
 """A run that is trained by what programs' loops submit: a thread with an event loop of its own, on
-which its engine draws and its trainer's loop (orchestration/run.py) waits for submissions.
+which its engine draws and its trainer's loop (orchestration/training_run.py) waits for submissions.
 
 Whoever asks does so from another event loop by `call`: that of a program (local.py) or that of a
 server's door (server.py).

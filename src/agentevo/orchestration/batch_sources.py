@@ -4,7 +4,7 @@
     prepare(collected, step)  the samples of it, as the trainer's `step` takes them
     replay(record)            those of a committed step, again
 
-The loop (run.py) is the same for all of them.
+The loop (training_run.py) is the same for all of them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 
 from agentevo.config import RunConfig
@@ -31,6 +32,7 @@ def check_parts(
     `apart`: samplers and engines are other processes, whoever starts them."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+    check_processes(config)
     check_tracking(config)
     check_play(config, tasks)
     engines.get(config.engine.type)
@@ -45,6 +47,15 @@ def check_parts(
         check_lora(config.model.lora)
     if config.reward_model.name is not None:
         resolve(config.reward_model.name)
+
+
+def check_processes(config: RunConfig) -> None:
+    """Raises ConfigError where trainer.parallel asks for other numbers of processes than a
+    launcher has started."""
+    try:
+        config.trainer.parallel.replicas(int(os.environ.get("WORLD_SIZE") or 1))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_agent(
@@ -65,6 +76,7 @@ def check_agent(
 
 def check_sft_parts(config: RunConfig, resume: bool) -> None:
     """The same for `agentevo sft`, whose environment is optional."""
+    check_processes(config)
     check_tracking(config)
     check_sft_data(config)
     check_memory(config)

@@ -18,7 +18,7 @@ from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
 
 if TYPE_CHECKING:
-    from agentevo.orchestration.run import TrainingRun
+    from agentevo.orchestration.training_run import TrainingRun
 
 
 def demonstrations(

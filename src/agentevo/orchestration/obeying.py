@@ -21,7 +21,7 @@ from agentevo.signals import LOOK_S
 
 if TYPE_CHECKING:
     from agentevo.observability import LiveView
-    from agentevo.orchestration.run import TrainingRun
+    from agentevo.orchestration.training_run import TrainingRun
 
 
 def asked_through(

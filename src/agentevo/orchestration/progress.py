@@ -13,7 +13,7 @@ from agentevo.orchestration.evaluation import failed_share, headline
 from agentevo.runs.summary import sampled_success
 
 if TYPE_CHECKING:
-    from agentevo.orchestration.run import TrainingRun
+    from agentevo.orchestration.training_run import TrainingRun
 
 
 class Progress(msgspec.Struct):

@@ -32,7 +32,7 @@ from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
 
 if TYPE_CHECKING:
-    from agentevo.orchestration.run import TrainingRun
+    from agentevo.orchestration.training_run import TrainingRun
 
 SAME = 1e-3
 """Relative difference of a gradient norm up to which a step that was done again is taken for the

@@ -1,5 +1,5 @@
-"""Where a trainer's attempts come from and where its weights go. The loop (run.py) is the same for
-all three sources:
+"""Where a trainer's attempts come from and where its weights go. The loop (training_run.py) is
+the same for all three sources:
 
     SynchronousRollouts    staleness 0 in one process: sample, train, publish, one after the other
     ColocatedRollouts      a SamplerService on the same event loop. With `sharing: turns` there is

@@ -1,6 +1,6 @@
 """Steps that a program's own loop asks for: it makes groups of attempts, and submits some of them
-as a step. The trainer's loop (run.py) is the same; here it waits for submissions in place of
-sampling.
+as a step. The trainer's loop (training_run.py) is the same; here it waits for submissions in
+place of sampling.
 
     submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished
 

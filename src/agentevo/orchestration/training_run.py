@@ -1,0 +1,352 @@
+"""The steps of a run: what happens in each, in order, and what is committed of it. `run.py` opens
+and closes the run around them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.models.device_peak import device_peak
+from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
+from agentevo.orchestration.cold_start import teach
+from agentevo.orchestration.components import (
+    Components,
+)
+from agentevo.orchestration.conversations import SFTData
+from agentevo.orchestration.evaluation import evaluate, reference_players, solved_share
+from agentevo.orchestration.first_attempts import check_first_evaluation, check_first_step
+from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
+from agentevo.orchestration.obeying import obey
+from agentevo.orchestration.profiling import Profiling
+from agentevo.orchestration.progress import Progress
+from agentevo.orchestration.resume import ResumePoint, replay_steps
+from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor
+from agentevo.orchestration.step_metrics import (
+    counted_since,
+    drop_metrics,
+    performance_metrics,
+    step_metrics,
+)
+from agentevo.orchestration.submissions import Submissions
+from agentevo.orchestration.tracking import attempts_table
+from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
+from agentevo.runs.chain import KEY as CHAIN
+from agentevo.runs.chain import LOG, End, HeadFile
+from agentevo.runs.control import RunControl
+from agentevo.runs.creation import kind_of
+from agentevo.signals import finished_before_stop
+from agentevo.training.batching.step_plan import Plan
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.phases import phase
+
+Command = Literal["train", "learn", "sft", "loop"]
+
+
+class TrainingRun:
+    """The steps of one run, from where it stands to the last one."""
+
+    def __init__(
+        self,
+        parts: Components,
+        conversations: SFTData | None,
+        checkpoints: Checkpoints,
+        view: LiveView,
+        is_stopped: Callable[[], bool],
+        command: Command,
+        processes: Supervisor | None,
+        submissions: Submissions | None = None,
+    ) -> None:
+        """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
+        is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
+        those of a program's own loop."""
+        self.parts, self.checkpoints, self.view = parts, checkpoints, view
+        self.is_stopped, self.command = is_stopped, command
+        self.control: RunControl | None = None
+        """Through which others ask for something between two steps."""
+        apart, sampled = processes is not None or command == "learn", conversations is None
+        self.rollouts = make_rollouts(
+            parts,
+            is_stopped,
+            view.warn,
+            sampled=sampled,
+            apart=apart,
+            supervisor=processes,
+            submissions=submissions,
+        )
+        if submissions is not None:
+            submissions.save = self.keep_checkpoint
+        self.trainer, self.source = make_trainer(parts, self.rollouts, conversations)
+        self._num_steps = self.source.num_steps if submissions is None else math.inf
+        folder, config = parts.config.run_dir, parts.config
+        self.log = MetricsLog(folder / "metrics.jsonl")
+        self.players, self.monitor = reference_players(parts), CollapseMonitor()
+        self.progress, self.end = Progress(), End()
+        self.head = HeadFile(folder)
+        self._recorded = 0
+        """So many of the warnings are in the records of committed steps."""
+        self.profiling = Profiling(
+            config.profile, folder, parts.model, warn=self.warn, note=view.note
+        )
+        self.peak = device_peak(self.profiling.device, self.profiling.dtype)
+        self._clock = time.perf_counter()
+
+    async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
+        """Brings trainer and progress to where the run stands: at its beginning, after a cold start
+        if there is one, or at the newest committed step."""
+        config = self.parts.config
+        self.end, self.head = start.end, HeadFile(config.run_dir)  # as write_config has left it
+        self.head.committed(self.end)
+        for line in training_notes(self.parts):
+            self.view.note(line)
+        if resumed:
+            something = start.checkpoint is not None or start.steps
+            self.log.resume(start.end.step if something else -1)
+        if start.checkpoint is not None:
+            trainer_state, run_state = self.checkpoints.load(start.checkpoint)
+            self.trainer.load_state_dict(trainer_state)
+            self.restore(run_state)
+        elif config.cold_start.episodes and self.command != "sft":
+            await teach(self, again=bool(start.steps))
+        await replay_steps(self, start)
+        for warning in start.warnings:
+            self.warn(warning)
+
+    async def run(self) -> None:
+        """From where `progress` stands to the last step, or until it is asked to stop."""
+        self.view.stands_at(self.progress.step, self._num_steps)
+        if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
+            return  # the signal came while the policy was loaded or taught, or steps done again
+        await self.rollouts.begin(self.progress.step)
+        if not self.progress.begun:
+            if opening := self.source.opening_metrics():
+                self.log.log(0, opening)
+            self.trainer.begin()
+            try:
+                before = await self.evaluate("before", full=True)
+            except StopAskedError:
+                return
+            self.progress.before = self.progress.after = before
+            self.progress.begun = True
+        self.log.hand_over(self.progress.step)
+        async with self.rollouts.running():
+            with self.profiling:
+                while self.progress.step < self._num_steps:
+                    await obey(self)
+                    if self.is_stopped():
+                        break
+                    with self.profiling.step(self.progress.step + 1):
+                        committed = copy.deepcopy(self.progress)
+                        try:
+                            await self.step()
+                        except StopAskedError:
+                            break
+        if self.progress.step > self.end.step:
+            self._give_up_step(committed)
+            return
+        for text in self.progress.shortcomings(self.source.num_steps):
+            self.warn(text)
+        self.keep_checkpoint()
+
+    def keep_checkpoint(self) -> None:
+        """Saves the committed weights, between two steps, if no checkpoint has them."""
+        if self.checkpoints.steps()[-1:] != [self.progress.step]:
+            saved = self.save()
+            self.head.saved(self.progress.step, saved["sha256"])
+            self.checkpoints.prune()
+
+    def _give_up_step(self, committed: Progress) -> None:
+        """Somebody asked to stop while the step was evaluated that is computed and not committed: a
+        resumed run does it again, with the same attempts. `committed`: the progress before it."""
+        step = self.progress.step
+        self.view.note(f"stopped within the evaluation after step {step}: it is done again")
+        self.progress = committed
+
+    async def step(self) -> None:
+        """One step, committed at its end."""
+        step, source = self.progress.step + 1, self.source
+        rollouts, trainer = self.rollouts, self.trainer
+        started = time.perf_counter()
+        counters = self.parts.engine_stats()
+        self.view.phase(source.activity, f"step {step}")
+        with phase(source.activity):
+            collected = await source.collect(step)
+        if step == 1:
+            check_first_step(self.parts, collected.trajectories, self.command, self.head)
+        sampled = time.perf_counter()
+        async with rollouts.training():
+            with phase("prepare"):
+                batch = await rollouts.compute(lambda: source.prepare(collected, step))
+            with phase("store"):
+                trained_ids = await reserve(self.parts.store, step, collected, batch)
+            prepared = time.perf_counter()
+            self.view.phase("training", f"step {step}")
+            updated = {}
+            if batch.samples:
+                updated = await rollouts.compute(lambda: trainer.step(batch.samples))
+            trained = time.perf_counter()
+            self.view.phase("publishing weights", f"version {step}")
+            with phase("publish"):
+                await rollouts.swap(step)
+        now = time.perf_counter()
+        reasons = drop_reasons(collected, batch)
+        timings = {
+            "gen": sampled - started,
+            "adv": prepared - sampled,
+            "update_actor": trained - prepared,
+            "update_weights": now - trained,
+            "step": now - started,
+        }
+        metrics = step_metrics(step, collected, batch, updated)
+        engine = None
+        if source.samples_rollouts:
+            metrics |= rollouts.stats() | drop_metrics(reasons)
+            engine = counted_since(counters, self.parts.engine_stats())
+        metrics |= performance_metrics(timings, engine, metrics, self.peak.flops_per_s)
+
+        self.progress.step = step
+        self.progress.generated_tokens += sum(
+            t.num_completion_tokens() for t in collected.trajectories
+        )
+        self.progress.trained_tokens += int(metrics.get("trainer/trained_tokens", 0))
+        self.progress.count(metrics, reasons, updated=bool(batch.samples))
+        self.log.log(step, metrics, attempts_table(self.parts.config, collected.trajectories))
+        self.observe(step, metrics)
+        checkpoint = await self._milestones(last=step == source.num_steps)
+        with phase("store"):
+            plan = plan_of(self.parts.config, trained_ids, collected, batch, metrics)
+            await self._commit(plan, metrics, checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.prune()
+        self.view.phase("publishing weights", f"version {step}")
+        await rollouts.announce(step)
+        self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
+
+    def observe(self, step: int, metrics: dict[str, float]) -> None:
+        """Warns of what looks like a collapse."""
+        for warning in self.monitor.observe(step, metrics):
+            self.warn(f"step {warning.step}: {warning.message}")
+
+    def warn(self, text: str) -> None:
+        self.progress.warnings.append(text)
+        self.view.warn(text)
+
+    async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
+        """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts.
+        `label` tells two of one step apart. Raises StopAskedError when somebody asks to stop
+        meanwhile."""
+        self.view.phase("evaluating", name)
+        started, step = time.perf_counter(), self.progress.step
+        with phase("evaluation"):
+            held_out = self.source.evaluate(self.is_stopped)
+            played: dict[str, float] = {}
+            found = None
+            if self.parts.plays:
+                samples = self.parts.config.evaluation.samples if full else 0
+                work = asyncio.create_task(
+                    evaluate(self.parts, step, samples=samples, players=self.players, label=label)
+                )
+                if not await finished_before_stop(work, self.is_stopped):
+                    raise StopAskedError("stopped while evaluating")
+                found = work.result()
+                played = found.metrics
+                self.progress.generated_tokens += found.num_tokens
+        metrics = held_out | played
+        if held_out:
+            texts = (
+                f"{key.rpartition('/')[2].replace('_', ' ')} {value:.4g}"
+                for key, value in held_out.items()
+            )
+            self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
+        self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
+        if found is not None and not self.progress.begun:
+            check_first_evaluation(self.parts, found, self.command, self.head)
+        if found is not None:
+            self.view.evaluation(step, metrics, found.notes(self.parts.config))
+        return metrics
+
+    async def _milestones(self, *, last: bool) -> dict[str, str] | None:
+        """Evaluation and checkpoint of the step that has just been computed, when they are due;
+        what is known of the latter."""
+        config, step = self.parts.config, self.progress.step
+        value = None
+        if last or (config.evaluation.every and step % config.evaluation.every == 0):
+            self.progress.after = await self.evaluate(
+                "after" if last else f"step {step}", full=last
+            )
+            value = (
+                solved_share(self.progress.after)
+                if self.parts.plays
+                else self.source.value(self.progress.after)
+            )
+        every, best = config.checkpoint.every, self.checkpoints.best_value
+        due = bool(every) and step % every == 0
+        better = bool(every) and value is not None and (best is None or value > best)
+        return self.save(value) if last or due or better else None
+
+    def save(self, value: float | None = None) -> dict[str, str]:
+        """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
+        `value` is its evaluation, if any."""
+        self.view.phase("saving", f"checkpoint of step {self.progress.step}")
+        self.progress.wall_s = self.wall_s()
+        self._clock = time.perf_counter()
+        state: dict[str, Any] = {
+            "command": kind_of(self.command),
+            "progress": msgspec.to_builtins(self.progress),
+            "monitor": self.monitor.state_dict(),
+            "source": self.source.state_dict(),
+            CHAIN: msgspec.to_builtins(self.end),
+        }
+        with phase("checkpoint"):
+            path, sha256 = self.checkpoints.save(
+                self.progress.step,
+                self.parts.model,
+                self.parts.tokenizer,
+                self.trainer.state_dict(),
+                state,
+                value,
+                prune=False,
+                beside=self.parts.saved_beside,
+            )
+        return {"path": str(path.relative_to(self.parts.config.run_dir)), "sha256": sha256}
+
+    def restore(self, run_state: dict[str, Any]) -> None:
+        """The inverse of what `save` wrote."""
+        self.source.load_state_dict(run_state["source"])
+        self.go_on_from(msgspec.convert(run_state["progress"], Progress))
+        self.monitor.load_state_dict(run_state["monitor"])
+        self._clock = time.perf_counter()
+
+    def go_on_from(self, progress: Progress) -> None:
+        """That much is committed, all its warnings included."""
+        self.progress, self._recorded = progress, len(progress.warnings)
+
+    def stood_still(self, seconds: float) -> None:  # a pause is no part of `wall_s`
+        self._clock += seconds
+
+    def wall_s(self) -> float:
+        """Seconds of training and evaluation so far, pauses left out."""
+        return self.progress.wall_s + time.perf_counter() - self._clock
+
+    async def _commit(
+        self, plan: Plan, metrics: dict[str, float], checkpoint: dict[str, str] | None
+    ) -> None:
+        new = self.progress.warnings[self._recorded :]
+        progress = msgspec.structs.replace(self.progress, warnings=new)
+        record = {
+            "metrics": metrics,
+            "checkpoint": checkpoint,
+            "source": self.source.state_dict(),
+            "progress": msgspec.to_builtins(progress),
+            LOG: self.log.digest,
+        }
+        self.end = await commit(self.parts.store, self.end, plan, record)
+        self.head.committed(self.end)
+        self.log.hand_over(self.end.step)
+        self._recorded += len(new)
