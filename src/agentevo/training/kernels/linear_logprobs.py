@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import distributed
 
 from agentevo.models.linear import available, product
 from agentevo.training.kernels.token_masks import LOWEST, masked
 from agentevo.training.kernels.token_penalties import PenaltyTable
+from agentevo.training.kernels.vocabulary import VocabularySlice
 
 KEPT_BYTES = 256 * 2**20
 """Size of the products that are kept for the backward pass."""
@@ -56,6 +58,7 @@ def linear_logprobs(
     *,
     masks: torch.Tensor | None = None,
     penalties: PenaltyTable | None = None,
+    own: VocabularySlice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [R, H], weight [V, H], bias [V], rows [M] and targets [M] int64 -> log-probs [M] of
     token targets[m] under softmax(z[rows[m]] / temperature), and the entropy [R] of each row, in
@@ -63,11 +66,12 @@ def linear_logprobs(
 
     z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
     the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
-    what is done to z before (token_penalties.py). Once differentiable in hidden, weight and bias.
-    Products are made in their dtype, all else in float32 at least. Memory beside the gradients:
-    KEPT_BYTES and a few cells.
+    what is done to z before (token_penalties.py). `own`: the tokens that weight and bias are of,
+    where other processes, which call this with them, have the rest. Once differentiable in hidden,
+    weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
+    the gradients: KEPT_BYTES and a few cells.
     """
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties)
+    tail = _Tail(temperature, softcap, logit_scale, masks, penalties).within(own)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -76,6 +80,7 @@ def linear_logprobs(
         needed
         and not trained
         and penalties is None
+        and own is None
         and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
     )
     return _LinearLogprobs.apply(
@@ -96,19 +101,15 @@ def linear_logprobs_and_squares(
     *,
     masks: torch.Tensor | None = None,
     penalties: PenaltyTable | None = None,
+    own: VocabularySlice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
-    cells = _Cells.of(hidden, weight, rows, targets)
-    sums = _sweep(
-        hidden,
-        weight,
-        bias,
-        cells,
-        _Tail(temperature, softcap, logit_scale, masks, penalties),
-        0,
-        squares=True,
-    )
+    tail = _Tail(temperature, softcap, logit_scale, masks, penalties).within(own)
+    mine = tail.mine(targets)
+    cells = _Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
+    sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
+    sums.combine(tail.own, mine, len(targets))
     return sums.logprobs(rows), sums.squares / sums.total.square()
 
 
@@ -121,6 +122,25 @@ class _Tail(NamedTuple):
     masks: torch.Tensor | None = None
     """[R, W]; see token_masks.py."""
     penalties: PenaltyTable | None = None
+    own: VocabularySlice | None = None
+    """The tokens that the weight is of; masks and penalties are of these alone."""
+
+    def within(self, own: VocabularySlice | None) -> _Tail:
+        """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
+        if own is None:
+            return self
+        masks, penalties = own.masks(self.masks), own.penalties(self.penalties)
+        return self._replace(own=own, masks=masks, penalties=penalties)
+
+    @property
+    def first(self) -> int:
+        return 0 if self.own is None else self.own.first
+
+    def mine(self, targets: torch.Tensor) -> torch.Tensor | slice:
+        """Which of the targets [M] are tokens of the weight."""
+        if self.own is None:
+            return slice(None)
+        return ((targets >= self.own.first) & (targets < self.own.end)).nonzero().squeeze(1)
 
     @property
     def slope(self) -> float:
@@ -247,6 +267,18 @@ class _Sums:
         """[M], exact where one score stands far above all others."""
         return (self.picked - self.top[rows]) - self.total.log()[rows]
 
+    def combine(
+        self, own: VocabularySlice | None, mine: torch.Tensor | slice, num_targets: int
+    ) -> None:
+        """Makes them sums over the whole vocabulary, where other processes have a part of it;
+        `mine` are the targets whose scores are here."""
+        if own is None:
+            return
+        assert isinstance(mine, torch.Tensor)
+        self.top, self.total, self.moment, self.squares, self.picked = own.combined(
+            self.top, (self.total, self.moment, self.squares), self.picked, mine, num_targets
+        )
+
     def absorb(
         self, rows: slice, scores: torch.Tensor, squares: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,14 +350,16 @@ class _LinearLogprobs(torch.autograd.Function):
         room: int,
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cells = _Cells.of(hidden, weight, rows, targets)
+        mine = tail.mine(targets)
+        cells = _Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
         sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
+        sums.combine(tail.own, mine, len(targets))
         mean = sums.moment / sums.total
         pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
         ctx.save_for_backward(
             hidden, weight, bias, sums.top, sums.total, mean, sums.picked, pull, *sums.kept
         )
-        ctx.cells, ctx.tail = cells, tail
+        ctx.cells, ctx.tail, ctx.rows, ctx.mine = cells, tail, rows, mine
         ctx.set_materialize_grads(False)
         return sums.logprobs(rows), sums.total.log() - mean
 
@@ -333,7 +367,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, top, total, mean, picked, pull, *kept = ctx.saved_tensors
-        slopes = _Slopes.of(grads, ctx.cells.places[0], top, total, mean, ctx.tail)
+        slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.tail)
+        slopes = slopes._replace(of_logp=slopes.of_logp[ctx.mine])
         if pull is not None and slopes.of_entropy is None:
             return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
                 None
@@ -359,6 +394,8 @@ class _LinearLogprobs(torch.autograd.Function):
                     column = part if column is None else column.add_(part)
             if of_weight is not None and column is not None:
                 of_weight[columns] = column
+        if of_hidden is not None and ctx.tail.own is not None:
+            distributed.all_reduce(of_hidden, group=ctx.tail.own.ranks.group)
         gradients = (of_hidden, of_weight, of_bias)
         return *(None if g is None else g.to(hidden.dtype) for g in gradients), *[None] * 5
 

@@ -27,6 +27,7 @@ from agentevo.models.linear import FastLinear, PackedWeights
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.token_masks import masked
+from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
 if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
@@ -57,6 +58,7 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
         *output.tail,
         masks=batch.masks,
         penalties=batch.penalties,
+        own=slice_of(output.layer),
     )
 
 
@@ -80,6 +82,7 @@ def token_logprobs_and_squares(
         *output.tail,
         masks=batch.masks,
         penalties=batch.penalties,
+        own=slice_of(output.layer),
     )
 
 
@@ -253,7 +256,7 @@ def _zeros(layer: Any) -> torch.Tensor:
 def _is_one_product(layer: nn.Module) -> bool:
     """A plain linear layer, large enough to be asked, that nothing else has a hand in."""
     if (
-        type(layer) not in (nn.Linear, FastLinear)
+        type(layer) not in (nn.Linear, FastLinear, VocabularyLinear)
         or layer._forward_hooks
         or layer._backward_hooks
         or "forward" in vars(layer)

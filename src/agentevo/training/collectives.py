@@ -1,0 +1,184 @@
+"""What processes that compute one pass together tell one another, as differentiable functions.
+
+There are two conventions. In a tensor group every process has the same loss, and a gradient that
+reaches a value which all of them hold is the whole one: `copied` and `added` are a pair. In a
+context or expert group the losses of the processes add up, and each function here has its true
+adjoint: `stretches_gathered`, `exchanged` and `routed`. Every process of a group calls the same
+functions in the same order, forwards and backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The processes along one dimension of a device mesh, and which of them this one is."""
+
+    group: distributed.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dimension: str) -> Ranks:
+        group = mesh.get_group(dimension)
+        return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
+
+    def __deepcopy__(self, memo: object) -> Ranks:
+        """A copied model is computed by the same processes."""
+        return self
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _sum(grads[0], ctx.ranks), None
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        return _sum(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0], None
+
+
+class _Columns(torch.autograd.Function):
+    """Slices [..., n_i] of the last dimension -> all of them, on every process, whose loss is the
+    same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
+        ctx.bounds = sum(sizes[: ranks.rank]), sum(sizes[: ranks.rank + 1])
+        return slices_gathered(x, ranks, -1, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, end = ctx.bounds
+        return grads[0][..., first:end], None, None
+
+
+class _Stretches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        whole = x.new_empty(ranks.size * len(x), *x.shape[1:])
+        distributed.all_gather(list(whole.chunk(ranks.size)), x.contiguous(), group=ranks.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ranks, grad = ctx.ranks, grads[0].contiguous()
+        own = grad.new_empty(len(grad) // ranks.size, *grad.shape[1:])
+        distributed.reduce_scatter(own, list(grad.chunk(ranks.size)), group=ranks.group)
+        return own, None
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
+    ) -> torch.Tensor:
+        ctx.how = given, taken, ranks
+        return _all_to_all(x, given, taken, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given, taken, ranks = ctx.how
+        return _all_to_all(grads[0], taken, given, ranks), None, None, None
+
+
+def copied(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """x, which every process of a tensor group holds and uses a part of: its gradient is the sum of
+    theirs."""
+    out: torch.Tensor = _Copied.apply(x, ranks)
+    return out
+
+
+def added(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of the x of a tensor group, which every process of it then uses alike."""
+    out: torch.Tensor = _Added.apply(x, ranks)
+    return out
+
+
+def columns_gathered(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Slices [..., sizes[i]] of a tensor group -> the whole, which every process then uses
+    alike."""
+    out: torch.Tensor = _Columns.apply(x, ranks, sizes)
+    return out
+
+
+def stretches_gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Equal stretches [n, ...] of a context group -> [size * n, ...], in order of ranks."""
+    out: torch.Tensor = _Stretches.apply(x, ranks)
+    return out
+
+
+def routed(
+    x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
+) -> torch.Tensor:
+    """Rows x in order of the process that they go to, `given[i]` of them to process i -> the rows
+    that come, `taken[i]` of them from process i."""
+    out: torch.Tensor = _Routed.apply(x, given, taken, ranks)
+    return out
+
+
+def heads_exchanged(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A stretch of all heads [n, size * h, D] -> all stretches of this process's heads [size * n,
+    h, D]."""
+    length, heads, width = x.shape
+    parts = x.view(length, ranks.size, heads // ranks.size, width).transpose(0, 1)
+    even = [1] * ranks.size
+    return routed(parts, even, even, ranks).flatten(0, 1)
+
+
+def nodes_exchanged(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The inverse of `heads_exchanged`."""
+    length, heads, width = x.shape
+    even = [1] * ranks.size
+    parts = routed(x.view(ranks.size, length // ranks.size, heads, width), even, even, ranks)
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def slices_gathered(
+    x: torch.Tensor, ranks: Ranks, dim: int, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """Slices of sizes[i] along `dim` -> the whole tensor, on every process; no gradient."""
+    widest = max(sizes)
+    own = x.detach().movedim(dim, 0)
+    padded = own.new_zeros(widest, *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    distributed.all_gather(parts, padded, group=ranks.group)
+    cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(cut).movedim(0, dim).contiguous()
+
+
+def _sum(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    total = x.contiguous().clone()
+    distributed.all_reduce(total, group=ranks.group)
+    return total
+
+
+def _all_to_all(
+    x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
+) -> torch.Tensor:
+    out = x.new_empty(sum(taken), *x.shape[1:])
+    distributed.all_to_all_single(out, x.contiguous(), list(taken), list(given), group=ranks.group)
+    return out

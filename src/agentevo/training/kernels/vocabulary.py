@@ -1,0 +1,112 @@
+"""An output layer whose vocabulary is spread over processes: each has the scores of its own tokens,
+and what is taken over all of them is put together by one maximum and one sum.
+
+Given the running maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a) of each process
+(linear_logprobs.py), the maximum A over processes makes them terms of one sum: s e^(a - A) and
+(t + s (a - A)) e^(a - A). The score of a chosen token is that of the one process that has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from agentevo.training.collectives import Ranks, columns_gathered, copied
+from agentevo.training.kernels.token_penalties import PenaltyTable
+
+STEP = 32
+"""A slice begins at a multiple of this: token masks have a word for so many tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularySlice:
+    """The tokens that this process has, of a vocabulary in which every process has some."""
+
+    ranks: Ranks
+    sizes: tuple[int, ...]
+    """Tokens of each process."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, num_tokens: int) -> VocabularySlice:
+        blocks = -(-num_tokens // STEP)
+        bounds = [
+            min(place * blocks // ranks.size * STEP, num_tokens) for place in range(ranks.size + 1)
+        ]
+        return cls(ranks, tuple(end - first for first, end in itertools.pairwise(bounds)))
+
+    @property
+    def first(self) -> int:
+        return sum(self.sizes[: self.ranks.rank])
+
+    @property
+    def end(self) -> int:
+        return self.first + self.sizes[self.ranks.rank]
+
+    def masks(self, masks: torch.Tensor | None) -> torch.Tensor | None:
+        """Token masks of these tokens alone."""
+        return None if masks is None else masks[:, self.first // 32 :]
+
+    def penalties(self, table: PenaltyTable | None) -> PenaltyTable | None:
+        """Penalties of these tokens alone."""
+        if table is None:
+            return None
+        whole = slice(0, int(table.rows[-1]) + 1 if len(table.rows) else 0)
+        return table.within(whole, slice(self.first, self.end))
+
+    def combined(
+        self,
+        top: torch.Tensor,
+        sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        picked: torch.Tensor,
+        mine: torch.Tensor,
+        count: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of all tokens: maximum, sum, moment and sum of squares [R], and the scores [count] of the
+        targets, of which `mine` [m] are this process's, with the scores `picked` [m]."""
+        highest = top.clone()
+        distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=self.ranks.group)
+        total, moment, squares = sums
+        fall = top - highest
+        fade = fall.exp()
+        chosen = picked.new_zeros(count).index_copy_(0, mine, picked)
+        terms = torch.cat(
+            [total * fade, (moment + total * fall) * fade, squares * fade.square(), chosen]
+        )
+        distributed.all_reduce(terms, group=self.ranks.group)
+        of_row, rest = terms[: 3 * len(top)].view(3, -1), terms[3 * len(top) :]
+        return highest, of_row[0], of_row[1], of_row[2], rest
+
+    def __deepcopy__(self, memo: object) -> VocabularySlice:
+        return self
+
+
+class VocabularyLinear(nn.Linear):
+    """An output layer over a slice of the vocabulary. By itself it gives the logits of the whole;
+    losses that know it (output_layer.py) never make them."""
+
+    slice: VocabularySlice
+
+    @classmethod
+    def sharing(cls, linear: nn.Linear, own: VocabularySlice) -> VocabularyLinear:
+        """A layer over the very parameters of `linear`, which are slices already."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        vars(layer).update({k: v for k, v in vars(linear).items() if k.startswith("_agentevo")})
+        layer.in_features, layer.out_features = linear.in_features, sum(own.sizes)
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.training, layer.slice = linear.training, own
+        return layer
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = copied(input, self.slice.ranks)
+        logits = nn.functional.linear(x, self.weight, self.bias)
+        return columns_gathered(logits, self.slice.ranks, self.slice.sizes)
+
+
+def slice_of(layer: Any) -> VocabularySlice | None:
+    """The slice of an output layer; None for one that has all tokens."""
+    return layer.slice if isinstance(layer, VocabularyLinear) else None

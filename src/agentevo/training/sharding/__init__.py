@@ -1,0 +1,1 @@
+"""One model computed by several processes together: tensor, context and expert parallelism."""

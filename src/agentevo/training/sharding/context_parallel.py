@@ -1,0 +1,128 @@
+"""Context parallelism: every process has a stretch of a pass's nodes, and around attention they
+exchange heads for nodes (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+Nodes are cut into equal stretches, the last one padded. All that a layer does to one token is done
+for the stretch alone. Before attention an all-to-all turns [stretch, all heads] into [all nodes,
+some heads], the unchanged plan of the pass computes, and another turns its output back. Behind the
+decoder the stretches are put together, so whoever reads hidden states sees all nodes.
+
+The losses of a context group are parts of one sum: each process counts its loss `1 / size` times,
+gradients are summed over the group, and every exchange here has its true adjoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from agentevo.errors import TrainingError
+from agentevo.models.attention import AttentionPlan
+from agentevo.training.collectives import (
+    Ranks,
+    heads_exchanged,
+    nodes_exchanged,
+    stretches_gathered,
+)
+
+
+def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Has the model's decoder compute this process's stretch of every pass, in place. Raises
+    TrainingError where its heads can't be divided."""
+    config: Any = model.config.get_text_config()
+    heads = config.num_attention_heads
+    if heads % ranks.size:
+        raise TrainingError(
+            f"trainer.parallel.context={ranks.size} does not divide the model's {heads} attention "
+            "heads: choose a divisor"
+        )
+    if hasattr(config, "layer_types") and config.layer_types is not None:
+        unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise TrainingError(
+                f"trainer.parallel.context is not possible with layers of {sorted(unknown)}, "
+                "which mix tokens outside of attention: set it to 1"
+            )
+    hook = _Stretch(ranks)
+    decoder: nn.Module = model.base_model
+    decoder.register_forward_pre_hook(hook.before, with_kwargs=True)
+    decoder.register_forward_hook(hook.after, with_kwargs=True)
+
+
+class HeadExchange:
+    """The plan of a pass for one process: nodes in, its stretch out."""
+
+    def __init__(self, plan: AttentionPlan, num_nodes: int, ranks: Ranks) -> None:
+        self.plan, self.num_nodes, self.ranks = plan, num_nodes, ranks
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See AttentionPlan.attend: q [n, H, D], k and v [n, G, D] of the stretch -> [n, H, D]."""
+        heads, size = q.shape[1], self.ranks.size
+        if heads % size:
+            raise TrainingError(
+                f"{heads} heads of this process can't be exchanged between {size}: choose "
+                "trainer.parallel.context and tensor whose product divides the heads"
+            )
+        if k.shape[1] % size:
+            times = _repeats(k.shape[1], heads, size)
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        q, k, v = (heads_exchanged(x, self.ranks)[: self.num_nodes] for x in (q, k, v))
+        out = self.plan.attend(q, k, v, scaling, window, softcap)
+        padding = -self.num_nodes % size
+        return nodes_exchanged(F.pad(out, (0, 0, 0, 0, 0, padding)), self.ranks)
+
+
+class _Stretch:
+    """Before and after the decoder of one model."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        plan = kwargs.get("plan")
+        if plan is None or kwargs.get("use_cache"):
+            raise TrainingError(
+                "a model under trainer.parallel.context computes whole passes of training only: "
+                "call it with plan=... and without a cache"
+            )
+        num_nodes = kwargs["position_ids"].shape[1]
+        given = dict(kwargs)
+        for name in ("input_ids", "position_ids", "inputs_embeds"):
+            if given.get(name) is not None:
+                given[name] = self._own(given[name])
+        return args, {**given, "plan": HeadExchange(plan, num_nodes, self.ranks)}
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """This process's stretch of [1, N, ...], padded with zeros to that of the others."""
+        length = -(-x.shape[1] // self.ranks.size)
+        first = self.ranks.rank * length
+        own = x[:, first : first + length]
+        after = (0, 0) * (x.dim() - 2)
+        return F.pad(own, (*after, 0, length - own.shape[1]))
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        whole = stretches_gathered(out.last_hidden_state[0], self.ranks)
+        out.last_hidden_state = whole[: kwargs["plan"].num_nodes].unsqueeze(0)
+        return out
+
+
+def _repeats(keys: int, heads: int, size: int) -> int:
+    """How often each key head is repeated: the fewest times that let all processes have as many,
+    which divides how many queries share one."""
+    shared = heads // keys
+    return next(t for t in range(1, shared + 1) if shared % t == 0 and keys * t % size == 0)

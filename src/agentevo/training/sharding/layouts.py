@@ -1,0 +1,150 @@
+"""Which parameters are slices of larger ones, and what follows for gradients, their norm and what
+is saved.
+
+A parameter is whole on every process unless the module that owns it says otherwise: then it is this
+process's slice along one dimension, or it is whole but every process finds only a part of its
+gradient. Such a slice is an ordinary tensor, so FSDP shards it like any other, and one optimizer
+steps all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from agentevo.training.collectives import Ranks, slices_gathered
+
+_KEY = "_agentevo_layouts"
+"""Attribute of a module: name of its parameter -> layout. It stays with copies of the module and
+with what FSDP makes of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a parameter lies on the processes of one group."""
+
+    ranks: Ranks
+    dim: int | None
+    """The dimension that is sliced; None for a parameter that every process has whole, and whose
+    gradient is the sum of theirs."""
+    sizes: tuple[int, ...] = ()
+    """Length of each process's slice."""
+    own_data: bool = False
+    """Whether the processes of the group train on different data, so that a slice's gradient has
+    been summed over them already."""
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This process's slice of the whole tensor."""
+        if self.dim is None:
+            return whole
+        first = sum(self.sizes[: self.ranks.rank])
+        return whole.narrow(self.dim, first, self.sizes[self.ranks.rank]).clone()
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """The inverse of `own`, called by all processes of the group."""
+        if self.dim is None:
+            return own
+        return slices_gathered(own, self.ranks, self.dim, self.sizes)
+
+    def __deepcopy__(self, memo: object) -> Layout:
+        return self
+
+
+def lay_out(module: nn.Module, name: str, layout: Layout) -> None:
+    """Cuts this process's slice out of a module's parameter, and keeps how it lies."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if layout.dim is not None:
+        sliced = nn.Parameter(layout.own(parameter.detach()), parameter.requires_grad)
+        module._parameters[name] = sliced
+    vars(module).setdefault(_KEY, {})[name] = layout
+
+
+def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
+    """Name of a parameter, as in the model's state dict -> its layout, where it has one."""
+    return {
+        f"{path}.{name}" if path else name: layout
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, layout in vars(module).get(_KEY, {}).items()
+    }
+
+
+def layouts_of(model: nn.Module) -> dict[nn.Parameter, Layout]:
+    """The same by the parameters themselves; asked for after FSDP has made its own of them."""
+    return {
+        module._parameters[name]: layout  # type: ignore[misc]
+        for module in model.modules()
+        for name, layout in vars(module).get(_KEY, {}).items()
+    }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that FSDP may have sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_parts(layouts: Mapping[nn.Parameter, Layout]) -> None:
+    """Sums the gradients of which every process of a tensor group has found a part."""
+    for parameter, layout in layouts.items():
+        if layout.dim is None and parameter.grad is not None:
+            distributed.all_reduce(local(parameter.grad), group=layout.ranks.group)
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], layouts: Mapping[nn.Parameter, Layout]
+) -> torch.Tensor:
+    """The L2 norm of the gradient of the whole model, the same on every process, which all call
+    this: each number is counted once, wherever it lies."""
+    sums: dict[tuple[Any, ...], torch.Tensor] = defaultdict(lambda: torch.zeros(()))
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        layout = layouts.get(parameter)
+        groups = _sharding_groups(grad)
+        if layout is not None and layout.dim is not None:
+            groups = (*groups, layout.ranks.group)
+        square = local(grad).float().square().sum()
+        sums[groups] = sums[groups].to(square.device) + square
+    for groups, total in sums.items():
+        for group in groups:
+            distributed.all_reduce(total, group=group)
+    return torch.stack(list(sums.values())).sum().sqrt() if sums else torch.zeros(())
+
+
+def _sharding_groups(grad: torch.Tensor) -> tuple[Any, ...]:
+    """The groups over which FSDP has sharded a gradient."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    return tuple(
+        mesh.get_group(place) for place, how in enumerate(grad.placements) if how.is_shard()
+    )
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float) -> None:
+    """Scales the gradients down to a norm of `largest` where theirs is greater."""
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor.to(parameter.grad.device))
+
+
+def whole_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by their parameters' names (weights, moments of the optimizer) -> the whole ones on
+    every process, detached; called by all of them, one tensor after the other."""
+    layouts = layouts_by_name(model)
+    found = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        layout = layouts.get(name)
+        found[name] = whole if layout is None else layout.whole(whole)
+    return found
