@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
 
+class WeightsSection(Section):
+    """How new weights lie in files, for engines in other processes (docs/weights.md)."""
+
+    delta: bool = False
+    """Publish what changed since the version before, bit for bit, where that is smaller than all of
+    it. For bfloat16 (model.dtype). Trainer and engines each hold one more copy of the weights, in
+    main memory."""
+    full_every: int = Field(default=16, ge=2)
+    """With delta: at most so many versions from one in full to the next. Who is late reads all
+    since the last one in full."""
+
+
 class RolloutSection(Section):
     """Sampling beside training (docs/asynchronous.md)."""
 
@@ -38,6 +50,8 @@ class RolloutSection(Section):
     `copy` (it is handed them, in one process), `folder` (files in the run's folder, for engines in
     other processes), or one that another package registers (docs/engines.md). Default: what the
     other keys ask for."""
+    weights: WeightsSection = WeightsSection()
+    """How they lie in files, for engines in other processes."""
     samplers: int = Field(default=0, ge=0)
     """Sampler processes that `agentevo train` starts. 0: everything is one process."""
     engines: int = Field(default=1, ge=1)
@@ -53,7 +67,8 @@ class RolloutSection(Section):
     poll_s: float = Field(default=0.1, gt=0)
     """How often to look for finished groups, new weights and engines, in seconds."""
     keep_versions: int = Field(default=4, ge=1)
-    """Published weights that stay on disk, with engines as processes."""
+    """Published weights that stay on disk, with engines as processes, and whatever they build
+    on."""
 
 
 def rollout_contradictions(config: RunConfig) -> list[str]:
@@ -71,6 +86,12 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
             "is none: set "
             "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or "
             "rollout.policy=mask"
+        )
+    if section.weights.delta and config.model.dtype != "bfloat16":
+        problems.append(
+            f"rollout.weights.delta publishes what changed, and in {config.model.dtype} every "
+            "weight changes in every step: set model.dtype=bfloat16, or "
+            "rollout.weights.delta=false"
         )
     if apart and config.profile.enabled:
         problems.append(

@@ -1,5 +1,5 @@
-"""The trainer's side of RUN/weights: the newest version is there, whole, for as long as engines may
-want it.
+"""The trainer's side of weights in files (RUN/weights, an object store): the newest version is
+there, whole, for as long as engines may want it.
 
 Whatever keeps it from being written, or damages it afterwards, would leave engines on the version
 before, and a trainer that waits for attempts of the new one would wait for ever. So a trainer that
@@ -17,7 +17,7 @@ import torch
 from agentevo.errors import EngineError
 from agentevo.event_loop import in_thread
 from agentevo.inference.weight_transport import Latest
-from agentevo.inference.weights import WeightsFolder
+from agentevo.inference.weight_versions import WeightVersions
 
 VERIFY_S = 60.0
 """How often a version whose files look untouched is read again, in seconds."""
@@ -29,7 +29,7 @@ class Publication:
 
     def __init__(
         self,
-        folder: WeightsFolder,
+        folder: WeightVersions,
         model: torch.nn.Module,
         *,
         keep: int,
@@ -43,6 +43,9 @@ class Publication:
         self._looked_whole: object = None
         """The state of its files when they were last read whole."""
         self._verified_at = 0.0
+        self._in_full = False
+        """What the last version built on may be damaged: the next builds on nothing."""
+        self._advised = False
         self._said = ""
         """The trouble that was told last; it is told once."""
 
@@ -74,13 +77,14 @@ class Publication:
                     f"version {self._latest.version} was damaged after it was published, and is "
                     f"written again: {error}"
                 )
+                self._in_full = True
             else:
                 self._looked_whole, self._verified_at = state, time.monotonic()
                 return
         try:
             await self._write()
         except OSError as error:  # the folder is away, or full: again at the next look
-            why = f"{self._folder.folder}: {error.strerror or error}"
+            why = f"{self._folder.place}: {error.strerror or error}"
             self._say(
                 f"version {self._version} could not be written, and is tried again while attempts "
                 f"are waited for: {why}"
@@ -88,8 +92,13 @@ class Publication:
 
     async def _write(self) -> None:
         self._latest = self._looked_whole = None
-        sha256 = await in_thread(self._folder.write, self._version, self._model, keep=self._keep)
-        self._latest, self._said = Latest(self._version, sha256), ""
+        sha256 = await in_thread(
+            self._folder.write, self._version, self._model, keep=self._keep, in_full=self._in_full
+        )
+        self._latest, self._said, self._in_full = Latest(self._version, sha256), "", False
+        if self._folder.advice and not self._advised:
+            self._advised = True
+            self._note(self._folder.advice)
 
     def _announced(self) -> Latest | None:
         try:

@@ -105,7 +105,9 @@ def _publication(
 
 
 def _folder(config: RunConfig) -> WeightsFolder:
-    return WeightsFolder(config.run_dir / "weights")
+    weights = config.rollout.weights
+    full_every = weights.full_every if weights.delta else 1
+    return WeightsFolder(config.run_dir / "weights", full_every=full_every)
 
 
 transports.register("shared")(

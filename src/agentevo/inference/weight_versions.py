@@ -1,0 +1,442 @@
+"""Versions of the trained weights in files, whole or as what changed, wherever the files lie.
+
+    latest.json  version-000012/manifest.json  version-000012/weights.safetensors
+                 version-000013/manifest.json  version-000013/delta.safetensors
+
+A version's checksum is the SHA-256 of its manifest, which has that of each of its files, so it
+stands for every bit. A delta's manifest names besides all versions that it builds on, back to a
+full one, each with its checksum, and the checksum of every tensor as it has to be afterwards.
+
+Invariants: what `read` returns is bit for bit what `write` was given, or it raises EngineError. A
+delta is applied to nothing but its base, and never in place. `latest` names a version only after
+all of it was written. All that a kept version builds on is kept. Deltas since a full version are
+together smaller than it, and fewer than `full_every`; where that can't be, a full one is written.
+
+One process writes, any number read. Blocking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from agentevo.errors import EngineError
+from agentevo.inference.weight_delta import checksum, delta_of, num_bytes, with_delta
+from agentevo.inference.weight_transport import Latest
+from agentevo.models.parameters import trained_weights
+
+MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest.json"
+PART_BYTES = 2**30
+"""Most bytes of a file, unless a single tensor is larger: files are written, read and hashed side
+by side."""
+SIDE_BY_SIDE = 4
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file of a version."""
+
+    file: str
+    sha256: str
+    bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Contents of a version's manifest.json."""
+
+    version: int
+    bytes: int
+    """Of all its files."""
+    tensors: int
+    """The number of tensors of the model that it is about."""
+    parts: list[Part]
+    chain: list[Latest] = []
+    """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
+    deltas: int = 0
+    """Bytes of this delta and those in `chain`."""
+    state: dict[str, str] = {}
+    """Checksum of every tensor after a delta."""
+
+
+class Content(NamedTuple):
+    """A file that is to be written."""
+
+    file: str
+    tensors: dict[str, torch.Tensor]
+
+
+class Held(NamedTuple):
+    """A version in memory."""
+
+    latest: Latest
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+
+
+class WeightVersions(ABC):
+    """See the module. What a place of files has to do is abstract; its methods raise OSError.
+    `full_every`: at most so many versions to a full one; 1 writes and expects no deltas, and holds
+    no copy of the weights."""
+
+    def __init__(self, *, full_every: int = 1) -> None:
+        self._full_every = full_every
+        self._held: Held | None = None
+        """The version that was written or read last, in whole."""
+        self.advice = ""
+        """Why the last version was written in full although a delta would have been due."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """See WeightSource.place."""
+
+    @abstractmethod
+    def versions(self) -> list[int]:
+        """Versions at hand, oldest first, whether or not they are whole."""
+
+    @abstractmethod
+    def state(self, version: int) -> object:
+        """Changes whenever a file of the version, or latest.json, is written anew: who was refused
+        may try again then."""
+
+    @abstractmethod
+    def _get(self, version: int | None, file: str) -> bytes:
+        """A file of a version, or beside them. Raises FileNotFoundError, OSError."""
+
+    @abstractmethod
+    def _put(
+        self,
+        version: int,
+        contents: list[Content],
+        manifest: Callable[[list[Part]], bytes],
+    ) -> bytes:
+        """Writes a version in place of what was there, and returns its manifest's bytes."""
+
+    @abstractmethod
+    def _put_latest(self, content: bytes) -> None:
+        """Writes latest.json."""
+
+    @abstractmethod
+    def _delete(self, version: int) -> None:
+        """Deletes what it can of a version."""
+
+    @abstractmethod
+    def _check_part(self, version: int, part: Part) -> None:
+        """Raises EngineError if the file is not as it was written, as far as can be found out at a
+        price that can be paid every minute."""
+
+    def write(
+        self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
+    ) -> str:
+        """Publishes what `model` trains (its parameters that require a gradient, under their own
+        names) and returns the version's checksum. Of this and older versions, the newest `keep`
+        stay, and what they build on. Whatever goes wrong leaves what was there. Replaces what is
+        there of `version`. `in_full`: no delta. Raises OSError.
+        """
+        trained = {
+            name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
+        }
+        self.advice = ""
+        base = None if in_full else self._base(trained, version)
+        change = {} if base is None else delta_of(base.tensors, trained)
+        if base is not None:
+            whole, due = num_bytes(trained), base.manifest.deltas + num_bytes(change)
+            if due >= whole:
+                if num_bytes(change) >= whole:
+                    self.advice = _advice(trained)
+                base = None
+        if base is None:
+            made = self._put_full(version, trained)
+        else:
+            made = self._put_delta(version, base, trained, change)
+        latest = Latest(version, hashlib.sha256(made).hexdigest())
+        self._put_latest(msgspec.json.encode(latest))
+        if self._full_every > 1:
+            snapshot = {name: tensor.clone() for name, tensor in trained.items()}
+            self._held = Held(latest, msgspec.json.decode(made, type=Manifest), snapshot)
+        self._delete_old(version, keep)
+        return latest.sha256
+
+    def _base(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
+        """What a delta may build on; None for a full version."""
+        held = self._held
+        if held is None or len(held.manifest.chain) + 2 > self._full_every:
+            return None
+        links = [link.version for link in held.manifest.chain]
+        if version in (held.latest.version, *links):
+            return None  # it would replace what it builds on
+        same = held.tensors.keys() == trained.keys() and all(
+            held.tensors[name].shape == tensor.shape and held.tensors[name].dtype == tensor.dtype
+            for name, tensor in trained.items()
+        )
+        return held if same else None
+
+    def _put_full(self, version: int, trained: dict[str, torch.Tensor]) -> bytes:
+        return self._put(
+            version,
+            _split("weights", trained),
+            lambda parts: msgspec.json.encode(
+                Manifest(version, sum(part.bytes for part in parts), len(trained), parts)
+            ),
+        )
+
+    def _put_delta(
+        self,
+        version: int,
+        base: Held,
+        trained: dict[str, torch.Tensor],
+        change: dict[str, torch.Tensor],
+    ) -> bytes:
+        state = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
+
+        def manifest(parts: list[Part]) -> bytes:
+            size = sum(part.bytes for part in parts)
+            return msgspec.json.encode(
+                Manifest(
+                    version,
+                    size,
+                    len(trained),
+                    parts,
+                    chain=[*base.manifest.chain, base.latest],
+                    deltas=base.manifest.deltas + size,
+                    state=state,
+                )
+            )
+
+        return self._put(version, _split("delta", change), manifest)
+
+    def _delete_old(self, version: int, keep: int) -> None:
+        """What stays is known from the manifests of what is kept."""
+        known = [older for older in self.versions() if older <= version]
+        kept = set(known[-keep:])
+        for one in list(kept):
+            try:
+                kept.update(link.version for link in self._manifest(one, None).chain)
+            except EngineError:
+                continue  # it is torn and builds on nothing any more
+        for old in known:
+            if old not in kept:
+                self._delete(old)
+
+    def latest(self) -> int | None:
+        """The version that was written last; None before the first."""
+        latest = self.announced()
+        return None if latest is None else latest.version
+
+    def announced(self) -> Latest | None:
+        """`latest` with its checksum. Raises EngineError if latest.json is not what `write`
+        makes."""
+        try:
+            return msgspec.json.decode(self._get(None, LATEST_FILE), type=Latest)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EngineError(
+                f"{self.place}/{LATEST_FILE} can't be read ({error}): the trainer writes it anew"
+            ) from error
+
+    def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of a version, on the CPU, which nobody may change in place. `sha256`: the
+        checksum of the version (by default it is believed as it lies there).
+
+        Raises EngineError if the version, or one that it builds on, is gone, or its bytes are not
+        the ones that were written.
+        """
+        raw = self._raw_manifest(version, sha256)
+        manifest = self._decoded(version, raw)
+        latest = Latest(version, hashlib.sha256(raw).hexdigest())
+        if self._held is not None and self._held.latest == latest:
+            return dict(self._held.tensors)
+        tensors = self._follow(latest, manifest) if manifest.chain else self._load(manifest)
+        if self._full_every > 1:
+            self._held = Held(latest, manifest, tensors)
+        return dict(tensors)
+
+    def _follow(self, latest: Latest, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The tensors of a delta: from what is held, or from the full version."""
+        links, held, self._held = manifest.chain, self._held, None
+        if held is not None and held.latest in links:
+            begin, tensors = links.index(held.latest) + 1, held.tensors
+        else:
+            full = self._manifest(links[0].version, links[0].sha256)
+            if full.chain:
+                raise EngineError(
+                    f"{self._name(latest.version)} builds on version {full.version}, which is no "
+                    "full one: not served"
+                )
+            begin, tensors = 1, self._load(full)
+        for number in range(begin, len(links) + 1):
+            is_last = number == len(links)
+            link = latest if is_last else links[number]
+            step = manifest if is_last else self._manifest(link.version, link.sha256)
+            if step.chain != links[:number]:
+                raise EngineError(
+                    f"{self._name(link.version)} builds on other versions than "
+                    f"{self._name(latest.version)} says: not served"
+                )
+            try:
+                tensors = with_delta(tensors, self._load(step))
+            except EngineError as error:
+                raise EngineError(
+                    f"{self._name(link.version)} does not fit the version before it ({error}): not "
+                    "served"
+                ) from error
+        found = dict(zip(tensors, side_by_side(checksum, tensors.values()), strict=True))
+        if found != manifest.state:
+            wrong = sorted(
+                name
+                for name in found.keys() | manifest.state.keys()
+                if found.get(name) != manifest.state.get(name)
+            )
+            raise EngineError(
+                f"{self._name(latest.version)} does not give the weights that were written "
+                f"({len(wrong)} tensors differ, {wrong[0]} first): not served"
+            )
+        return tensors
+
+    def check(self, wanted: Latest) -> None:
+        """Raises EngineError unless latest.json names these weights and they, and all that they
+        build on, are as they were written (see `_check_part`)."""
+        latest = self.announced()
+        if latest != wanted:
+            raise EngineError(
+                f"{self.place}/{LATEST_FILE} "
+                + ("is gone" if latest is None else f"names {latest} and not {wanted}")
+            )
+        manifest = self._manifest(wanted.version, wanted.sha256)
+        for link in [*manifest.chain, wanted]:
+            for part in self._manifest(link.version, link.sha256).parts:
+                self._check_part(link.version, part)
+
+    def _load(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """What a version's files have, each compared with its checksum."""
+
+        def one(part: Part) -> dict[str, torch.Tensor]:
+            content = self._read(manifest.version, part.file)
+            self._compare(manifest.version, part, hashlib.sha256(content).hexdigest())
+            try:
+                return load(content)
+            except SafetensorError as error:
+                raise EngineError(
+                    f"{self._name(manifest.version)}/{part.file} is no safetensors file ({error})"
+                ) from error
+
+        tensors: dict[str, torch.Tensor] = {}
+        for found in side_by_side(one, manifest.parts):
+            tensors.update(found)
+        return tensors
+
+    def _manifest(self, version: int, sha256: str | None) -> Manifest:
+        return self._decoded(version, self._raw_manifest(version, sha256))
+
+    def _raw_manifest(self, version: int, sha256: str | None) -> bytes:
+        raw = self._read(version, MANIFEST_FILE)
+        found = hashlib.sha256(raw).hexdigest()
+        if sha256 is not None and found != sha256:
+            raise self._changed(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
+        return raw
+
+    def _decoded(self, version: int, raw: bytes) -> Manifest:
+        try:
+            manifest = msgspec.json.decode(raw, type=Manifest)
+        except msgspec.MsgspecError as error:
+            raise self._unreadable(version, error) from error
+        strange = [part.file for part in manifest.parts if not re.fullmatch(r"[\w.-]+", part.file)]
+        if manifest.version != version or strange:
+            raise EngineError(
+                f"{self._name(version)}/{MANIFEST_FILE} is not what was written "
+                + (f"(a file {strange[0]!r})" if strange else f"(version {manifest.version})")
+                + ": torn or changed, not served"
+            )
+        return manifest
+
+    def _compare(self, version: int, part: Part, sha256: str) -> None:
+        if sha256 != part.sha256:
+            raise self._changed(f"{self._name(version)}/{part.file}", sha256, part.sha256)
+
+    def _changed(self, what: str, found: str, wanted: str) -> EngineError:
+        return EngineError(
+            f"{what} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn "
+            "or changed, not served"
+        )
+
+    def _read(self, version: int, file: str) -> bytes:
+        try:
+            return self._get(version, file)
+        except OSError as error:
+            raise self._unreadable(version, error) from error
+
+    def _name(self, version: int) -> str:
+        return f"{self.place}/{folder_name(version)}"
+
+    def _unreadable(self, version: int, error: Exception) -> EngineError:
+        if not isinstance(error, FileNotFoundError):
+            return EngineError(
+                f"{self._name(version)} can't be read ({error}): the version is torn, and not "
+                "served"
+            )
+        try:
+            at_hand = ", ".join(map(str, self.versions())) or "none"
+        except OSError as problem:
+            at_hand = f"unknown, {problem}"
+        return EngineError(
+            f"{self._name(version)} is gone (versions at hand: {at_hand}): raise "
+            "rollout.keep_versions to keep more"
+        )
+
+
+def folder_name(version: int) -> str:
+    """Of a version, beside latest.json."""
+    return f"version-{version:06d}"
+
+
+def version_numbers(names: Iterable[str]) -> list[int]:
+    """The versions whose folders have these names, oldest first."""
+    matches = (re.fullmatch(r"version-(\d+)", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
+    """Files of at most PART_BYTES."""
+    groups: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        mine = num_bytes({name: tensor})
+        if groups[-1] and size + mine > PART_BYTES:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += mine
+    if len(groups) == 1:
+        return [Content(f"{stem}.safetensors", groups[0])]
+    return [
+        Content(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """The function of each item, in their order, in threads: hashing and reading leave Python."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
+        return list(threads.map(function, items))
+
+
+def _advice(trained: Mapping[str, torch.Tensor]) -> str:
+    dtypes = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in trained.values()}))
+    return (
+        f"rollout.weights.delta: a delta of these weights ({dtypes}) is no smaller than all of "
+        "them, so they are published in full: deltas pay for bfloat16 at learning rates of about "
+        "1e-6"
+    )
