@@ -31,6 +31,7 @@ from agentevo.cli import (
     data,
     doctor,
     evaluation,
+    launch,
     mcp,
     names,
     processes,
@@ -100,6 +101,7 @@ app.add_typer(store.stores, name="store")
 app.add_typer(sandbox.sandbox, name="sandbox")
 app.add_typer(mcp.mcp, name="mcp")
 app.add_typer(tools.tools, name="tools")
+app.add_typer(launch.launch, name="launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""The samplers and engines of `agentevo train` with rollout.samplers above 0: child processes that
-are started again when they die.
+"""Samplers and engines as child processes that are started again when they die: those of `agentevo
+train` with rollout.samplers above 0, and those of one machine of a launch.
 
-They are `agentevo serve` and `agentevo sample` on the run's own configuration, with their output in
-RUN/logs/ and in sessions of their own: Ctrl-C is for this process alone. A child that somebody has
+They are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in sessions of
+their own: Ctrl-C is for this process alone. A child that somebody has
 killed is always replaced. One that fails MAX_FAILURES times in a row before it was of use has
 something wrong with it: then `check` raises, with the end of its log. An engine was of use once it
 has been announced for SOON_S, a sampler once it has lived for LONG_S. The children end with this
@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -47,7 +47,7 @@ class ChildFailedError(AgentEvoError):
 
 
 @dataclass(eq=False)
-class _Child:
+class Child:
     """A sampler or engine: one process after another."""
 
     name: str
@@ -55,6 +55,8 @@ class _Child:
     log: Path
     engines: EngineDirectory | None = None
     """Where it announces itself, if it is an engine."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has beside ours."""
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     announced: float | None = None
@@ -69,6 +71,7 @@ class _Child:
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
+                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -111,28 +114,11 @@ class _Child:
         return self.announced is not None and time.monotonic() - self.announced >= SOON_S
 
 
-class Supervisor:
+class Children:
     """See the module. Entering it starts the processes."""
 
-    def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
-        self._note, self._logs = note, config.run_dir / "logs"
-        words = [sys.executable, "-m", "agentevo"]
-        recipe = [str(config.run_dir / "config.yaml"), f"run.dir={config.run_dir}"]
-        parent = ["--parent", str(os.getpid())]
-
-        def child(command: str, name: str, engines: EngineDirectory | None = None) -> _Child:
-            return _Child(
-                name,
-                [*words, command, *recipe, "--name", name, *parent],
-                self._logs / f"{name}.log",
-                engines,
-            )
-
-        engines = EngineDirectory(config.run_dir / "engines")
-        self._children = [
-            child("serve", f"engine-{n}", engines) for n in range(config.rollout.engines)
-        ]
-        self._children += [child("sample", f"sampler-{n}") for n in range(config.rollout.samplers)]
+    def __init__(self, children: Sequence[Child], note: Callable[[str], None], logs: Path) -> None:
+        self._children, self._note, self._logs = children, note, logs
         self._ended = threading.Event()
         self._failure: ChildFailedError | None = None
         self._thread = threading.Thread(target=self._watch, name="children", daemon=True)
@@ -175,7 +161,7 @@ class Supervisor:
             )
             self._failure.__cause__ = error
 
-    def _look_after(self, child: _Child) -> None:
+    def _look_after(self, child: Child) -> None:
         try:
             code = child.look()
         except OSError as error:  # no memory, process or file to be had at the moment
@@ -197,6 +183,29 @@ class Supervisor:
             f"last time: {how}); {child.log} ends with:"
         )
         self._failure = ChildFailedError("\n".join([what, *_end_of(child.log)]))
+
+
+class Supervisor(Children):
+    """The children of `agentevo train`."""
+
+    def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
+        logs = config.run_dir / "logs"
+        words = [sys.executable, "-m", "agentevo"]
+        recipe = [str(config.run_dir / "config.yaml"), f"run.dir={config.run_dir}"]
+        parent = ["--parent", str(os.getpid())]
+
+        def child(command: str, name: str, engines: EngineDirectory | None = None) -> Child:
+            return Child(
+                name,
+                [*words, command, *recipe, "--name", name, *parent],
+                logs / f"{name}.log",
+                engines,
+            )
+
+        engines = EngineDirectory(config.run_dir / "engines")
+        children = [child("serve", f"engine-{n}", engines) for n in range(config.rollout.engines)]
+        children += [child("sample", f"sampler-{n}") for n in range(config.rollout.samplers)]
+        super().__init__(children, note, logs)
 
 
 def _end_of(log: Path) -> list[str]:

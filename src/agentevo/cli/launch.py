@@ -1,0 +1,140 @@
+"""The commands that hand a run to other people's machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentevo.cli.arguments import Overrides, Recipe, path_word, plain_options
+from agentevo.errors import ConfigError
+
+launch = typer.Typer(
+    help="Run a recipe on machines that Slurm, Kubernetes, SkyPilot or docker hand out.",
+    no_args_is_help=True,
+)
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="How much of what: trainer_nodes, gpus, engines, samplers, and what this kind of "
+        "cluster asks for (docs/launch.md); again for more.",
+    ),
+]
+Values = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", parser=path_word, help="The same keys as YAML; --set wins."),
+]
+Out = Annotated[
+    Path,
+    typer.Option(metavar="FOLDER", parser=path_word, help="Where the files are written."),
+]
+Submit = Annotated[bool, typer.Option("--submit", help="Hand it over at once.")]
+
+
+@launch.command()
+def slurm(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    set_: Set = None,
+    values: Values = None,
+    out: Out = Path("launch"),
+    submit: Submit = False,
+) -> None:
+    """Write a batch script, for sbatch. Relative paths start where sbatch is called."""
+    _launch("slurm", recipe, overrides, set_, values, out, submit)
+
+
+@launch.command()
+def kubernetes(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    set_: Set = None,
+    values: Values = None,
+    out: Out = Path("launch"),
+    submit: Submit = False,
+) -> None:
+    """Write a manifest, for kubectl: a Job with its volume, service and configuration."""
+    _launch("kubernetes", recipe, overrides, set_, values, out, submit)
+
+
+@launch.command()
+def skypilot(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    set_: Set = None,
+    values: Values = None,
+    out: Out = Path("launch"),
+    submit: Submit = False,
+) -> None:
+    """Write a task, for sky."""
+    _launch("skypilot", recipe, overrides, set_, values, out, submit)
+
+
+@launch.command()
+def compose(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    set_: Set = None,
+    values: Values = None,
+    out: Out = Path("launch"),
+    submit: Submit = False,
+) -> None:
+    """Write a compose file, for docker on one machine: the run, and the dashboard beside it."""
+    _launch("compose", recipe, overrides, set_, values, out, submit)
+
+
+@launch.command()
+def node(
+    nodes: Annotated[
+        Path, typer.Argument(metavar="NODES_YAML", parser=path_word, help="Of a launch's folder.")
+    ],
+    rank: Annotated[int, typer.Option(help="Which of its nodes this machine is, from 0.")],
+    head: Annotated[
+        str, typer.Option(metavar="HOST", help="Where the other nodes reach node 0.")
+    ] = "127.0.0.1",
+    id: Annotated[
+        str, typer.Option(help="Of this start of the launch; the same on all nodes.")
+    ] = "0",
+) -> None:
+    """Run what one machine of a launch has to: ranks of the trainer, engines, samplers."""
+    from agentevo.launch.node import run_node
+
+    code = run_node(nodes, rank=rank, head=head, id=id)
+    if code:
+        raise typer.Exit(code)
+
+
+def _launch(
+    target: str,
+    recipe: str,
+    overrides: list[str] | None,
+    settings: list[str] | None,
+    values: Path | None,
+    out: Path,
+    submit: bool,
+) -> None:
+    from agentevo.launch.targets import fleet_of, make, submitted
+
+    given = _read_values(values) if values is not None else {}
+    given |= plain_options(settings or [], "gpus=8")
+    made = make(target, recipe, overrides or [], fleet_of(target, given), out)
+    if submit:
+        print(submitted(made))
+    else:
+        print(f"{made.folder}/ is ready; submit it with: {' '.join(made.command)}")
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    from agentevo.parsing import ParseError, parse_yaml
+
+    try:
+        given = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ParseError) as error:
+        raise ConfigError(f"--values {path}: {error}: give a file of YAML") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"--values {path}: this is no mapping of keys to values")
+    return given

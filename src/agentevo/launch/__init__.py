@@ -1,0 +1,1 @@
+"""Runs on machines that other people's tools hand out: Slurm, Kubernetes, SkyPilot, compose."""

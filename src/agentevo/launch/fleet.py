@@ -1,0 +1,134 @@
+"""Which processes of a run go where: `Fleet` says what is wanted, `placed` puts it on nodes.
+
+A node is one machine, or the part of one that a cluster gives the job. The trainer has whole nodes,
+or the first devices of them; engines take the devices that are left, and further nodes where those
+don't suffice; samplers need no device and are spread over all nodes. Invariants: a device belongs
+to one process; node 0 has the first rank of the trainer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pydantic
+from pydantic import Field
+
+from agentevo.config.section import Section
+from agentevo.errors import ConfigError
+
+MAX_NODES = 1024
+Count = Annotated[int, Field(ge=0, le=4096)]
+
+
+class Fleet(Section):
+    """How many of what. Each kind of cluster adds what it asks for besides."""
+
+    trainer_nodes: int = Field(default=1, ge=1, le=MAX_NODES)
+    """Nodes that the trainer's ranks are on."""
+    gpus: Count = 0
+    """Devices of each node; 0: the CPU computes."""
+    trainer_gpus: Count | None = None
+    """Devices of each trainer node that the trainer has, a rank on each. Default: all that engines
+    leave, where they fit beside it on one node; otherwise all."""
+    engines: Count = 0
+    """Engine processes. With none and no samplers the trainer samples by itself."""
+    gpus_per_engine: int = Field(default=1, ge=1)
+    """Devices of one engine."""
+    engine_nodes: Count = 0
+    """Nodes for engines alone where gpus is 0; elsewhere they follow from the devices."""
+    samplers: Count = 0
+    """Sampler processes. Default with engines: at least 1 is needed."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the trainer samples through other processes."""
+        return self.engines > 0 or self.samplers > 0
+
+
+class Node(pydantic.BaseModel, extra="forbid", frozen=True):
+    """What runs on one machine."""
+
+    trainer: int = 0
+    """Ranks of the trainer."""
+    trainer_devices: tuple[int, ...] = ()
+    """Their devices, by number; empty on a CPU."""
+    engines: tuple[tuple[int, ...], ...] = ()
+    """For each engine its devices; empty tuples on a CPU."""
+    samplers: int = 0
+
+
+def placed(fleet: Fleet) -> tuple[Node, ...]:
+    """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
+    _check(fleet)
+    own = _trainer_gpus(fleet)
+    room = [list(range(own, fleet.gpus)) for _ in range(fleet.trainer_nodes)]
+    engines: list[list[tuple[int, ...]]] = [[] for _ in room]
+    if not fleet.gpus:
+        _spread_engines(fleet, engines)
+    else:
+        for _ in range(fleet.engines):
+            size = fleet.gpus_per_engine
+            node = next((n for n, free in enumerate(room) if len(free) >= size), None)
+            if node is None:
+                node = len(room)
+                room.append(list(range(fleet.gpus)))
+                engines.append([])
+            engines[node].append(tuple(room[node][: fleet.gpus_per_engine]))
+            room[node] = room[node][fleet.gpus_per_engine :]
+    if len(engines) > MAX_NODES:
+        raise ConfigError(
+            f"engines={fleet.engines}: that is {len(engines):,} nodes, {MAX_NODES:,} at most"
+        )
+    samplers = [len(range(n, fleet.samplers, len(engines))) for n in range(len(engines))]
+    trains = [n < fleet.trainer_nodes for n in range(len(engines))]
+    return tuple(
+        Node(
+            trainer=max(own, 1) if is_trainer else 0,
+            trainer_devices=tuple(range(own)) if is_trainer else (),
+            engines=tuple(of_node),
+            samplers=count,
+        )
+        for is_trainer, of_node, count in zip(trains, engines, samplers, strict=True)
+    )
+
+
+def _spread_engines(fleet: Fleet, engines: list[list[tuple[int, ...]]]) -> None:
+    engines.extend([] for _ in range(fleet.engine_nodes))
+    homes = engines[fleet.trainer_nodes :] or engines
+    for number in range(fleet.engines):
+        homes[number % len(homes)].append(())
+
+
+def _trainer_gpus(fleet: Fleet) -> int:
+    if fleet.trainer_gpus is not None:
+        return fleet.trainer_gpus
+    left = fleet.gpus - fleet.engines * fleet.gpus_per_engine
+    return left if fleet.trainer_nodes == 1 and left > 0 else fleet.gpus
+
+
+def _check(fleet: Fleet) -> None:
+    problem = ""
+    if bool(fleet.engines) != bool(fleet.samplers):
+        missing = "samplers" if fleet.engines else "engines"
+        problem = f"{missing}=0: engines and samplers need one another: set {missing} to 1 or more"
+    elif fleet.gpus and fleet.engine_nodes:
+        problem = (
+            f"engine_nodes={fleet.engine_nodes}: with gpus={fleet.gpus} the nodes of engines "
+            "follow from engines and gpus_per_engine: leave it out"
+        )
+    elif fleet.engine_nodes > fleet.engines:
+        problem = (
+            f"engine_nodes={fleet.engine_nodes}: there are {fleet.engines} engines, so some of "
+            "these nodes would do nothing: choose fewer"
+        )
+    elif fleet.gpus and fleet.gpus_per_engine > fleet.gpus:
+        problem = (
+            f"gpus_per_engine={fleet.gpus_per_engine}: a node has gpus={fleet.gpus}: an engine is "
+            "on one node"
+        )
+    elif fleet.trainer_gpus is not None and fleet.trainer_gpus > fleet.gpus:
+        problem = f"trainer_gpus={fleet.trainer_gpus}: a node has gpus={fleet.gpus}"
+    elif fleet.gpus and fleet.trainer_gpus == 0:
+        problem = "trainer_gpus=0: the trainer needs a device where gpus is above 0"
+    if problem:
+        raise ConfigError(problem)

@@ -1,0 +1,145 @@
+"""A launch as a folder that every machine sees: the resolved recipe, and which processes are on
+which node.
+
+    recipe.yaml  nodes.yaml  *.py (files that the recipe imports)  and what the cluster's tool reads
+
+`agentevo launch node nodes.yaml` is what each machine runs. Paths in nodes.yaml are relative to it,
+so the folder may be mounted anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pydantic
+import yaml
+
+from agentevo.config import RunConfig, load_config, to_yaml
+from agentevo.credentials import REFERENCE
+from agentevo.errors import ConfigError
+from agentevo.launch.fleet import Fleet, Node, placed
+from agentevo.parsing import ParseError, parse_yaml
+
+NODES_FILE, RECIPE_FILE = "nodes.yaml", "recipe.yaml"
+LONGEST_NAME = 50
+"""Characters of a job's name: what Kubernetes adds to it must fit into a DNS label of 63."""
+
+
+class Plan(pydantic.BaseModel, extra="forbid", frozen=True):
+    """Contents of nodes.yaml."""
+
+    name: str
+    recipe: str
+    """The recipe, from the folder of nodes.yaml."""
+    overrides: tuple[str, ...] = ()
+    port: int = pydantic.Field(default=29400, ge=1024, le=65535)
+    """Where rank 0 of the trainer listens for the others."""
+    nodes: tuple[Node, ...] = pydantic.Field(min_length=1)
+
+    @property
+    def ranks(self) -> int:
+        return sum(node.trainer for node in self.nodes)
+
+    @property
+    def trainer_nodes(self) -> int:
+        return sum(node.trainer > 0 for node in self.nodes)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the trainer samples through other processes."""
+        return any(node.engines or node.samplers for node in self.nodes)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+class Launch:
+    """What a kind of cluster is told: the plan, and the files of its folder."""
+
+    def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, run_dir: str = "") -> None:
+        """`run_dir`: where the run's folder lies on the machines, if not where the recipe says.
+        Raises ConfigError for a recipe that can't run on these nodes."""
+        self.config = load_config(recipe, overrides)
+        self.nodes = placed(fleet)
+        self.name = _job_name(self.config.run.name)
+        _check(self.config, fleet, self.nodes)
+        moved = (f"run.dir={run_dir}",) if run_dir else (f"run.dir={self.config.run_dir}",)
+        self.plan = Plan(name=self.name, recipe=RECIPE_FILE, overrides=moved, nodes=self.nodes)
+
+    @property
+    def run_dir(self) -> str:
+        return self.plan.overrides[0].removeprefix("run.dir=")
+
+    @property
+    def variables(self) -> list[str]:
+        """Environment variables that hold the recipe's secrets, sorted."""
+        return sorted(set(REFERENCE.findall(to_yaml(self.config))))
+
+    def files(self) -> dict[str, str]:
+        """Contents of the folder by name: the recipe with the files that it imports beside it, and
+        nodes.yaml. Raises ConfigError for two files of one name, or what can't be read."""
+        found, tree = {}, yaml.safe_load(to_yaml(self.config))
+        imports = []
+        for entry in self.config.imports:
+            path = Path(entry)
+            if not path.is_absolute():
+                imports.append(entry)  # a module, which the machines have installed
+                continue
+            if path.is_dir():
+                raise ConfigError(
+                    f"import: {path.name} is a folder: install it as a package on the machines, "
+                    "and import it by its name"
+                )
+            if path.name in found:
+                raise ConfigError(
+                    f"import: two files are called {path.name}: rename one of them, they go into "
+                    "one folder"
+                )
+            found[path.name] = path.read_text(encoding="utf-8")
+            imports.append(f"./{path.name}")
+        tree["import"] = imports
+        recipe = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found}
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises ConfigError for what is no plan."""
+    try:
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
+        return Plan.model_validate(tree)
+    except (OSError, UnicodeDecodeError, ParseError, pydantic.ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{path}: this is no nodes.yaml of `agentevo launch` ({first}): write the folder again"
+        ) from error
+
+
+def _job_name(name: str) -> str:
+    """As Kubernetes, the strictest, wants names."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
+    return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
+
+
+def _check(config: RunConfig, fleet: Fleet, nodes: tuple[Node, ...]) -> None:
+    if config.run.overwrite:
+        raise ConfigError(
+            "run.overwrite deletes the run's folder whenever a job starts again: leave it out"
+        )
+    if config.rollout.samplers:
+        raise ConfigError(
+            f"rollout.samplers={config.rollout.samplers}: who launches says how many samplers "
+            "there are: leave it out, and use --set samplers=... engines=..."
+        )
+    if fleet.is_apart and config.rollout.staleness == 0 and config.rollout.policy != "wait":
+        raise ConfigError(
+            "rollout.staleness=0 with engines and samplers of their own: set rollout.staleness=1 "
+            "or more, or rollout.policy=wait"
+        )
+    users = sum(bool(node.samplers) or n == 0 for n, node in enumerate(nodes))
+    url = config.store.url or "sqlite:"
+    if users > 1 and url.startswith("sqlite:"):
+        raise ConfigError(
+            f"store.url: samplers on {users} machines need a database that all of them reach: set "
+            "store.url=postgresql://... or mongodb://..., or put everything on one node"
+        )

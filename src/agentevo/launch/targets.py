@@ -1,0 +1,107 @@
+"""The kinds of clusters by name, and how a launch's folder is made and submitted."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pydantic
+
+from agentevo.config.entry_problems import entry_problem
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.files import atomic_folder
+from agentevo.launch import compose, kubernetes, skypilot, slurm
+from agentevo.launch.fleet import Fleet
+from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.paths import check_new_folder
+
+SUBMIT_S = 600.0
+
+
+class Made(NamedTuple):
+    """A launch's folder, and what submits it."""
+
+    folder: Path
+    command: list[str]
+
+
+class SubmitError(AgentEvoError):
+    """The cluster's tool refused."""
+
+
+FLEETS: Mapping[str, type[Fleet]] = {
+    "slurm": slurm.SlurmFleet,
+    "kubernetes": kubernetes.KubernetesFleet,
+    "skypilot": skypilot.SkyPilotFleet,
+    "compose": compose.ComposeFleet,
+}
+
+
+def fleet_of(target: str, values: Mapping[str, Any]) -> Fleet:
+    """Raises ConfigError for unknown keys and values that don't fit."""
+    model = FLEETS[target]
+    try:
+        return model.model_validate(dict(values))
+    except pydantic.ValidationError as error:
+        lines = [entry_problem(target, model, problem) for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path) -> Made:
+    """Writes the folder, which replaces one of an earlier launch. Raises ConfigError for a recipe
+    that can't run there, and a folder that holds something else."""
+    _check_folder(folder)
+    shown = str(folder)
+    if isinstance(fleet, slurm.SlurmFleet):
+        launch = Launch(recipe, overrides, fleet)
+        files, submit = launch.files() | slurm.script(launch, fleet, shown), slurm.command(shown)
+    else:
+        name = Launch(recipe, overrides, fleet).config.run.name
+        launch = Launch(recipe, overrides, fleet, run_dir=f"/runs/{name}")
+        files, submit = launch.files(), []
+        if isinstance(fleet, kubernetes.KubernetesFleet):
+            files |= kubernetes.manifest(launch, fleet, files)
+            submit = kubernetes.command(shown)
+        elif isinstance(fleet, skypilot.SkyPilotFleet):
+            files |= skypilot.task(launch, fleet, shown)
+            submit = skypilot.command(shown, launch)
+        elif isinstance(fleet, compose.ComposeFleet):
+            files |= compose.compose(launch, fleet)
+            submit = compose.command(shown)
+    with atomic_folder(folder) as staging:
+        for file, text in files.items():
+            (staging / file).write_text(text, encoding="utf-8")
+    return Made(folder, submit)
+
+
+def submitted(made: Made) -> str:
+    """What the cluster's tool says. Raises SubmitError if it refuses or is not there."""
+    program = shutil.which(made.command[0])
+    if program is None:
+        raise SubmitError(
+            f"{made.command[0]} is not installed here: copy {made.folder} to where it is, and run "
+            f"`{' '.join(made.command)}` there"
+        )
+    try:
+        done = subprocess.run(
+            [program, *made.command[1:]], capture_output=True, text=True, timeout=SUBMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SubmitError(f"{made.command[0]} has not answered for {SUBMIT_S:g} s") from error
+    if done.returncode:
+        raise SubmitError(
+            f"`{' '.join(made.command)}` failed (exit code {done.returncode}): "
+            f"{(done.stderr or done.stdout).strip()[-2000:]}"
+        )
+    return done.stdout.strip()
+
+
+def _check_folder(folder: Path) -> None:
+    check_new_folder(folder, "--out")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / NODES_FILE).is_file():
+        raise ConfigError(
+            f"{folder} holds something else than a launch: give another --out, nothing was written"
+        )

@@ -1,0 +1,118 @@
+"""One machine of a launch: its processes, and how nodes hear of node 0."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentevo.errors import ConfigError
+from agentevo.launch.node import HeadWatch, Heart, LostNodeError, run_node, visible
+from agentevo.launch.targets import fleet_of, make
+
+SMALL = [
+    "model.name=tiny", "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2",
+    "evaluation.tasks=4", "cold_start.episodes=0",
+]  # fmt: skip
+
+
+def written(tmp_path, *overrides, **values):
+    recipe = [*SMALL, f"run.dir={tmp_path / 'run'}", *overrides]
+    return make("slurm", "coins", recipe, fleet_of("slurm", values), tmp_path / "launch").folder
+
+
+def start(folder, rank, id="1"):
+    words = ["launch", "node", str(folder / "nodes.yaml"), "--rank", str(rank), "--id", id]
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentevo", *words], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_a_watch_follows_the_heart_to_its_end(tmp_path):
+    path = tmp_path / "run.launch" / "1.json"
+    watch = HeadWatch(path)
+    assert watch.poll() is None
+    with Heart(path) as heart:
+        deadline = time.monotonic() + 30
+        while not path.is_file():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert watch.poll() is None
+        heart.code = 7
+    assert watch.poll() == 7
+
+
+def test_a_heart_that_stands_still_is_lost(tmp_path):
+    path = tmp_path / "1.json"
+    path.write_text(json.dumps({"count": 3}))
+    watch = HeadWatch(path, lost_s=0.05)
+    assert watch.poll() is None
+    time.sleep(0.1)
+    with pytest.raises(LostNodeError, match="same folder"):
+        watch.poll()
+
+
+def test_a_heart_says_that_its_node_was_stopped_where_it_fails(tmp_path):
+    path = tmp_path / "run.launch" / "1.json"
+    with pytest.raises(RuntimeError), Heart(path):
+        raise RuntimeError
+    assert HeadWatch(path).poll() == 143
+
+
+def test_devices_are_named_to_their_process_alone():
+    assert visible((2, 3))["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert visible(()) == {}
+
+
+@pytest.mark.parametrize(("rank", "id", "word"), [(5, "1", "--rank 5"), (0, "a/b", "--id")])
+def test_wrong_words_are_refused(tmp_path, rank, id, word):
+    folder = written(tmp_path)
+    with pytest.raises(ConfigError, match=word):
+        run_node(folder / "nodes.yaml", rank=rank, id=id)
+
+
+def test_what_is_no_plan_is_refused(tmp_path):
+    (tmp_path / "nodes.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match="this is no"):
+        run_node(tmp_path / "nodes.yaml", rank=0)
+
+
+@pytest.mark.slow
+def test_two_nodes_do_one_run_and_end_together(tmp_path):
+    """The second node has the engines, and ends when the trainer of the first has."""
+    folder = written(tmp_path, engines=2, engine_nodes=1, samplers=1)
+    nodes = [start(folder, rank) for rank in (0, 1)]
+    assert [node.wait(timeout=500) for node in nodes] == [0, 0]
+    run = tmp_path / "run"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    names = sorted(path.name for path in (run / "logs").glob("*.log"))
+    assert [name.partition("-")[0] for name in names] == ["engine", "engine", "sampler"]
+
+
+@pytest.mark.slow
+def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
+    folder = written(tmp_path, "trainer.steps=400", engines=1, samplers=1)
+    node = start(folder, 0)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 2):
+        assert time.monotonic() < deadline
+        assert node.poll() is None
+        time.sleep(0.2)
+    node.send_signal(signal.SIGTERM)
+    assert node.wait(timeout=300) == 143
+    beat = json.loads((Path(f"{tmp_path / 'run'}.launch") / "1.json").read_text())
+    assert beat["code"] == 143
+    steps = metrics.read_text().count("\n")
+    node = start(folder, 0, id="2")
+    deadline = time.monotonic() + 300
+    while metrics.read_text().count("\n") <= steps:
+        assert time.monotonic() < deadline
+        assert node.poll() is None
+        time.sleep(0.2)
+    node.send_signal(signal.SIGTERM)
+    assert node.wait(timeout=300) == 143

@@ -1,0 +1,154 @@
+"""What `agentevo launch` writes for each kind of cluster."""
+
+import subprocess
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from agentevo.cli.main import main
+from agentevo.config import load_config
+from agentevo.launch.plan import read_plan
+from agentevo.launch.targets import fleet_of, make
+
+STORE = "store.url=postgresql://me:${env:PW}@db/x"
+APART = ["rollout.staleness=1", "rollout.policy=mask", "model.name=tiny", STORE]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def made(target, tmp_path, *overrides, **values):
+    return make(
+        target, "frozen_lake", [*APART, *overrides], fleet_of(target, values), tmp_path / "out"
+    )
+
+
+def documents(path):
+    return {one["kind"]: one for one in yaml.safe_load_all(path.read_text())}
+
+
+def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
+    for target in ("slurm", "kubernetes", "skypilot"):
+        folder = made(
+            target, tmp_path, gpus=4, engines=4, samplers=2,
+            **({"accelerator": "H100", "volume": "v"} if target == "skypilot" else {}),
+        ).folder  # fmt: skip
+        plan = read_plan(folder / "nodes.yaml")
+        config = load_config(str(folder / plan.recipe), list(plan.overrides))
+        assert config.trainer == load_config("frozen_lake", APART).trainer
+        assert config.store.url == STORE.removeprefix("store.url=")
+        assert [len(node.engines) for node in plan.nodes] == [0, 4]
+
+
+def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
+    folder = made(
+        "slurm", tmp_path, gpus=8, engines=8, samplers=1, partition="gpu", time="02:00:00",
+        sbatch=["--exclusive"], setup="module load cuda",
+    ).folder  # fmt: skip
+    script = (folder / "job.sbatch").read_text()
+    subprocess.run(["bash", "-n", folder / "job.sbatch"], check=True)
+    for line in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=02:00:00"):
+        assert f"#SBATCH {line}\n" in script
+    assert "#SBATCH --exclusive\n" in script
+    assert script.index("module load cuda") < script.index("${PW:?") < script.index("srun")
+
+
+def test_the_manifest_gives_secrets_by_reference_and_the_code_beside_the_recipe(tmp_path):
+    (tmp_path / "mine.py").write_text("A = 1\n")
+    folder = made(
+        "kubernetes", tmp_path, "import=[./mine.py]", gpus=2, engines=2, gpus_per_engine=2,
+        samplers=1, node_selector={"pool": "gpu"},
+    ).folder  # fmt: skip
+    found = documents(folder / "manifest.yaml")
+    data = found["ConfigMap"]["data"]
+    assert data["mine.py"] == "A = 1\n"
+    assert yaml.safe_load(data["recipe.yaml"])["import"] == ["./mine.py"]
+    job = found["Job"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert job["completions"] == job["parallelism"] == 3
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert pod["nodeSelector"] == {"pool": "gpu"}
+    secret = next(one for one in container["env"] if one["name"] == "PW")
+    assert secret["valueFrom"]["secretKeyRef"] == {"name": "agentevo", "key": "PW"}
+    assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    head = f"--head={found['Job']['metadata']['name']}-0.{found['Service']['metadata']['name']}"
+    assert head in container["args"]
+
+
+def test_kubernetes_itself_would_take_it(tmp_path):
+    folder = made(
+        "kubernetes", tmp_path, gpus=1, engines=1, samplers=1, storage_class="fast"
+    ).folder
+    for document in yaml.safe_load_all((folder / "manifest.yaml").read_text()):
+        kubernetes_validate.validate(document, "1.33", strict=True)
+
+
+def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
+    folder = made("compose", tmp_path, gpus=2, engines=1, samplers=1).folder
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    (devices,) = services["run"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["count"] == 2
+    assert services["run"]["environment"]["PW"].startswith("${PW:?")
+    assert services["ui"]["volumes"] == ["./runs:/runs:ro"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slurm", "coins", "--set", "partitoin=a"], "did you mean partition?"),
+        (["slurm", "coins", "--set", "gpus=many"], "slurm.gpus"),
+        (["slurm", "coins", "run.overwrite=true"], "run.overwrite"),
+        (["slurm", "coins", "rollout.samplers=2", "rollout.staleness=1"], "rollout.samplers=2"),
+        (
+            ["slurm", "coins", "rollout.staleness=1", "--set", "gpus=1", "--set", "engines=1",
+             "--set", "samplers=2"],
+            "store.url",
+        ),
+        (["skypilot", "coins", "--set", "gpus=1"], "accelerator"),
+        (["skypilot", "coins", "--set", "trainer_nodes=2"], "volume"),
+        (["compose", "coins", "--set", "trainer_nodes=2"], "one machine"),
+        (["slurm", "coins", "--values", "nothing.yaml"], "--values nothing.yaml"),
+        (["slurm", "no_such_recipe"], "no_such_recipe"),
+    ],
+)  # fmt: skip
+def test_what_can_not_run_is_refused_and_nothing_written(words, said, tmp_path, capsys):
+    assert main(["launch", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "thesis.tex").write_text("mine")
+    assert main(["launch", "slurm", "coins"]) == 2
+    assert "holds something else" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "launch").iterdir()] == ["thesis.tex"]
+
+
+def test_values_come_from_a_file_and_words_win(tmp_path):
+    (tmp_path / "values.yaml").write_text("partition: one\nqos: low\n")
+    words = ["slurm", "coins", "--values", "values.yaml", "--set", "partition=two"]
+    assert main(["launch", *words]) == 0
+    script = (tmp_path / "launch" / "job.sbatch").read_text()
+    assert "--partition=two" in script
+    assert "--qos=low" in script
+
+
+def test_submit_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", "slurm", "coins", "--submit"]) == 1
+    assert "sbatch is not installed here" in capsys.readouterr().err
+
+
+def test_submit_shows_what_the_tool_said(tmp_path, capsys, monkeypatch):
+    tool = tmp_path / "bin" / "sbatch"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    assert main(["launch", "slurm", "coins", "--submit"]) == 1
+    assert "invalid partition" in capsys.readouterr().err
