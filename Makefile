@@ -34,9 +34,15 @@ test-all: $(VENV)/.dev
 test-examples: $(VENV)/.dev
 	$(PYTEST) -m examples
 
-# What vLLM makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
-test-vllm: $(VENV)/.dev build/vllm/.installed
+# vLLM as an engine, and what it makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
+test-vllm: $(VENV)/.dev build/vllm/.agentevo
 	AGENTEVO_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/processes/test_vllm.py
+	OMP_NUM_THREADS=1 build/vllm/bin/python -m pytest tests/inference/test_vllm_engine.py tests/orchestration/test_vllm_run.py
+
+# AgentEvo beside it, so that it is an engine: what vLLM has brought stays as it is.
+build/vllm/.agentevo: build/vllm/.installed pyproject.toml
+	build/vllm/bin/python -m pip install --quiet --constraint benchmarks/requirements-vllm.txt --editable '.[lora,serve]' hypothesis pytest pytest-timeout
+	touch $@
 
 build/vllm/.installed: benchmarks/requirements-vllm.txt
 	$(PYTHON) -m venv build/vllm

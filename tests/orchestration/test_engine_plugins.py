@@ -150,7 +150,7 @@ def test_a_run_trains_with_an_engine_of_another_package(
         for (_, logprobs, _), (_, others, _) in zip(turns, theirs, strict=True):
             assert np.allclose(logprobs, others, atol=1e-4)
     assert made[0].served == [0, 0, 1, 2, "closed"]
-    assert {name for name, _ in LISTS["engines"]()} == {"one_by_one", "torch"}
+    assert {name for name, _ in LISTS["engines"]()} == {"one_by_one", "torch", "vllm"}
 
 
 @pytest.mark.parametrize("beside", [(), ("rollout.staleness=1", "rollout.sharing=overlap")])
@@ -169,6 +169,12 @@ def test_a_run_trains_with_a_transport_of_another_package(
     ("overrides", "reason"),
     [
         (["engine.type=torhc"], "no engine is called 'torhc': did you mean 'torch'"),
+        (
+            ["engine.type=vllm", "engine.options={tensor_paralel_size: 2}"],
+            "engine.options.tensor_paralel_size: .* mean tensor_parallel_size",
+        ),
+        (["engine.type=vllm", "engine.options={dtype: int4}"], "engine.options.dtype: got 'int4'"),
+        (["engine.type=vllm", "engine.batch_invariant=true"], "engine.batch_invariant: vLLM"),
         (["rollout.transport=bites"], "did you mean 'bytes'"),
         (["rollout.transport=folder"], "for engines in other processes, and this run has none"),
         (["rollout.transport=copy", "rollout.samplers=1"], "does not reach engines in other proc"),

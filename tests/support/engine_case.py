@@ -67,9 +67,14 @@ class Case:
         self.run(self.engine.close())
         self.runner.close()
 
-    async def begin(self, version: int = 1) -> None:
-        """The engine serves `old` under that version."""
-        await self.engine.begin(version, self.old, deadline_s=PATIENCE_S)
+    @property
+    def flat(self) -> Weights:
+        """Weights under which every token is almost as likely as any other."""
+        return {**self.old, "lm_head.weight": 0.02 * self.old["lm_head.weight"]}
+
+    async def begin(self, version: int = 1, weights: Weights | None = None) -> None:
+        """The engine serves these weights, or `old`, under that version."""
+        await self.engine.begin(version, weights or self.old, deadline_s=PATIENCE_S)
 
     async def draw(
         self, sampling: SamplingParams = PLAIN, prompt: Sequence[int] = PROMPT, **more: Any

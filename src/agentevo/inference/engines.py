@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 engines: Registry[EngineFactory] = Registry("engines")
 
 
+def check_engine(section: EngineSection) -> None:
+    """Tells, before anything is created, what would fail when the engine is made: an unknown one,
+    and options that one of ours does not know. Raises UnknownNameError and ConfigError."""
+    engines.get(section.type)
+    if section.type == "vllm":
+        from agentevo.inference.vllm_options import check_options
+
+        check_options(section)
+
+
 @engines.register("torch")
 def torch_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
@@ -22,3 +32,13 @@ def torch_engine(
     from agentevo.inference.torch_engine import TorchEngine
 
     return TorchEngine(model, tokenizer, section)
+
+
+@engines.register("vllm")
+def vllm_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
+) -> UpdatableEngine:
+    """vLLM, in processes that this one starts, on weights of its own (extra `vllm`)."""
+    from agentevo.inference.vllm_engine import VllmEngine
+
+    return VllmEngine(model, tokenizer, section)

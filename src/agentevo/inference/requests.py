@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,15 +103,23 @@ class Request:
         """Why nothing is drawn after the newest token; None if something is."""
         if self.completion[-1] in self.stop_ids:
             return "stop"
-        if self.params.stop_strings and tokenizer is not None:
-            longest = max(
-                len(s.encode()) for s in self.params.stop_strings
-            )  # a token may be a single byte
-            tail = tokenizer.decode(self.completion[-longest - 4 :], skip_special_tokens=False)
-            if any(s in tail for s in self.params.stop_strings):
-                return "stop"
+        if tokenizer is not None and completes_stop_string(
+            tokenizer, self.completion, self.params.stop_strings
+        ):
+            return "stop"
         return "length" if len(self.completion) >= self.params.max_new_tokens else None
 
     @property
     def abandoned(self) -> bool:
         return self.future is not None and self.future.done()
+
+
+def completes_stop_string(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_strings: Sequence[str]
+) -> bool:
+    """Whether the text of a completion has one of the strings with its newest token."""
+    if not stop_strings:
+        return False
+    longest = max(len(text.encode()) for text in stop_strings)  # a token may be a single byte
+    tail = tokenizer.decode(list(ids[-longest - 4 :]), skip_special_tokens=False)
+    return any(text in tail for text in stop_strings)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from agentevo.config import RunConfig
 from agentevo.config.credit import find_credit
 from agentevo.errors import ConfigError
-from agentevo.inference.engines import engines
+from agentevo.inference.engines import check_engine
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.load import check_overrides
@@ -27,7 +27,7 @@ def check_parts(
     config: RunConfig, tasks: Sequence[Task] | None, resume: bool, *, apart: bool = False
 ) -> None:
     """Raises ConfigError or ModelError for what would otherwise fail while a training run's parts
-    are built: an unknown engine or transport, a missing package or option of the environment or of
+    are built: an unknown engine or transport, a missing package or option of engine, environment or
     child processes, too few tasks, a model that can't be had (a known one is downloaded here).
     `apart`: samplers and engines are other processes, whoever starts them."""
     if config.rollout.samplers:
@@ -35,7 +35,7 @@ def check_parts(
     check_processes(config)
     check_tracking(config)
     check_play(config, tasks)
-    engines.get(config.engine.type)
+    check_engine(config.engine)
     check_transport(config, apart=apart or config.rollout.samplers > 0)
     check_preference(config)
     if config.algorithm.credit is not None:

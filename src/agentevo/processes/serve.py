@@ -28,7 +28,7 @@ from agentevo.inference.address import is_this_machine
 from agentevo.inference.certificate import RunCertificate, check_installed
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights
-from agentevo.inference.engines import engines
+from agentevo.inference.engines import check_engine, engines
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
@@ -65,6 +65,7 @@ def serve(
         )
     check_one_policy(config)
     check_memory(config)
+    check_engine(config.engine)
     make_engine, source = engines.get(config.engine.type), remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         if tls is None:

@@ -16,7 +16,7 @@ from agentevo.gateway.gateway import Gateway
 from agentevo.gateway.shared_session import SharedSession
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import UpdatableEngine
-from agentevo.inference.engines import engines
+from agentevo.inference.engines import check_engine, engines
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
 from agentevo.models.positions import context_length
@@ -43,6 +43,7 @@ def serve_model(
     no such checkpoint, before anything is created."""
     path = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last).find(checkpoint)
     check_memory(config)
+    check_engine(config.engine)
     make_engine = engines.get(config.engine.type)
     door_of_clients = client_door(config.run_dir, host, port, tls, SERVING)
     with asked_to_stop() as stop, door_of_clients as door:

@@ -1,0 +1,440 @@
+"""vLLM as an engine. With `vllm_words` and `vllm_weights` this is all that knows its names.
+
+vLLM runs in processes of its own, which this one starts and ends; nothing of it listens on a
+network. It begins with the model's weights as files in a temporary folder, and is handed new ones
+the same way:
+
+    verify -> write -> pause, every cached key and value dropped -> load -> label -> resume
+
+Invariants: a token's log-prob is that of the distribution it was drawn from (vLLM's
+`processed_logprobs`); its version is the label under which vLLM drew it; no token is drawn over
+keys and values of other weights. Weights of which vLLM could hold a part are never served: when a
+load fails, every request fails with EngineError from then on, and `check` says so.
+
+Not promised: the same numbers in other company (they differ by rounding), and sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentevo.config import EngineSection
+from agentevo.errors import ConfigError, DeadlineExceededError, EngineError, RequestTooLongError
+from agentevo.event_loop import in_thread
+from agentevo.inference.engine import (
+    NO_VERSION,
+    InFlight,
+    TokenListener,
+    TokenScores,
+    Weights,
+    check_request,
+    check_score,
+    check_tokens,
+)
+from agentevo.inference.listening import tell
+from agentevo.inference.requests import completes_stop_string
+from agentevo.inference.verified import VerifiedWeights, verify_weights
+from agentevo.inference.vllm_options import VllmOptions, read_options
+from agentevo.inference.vllm_weights import write_weights
+from agentevo.inference.vllm_words import (
+    Drawn,
+    check_sampling,
+    drawing,
+    engine_arguments,
+    load_vllm,
+    scoring,
+)
+from agentevo.models.adapters import is_adapted
+from agentevo.models.positions import context_length
+from agentevo.models.save import no_progress_bars
+from agentevo.types import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHUTDOWN_S = 10.0
+"""Longest time for vLLM's processes to end by themselves."""
+LOAD_S = 600.0
+"""Longest time for vLLM to take over weights that are on disk."""
+
+
+class VllmEngine:
+    """See the module. `model` says names, shapes and the weights to begin with; nothing is computed
+    with it. Starting takes a minute and more. Raises ConfigError for what vLLM can't follow,
+    MissingExtraError without vLLM, EngineError when it does not start."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: EngineSection | None = None,
+    ) -> None:
+        self.config = config or EngineSection(type="vllm")
+        options = read_options(self.config)
+        if is_adapted(model):
+            raise ConfigError(
+                "engine.type=vllm serves whole models, and model.lora trains an adapter: use "
+                "engine.type=torch for it"
+            )
+        self._vllm = load_vllm(options.start_timeout_s)
+        self._like, self._tokenizer = model, tokenizer
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self._context = options.max_model_len or context_length(model.config)
+        self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
+        self._base = self._folder / "base"
+        self._llm = self._start(options)
+        self._version = NO_VERSION
+        self._failure: EngineError | None = None
+        self._publishing = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._running: set[str] = set()
+        self._generated = self._computed = self._prefix_hits = 0
+        self._publishes = self._refused_publishes = 0
+        self._swap_s = 0.0
+
+    def _start(self, options: VllmOptions) -> Any:
+        """vLLM with the weights of the model, ready."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            with no_progress_bars():
+                self._like.save_pretrained(self._base)
+            arguments = AsyncEngineArgs(
+                model=str(self._base),
+                max_model_len=self._context,
+                **engine_arguments(self._like, self.config, options),
+            )
+            return AsyncLLM.from_engine_args(arguments)
+        except Exception as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise EngineError(
+                f"vLLM has not started ({type(error).__name__}: {error}): its own lines above say "
+                "why; engine.options and engine.kv_cache_gb are what it is told"
+            ) from error
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
+        listen: TokenListener | None = None,
+    ) -> Completion:
+        """See Engine.generate. vLLM finds a conversation's keys and values by its tokens, so
+        `session` says nothing more."""
+        check_request(sampling, deadline_s)
+        check_sampling(sampling)
+        last = sampling.penalties.last_token if sampling.penalties else 0
+        self._check_room(prompt_ids, sampling.max_new_tokens, (max(last, 0),))
+        if sampling.stop_strings and self._tokenizer is None:
+            raise EngineError(
+                "stop strings need a tokenizer: build VllmEngine with one, or use stop_token_ids"
+            )
+        streams = listen is not None or bool(sampling.stop_strings)
+        drawn, stopped = Drawn(), False
+        params = drawing(sampling, self._vocabulary, streams=streams)
+        async with self._asked(prompt_ids, params, deadline_s) as (name, outputs):
+            async for answer in outputs:
+                (output,) = answer.outputs
+                if stopped:  # what vLLM draws until it hears of that
+                    drawn.end(output)
+                    continue
+                before = len(drawn.ids)
+                self._generated += drawn.add(output, sampling)
+                if stopped := self._cut_at_stop_string(drawn, before, sampling):
+                    await self._llm.abort(name)
+                if listen is not None and len(drawn.ids) > before:
+                    tell(listen, drawn.ids[before:], drawn.logprobs[before:])
+            self._count_context(len(prompt_ids), answer.num_cached_tokens or 0)
+        if drawn.finish_reason not in ("stop", "length") and not stopped:
+            raise self._failure or EngineError(
+                f"vLLM has ended the request ({drawn.finish_reason}): ask again"
+            )
+        reason: FinishReason = "stop" if stopped or drawn.finish_reason == "stop" else "length"
+        return Completion(
+            ids=drawn.ids,
+            logprobs=drawn.logprobs,
+            versions=drawn.versions(),
+            finish_reason=reason,
+            top_logprobs=drawn.top_logprobs,
+        )
+
+    def _cut_at_stop_string(self, drawn: Drawn, before: int, sampling: SamplingParams) -> bool:
+        """Whether one of the tokens from `before` on completes a stop string; then what follows it
+        is dropped."""
+        if self._tokenizer is None or not sampling.stop_strings:
+            return False
+        for count in range(before + 1, len(drawn.ids) + 1):
+            if completes_stop_string(self._tokenizer, drawn.ids[:count], sampling.stop_strings):
+                drawn.cut(count)
+                return True
+        return False
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """See ScoringEngine.score. At temperature 1 only."""
+        check_score(context_ids, ids, temperature, deadline_s)
+        if temperature != 1:
+            raise EngineError(
+                f"score: temperature={temperature:g}: vLLM tells log-probs of given tokens at "
+                "temperature 1 only: ask for that, or use engine.type=torch"
+            )
+        whole = [*context_ids, *ids]
+        self._check_room(whole, 1)
+        ends = time.monotonic() + deadline_s
+        while True:  # once more when new weights have come in the middle
+            began, one = self._version, Drawn()
+            async with self._asked(whole, scoring(), ends - time.monotonic()) as (_, outputs):
+                async for answer in outputs:
+                    (output,) = answer.outputs
+                    one.add(output, SamplingParams())
+            if one.finish_reason == "abort":
+                raise self._failure or EngineError("vLLM has ended the request: ask again")
+            self._count_context(len(whole), 0)
+            if one.versions() == [began]:
+                told = answer.prompt_logprobs
+                places = [told.start_indices[at] for at in range(len(context_ids), len(whole))]
+                return TokenScores([told.logprobs[place] for place in places], began)
+
+    async def release(self, session: str) -> None:
+        """See Engine.release: vLLM keeps nothing by that name."""
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats. What vLLM keeps waiting counts as running."""
+        cache = self._llm.vllm_config.cache_config
+        return {
+            "engine/generated_tokens": self._generated,
+            "engine/computed_tokens": self._computed + self._generated,
+            "engine/prefix_hit_tokens": self._prefix_hits,
+            "engine/running": len(self._running),
+            "engine/waiting": 0,
+            "engine/kv_capacity_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+            "engine/publishes": self._publishes,
+            "engine/refused_publishes": self._refused_publishes,
+            "engine/swap_s": self._swap_s,
+        }
+
+    async def begin(
+        self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
+    ) -> None:
+        """See UpdatableEngine.begin."""
+        verified = None if weights is None else verify_weights(self._like, weights)
+        async with self._publishing:
+            await self._swap(version, verified, "continue", deadline_s)
+
+    def verify(self, weights: Weights) -> VerifiedWeights:
+        """See UpdatableEngine.verify and `verify_weights`."""
+        try:
+            return verify_weights(self._like, weights)
+        except EngineError:
+            self._refused_publishes += 1
+            raise
+
+    async def publish(
+        self,
+        version: int,
+        weights: Weights | None = None,
+        *,
+        in_flight: InFlight = "finish",
+        deadline_s: float = 60.0,
+    ) -> None:
+        """See UpdatableEngine.publish. Being cancelled while vLLM loads comes after it: then the
+        new version serves."""
+        if weights is None:
+            raise EngineError(
+                "vLLM has weights of its own, which nobody changes in place: publish the weights"
+            )
+        verified = (
+            weights
+            if isinstance(weights, VerifiedWeights)
+            else await in_thread(self.verify, weights)
+        )
+        published = False
+        try:
+            async with self._publishing:
+                if version <= self._version:
+                    raise EngineError(
+                        f"weights version {version} is not newer than {self._version}: versions "
+                        "only grow"
+                    )
+                if verified.model is not self._like:
+                    raise EngineError(
+                        "weights refused, nothing changed: they were verified for another engine's "
+                        "model: verify them on this engine"
+                    )
+                await self._swap(version, verified, in_flight, deadline_s)
+                self._publishes += 1
+                published = True
+        finally:
+            self._refused_publishes += not published
+
+    async def _swap(
+        self,
+        version: int,
+        weights: VerifiedWeights | None,
+        in_flight: InFlight,
+        deadline_s: float,
+    ) -> None:
+        """The weights (None: those that it has) serve as that version from now on."""
+        self.check()
+        path = None if weights is None else self._folder / f"weights-{next(self._numbers)}"
+        try:
+            if path is not None and weights is not None:
+                await in_thread(write_weights, self._like, weights, path)
+                await self._have_read(version, path)
+            await self._pause(in_flight, deadline_s)
+            started = time.perf_counter()
+            await _to_its_end(self._take_over(version, loads=path is not None))
+            self._swap_s += time.perf_counter() - started
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    async def _have_read(self, version: int, path: Path) -> None:
+        """vLLM's workers have the file in memory, and have changed nothing."""
+        try:
+            async with asyncio.timeout(LOAD_S):
+                files = (str(path), str(self._base))
+                await self._llm.collective_rpc("read_agentevo_weights", args=files)
+        except Exception as error:
+            self.check()
+            raise EngineError(
+                f"weights refused, nothing changed: vLLM could not read version {version} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    async def _pause(self, in_flight: InFlight, deadline_s: float) -> None:
+        """Nothing is computed any more, and nothing that was computed is kept: tokens over keys and
+        values of other weights would be of neither version. What fails leaves vLLM going."""
+        mode = "wait" if in_flight == "finish" else "keep"
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._llm.pause_generation(mode=mode, clear_cache=True)
+        except BaseException as error:
+            await _to_its_end(self._llm.resume_generation())
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceededError(
+                    f"publish: requests were still running after {deadline_s:g} s; the old weights "
+                    "go on serving"
+                ) from None
+            raise
+
+    async def _take_over(self, version: int, *, loads: bool) -> None:
+        """Of a vLLM that pauses. When it fails, vLLM may hold some of the new weights and some of
+        the old ones: it draws nothing any more."""
+        try:
+            async with asyncio.timeout(LOAD_S):
+                if loads:
+                    await self._llm.collective_rpc("load_agentevo_weights")
+                await self._llm.update_weight_version(str(version))
+        except Exception as error:
+            self._failure = EngineError(
+                f"vLLM has failed to load version {version} and may hold a part of it, so this "
+                f"engine ends, and others have its requests ({type(error).__name__}: {error})"
+            )
+            await self._llm.abort(list(self._running))
+            raise self._failure from error
+        self._version = version
+        await self._llm.resume_generation()
+
+    async def forget_cache(self) -> None:
+        """See UpdatableEngine.forget_cache."""
+        async with self._publishing:
+            self.check()
+            await self._pause("continue", LOAD_S)
+            await self._llm.resume_generation()
+
+    def check(self) -> None:
+        """See UpdatableEngine.check."""
+        if self._failure is None and self._llm.errored:
+            self._failure = EngineError(
+                "vLLM's processes have ended, so this engine ends, and others have its requests: "
+                "its own lines above say why"
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """See UpdatableEngine.close."""
+        if self._failure is None:
+            self._failure = EngineError("the engine is closed: nothing can be asked of it")
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        await in_thread(self._llm.shutdown, timeout=SHUTDOWN_S)
+        await in_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _check_room(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, others: Sequence[int] = ()
+    ) -> None:
+        if not prompt_ids:
+            raise EngineError(
+                "the prompt is empty: an engine needs at least one token to predict from"
+            )
+        check_tokens((*prompt_ids, *others), self._vocabulary)
+        if len(prompt_ids) + max_new_tokens > self._context:
+            raise RequestTooLongError(
+                f"prompt of {len(prompt_ids)} tokens + max_new_tokens {max_new_tokens} is more "
+                f"than the context of {self._context} tokens: lower sampling.max_new_tokens, or "
+                "shorten the conversation"
+            )
+
+    def _count_context(self, tokens: int, cached: int) -> None:
+        self._prefix_hits += cached
+        self._computed += tokens - cached
+
+    @asynccontextmanager
+    async def _asked(
+        self, prompt_ids: Sequence[int], params: Any, deadline_s: float
+    ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
+        """A request to vLLM, under its name there, and what comes of it. Whatever ends the block
+        ends the request."""
+        self.check()
+        name = str(next(self._numbers))
+        self._running.add(name)
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                aclosing(self._llm.generate(prompt, params, name)) as outputs,
+            ):
+                yield name, outputs
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"no completion within {deadline_s:g} s ({len(self._running)} requests at vLLM): "
+                "raise engine.timeout_s or lower sampling.max_new_tokens"
+            ) from None
+        except (self._vllm.exceptions.VLLMError, ValueError) as error:
+            self.check()
+            raise EngineError(f"vLLM has refused the request: {error}") from error
+        finally:
+            self._running.discard(name)
+
+
+async def _to_its_end(work: Awaitable[None]) -> None:
+    """Waits for it also when being cancelled, which is passed on afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

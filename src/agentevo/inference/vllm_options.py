@@ -1,0 +1,69 @@
+"""What `engine.options` may say to vLLM (`engine.type: vllm`), read before anything is started."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+import pydantic
+from pydantic import Field
+
+from agentevo.config import EngineSection
+from agentevo.config.section import Section
+from agentevo.errors import ConfigError, MissingExtraError
+from agentevo.registry import nearest
+
+
+class VllmOptions(Section):
+    """Options under the names that vLLM has for them."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What vLLM computes in. Default: as the model."""
+    max_model_len: int | None = Field(default=None, ge=16)
+    """Longest sequence, in tokens. Default: the model's context."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices of this machine that share each layer."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of the device's memory for weights, activations and key-value cache. Default: the cache
+    has `engine.kv_cache_gb` (or `kv_cache_tokens`), and the rest takes what it needs."""
+    enforce_eager: bool | None = None
+    """Run layer by layer, without compiling and capturing graphs. Default: yes on a CPU, where
+    compiling takes minutes, and no on a GPU."""
+    start_timeout_s: float = Field(default=1200.0, gt=0)
+    """Longest time for vLLM to load the weights and to be ready, in seconds."""
+
+
+def read_options(section: EngineSection) -> VllmOptions:
+    """Raises ConfigError for what vLLM can't be told, and for keys of `engine` that it can't
+    follow."""
+    if section.batch_invariant:
+        raise ConfigError(
+            "engine.batch_invariant: vLLM's numbers may depend on what is computed beside a "
+            "request: leave the key out, or use engine.type=torch"
+        )
+    try:
+        return VllmOptions.model_validate(section.options)
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        known = list(VllmOptions.model_fields)
+        if wrong["type"] != "extra_forbidden":
+            raise ConfigError(
+                f"engine.options.{key}: got {wrong['input']!r}: {wrong['msg']}"
+            ) from error
+        guess = nearest(key, known)
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"engine.options.{key}: vLLM is not told of that from here: {hint}give one of "
+            f"{', '.join(known)}"
+        ) from error
+
+
+def check_options(section: EngineSection) -> None:
+    """As `read_options`. Raises MissingExtraError where vLLM is not installed."""
+    read_options(section)
+    if find_spec("vllm") is None:
+        raise MissingExtraError(
+            "engine.type=vllm needs the package 'vllm': pip install 'agentevo[vllm]', or set "
+            "engine.type=torch"
+        )

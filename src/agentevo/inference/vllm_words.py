@@ -1,0 +1,212 @@
+"""Our words in vLLM's, and its answers in ours: what it is started with, what a request asks, and
+what comes of it.
+
+What vLLM would compute otherwise than every other engine is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentevo.config import EngineSection
+from agentevo.errors import ConfigError, EngineError, GrammarError
+from agentevo.extras import load_extra
+from agentevo.inference.torch_engine import kv_bytes_per_token
+from agentevo.inference.vllm_options import VllmOptions
+from agentevo.inference.vllm_weights import WeightLoader
+from agentevo.types import MAX_TOP_LOGPROBS, Alternatives, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VERSIONS = ((0, 32), (0, 33))
+"""vLLM's releases that this module is written for: from the first, below the second. Labels of
+weights are younger than 0.30, and what is called here changes between minor releases."""
+
+
+LOWEST, HIGHEST = 0.01, 2.0
+"""Temperatures above 0 that vLLM draws at: it raises lower ones without a word to the caller, and
+refuses higher ones."""
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises EngineError for what vLLM computes in another order than every other engine, and for
+    what it tells too little of."""
+    given = sampling.penalties
+    if sampling.grammar:
+        raise GrammarError(
+            "vLLM does not tell which tokens a grammar let it draw from, so a turn under one could "
+            "not be trained: use engine.type=torch, or leave the grammar out"
+        )
+    if not (sampling.temperature == 0 or LOWEST <= sampling.temperature <= HIGHEST):
+        raise EngineError(
+            f"sampling: temperature={sampling.temperature:g}: vLLM draws at 0 and at {LOWEST:g} to "
+            f"{HIGHEST:g} only: choose one of these, or engine.type=torch"
+        )
+    if sampling.min_p > 0 and sampling.top_p < 1:
+        raise EngineError(
+            "sampling: min_p with top_p: vLLM applies min_p first, and every other engine last, "
+            "which gives another distribution: set one of them"
+        )
+    if given is not None and given.logit_bias and given.repetition != 1:
+        raise EngineError(
+            "sampling: penalties: vLLM scales a logit for repetition after it adds the bias, and "
+            "every other engine before: give logit_bias or repetition"
+        )
+
+
+def load_vllm(start_timeout_s: float = 600.0) -> Any:
+    """The package, imported now. Raises MissingExtraError, and ConfigError for a release that this
+    module is not written for."""
+    for name, value in {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and may have a GPU
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s)),
+    }.items():
+        os.environ.setdefault(name, value)
+    vllm: Any = load_extra("vllm", "vllm", "engine.type=vllm", ", or set engine.type=torch")
+    release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if not VERSIONS[0] <= release < VERSIONS[1]:
+        wanted = " and below ".join(".".join(map(str, one)) for one in VERSIONS)
+        raise ConfigError(
+            f"engine.type=vllm needs vLLM from {wanted}, and {vllm.__version__} is installed: "
+            "pip install 'agentevo[vllm]'"
+        )
+    return vllm
+
+
+def output_kind(name: str) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind[name]
+
+
+def engine_arguments(
+    model: PreTrainedModel, section: EngineSection, options: VllmOptions
+) -> dict[str, Any]:
+    """The section in the words of vLLM's `AsyncEngineArgs`, and what makes its numbers ours."""
+    from vllm.platforms import current_platform
+
+    memory: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
+    if options.gpu_memory_utilization is None:
+        tokens, a_token = section.kv_cache_tokens, kv_bytes_per_token(model)
+        limit = tokens * a_token if tokens else section.kv_cache_gb * 2**30
+        memory = {"kv_cache_memory_bytes": int(limit)}
+    eager = options.enforce_eager
+    return {
+        "dtype": options.dtype or str(model.dtype).removeprefix("torch."),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enforce_eager": current_platform.is_cpu() if eager is None else eager,
+        "max_num_seqs": section.max_running,
+        "max_num_batched_tokens": section.prefill_tokens,
+        "enable_prefix_caching": section.prefix_sharing,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "load_format": "safetensors",
+        "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
+        "disable_log_stats": True,
+        **memory,
+    }
+
+
+def drawing(sampling: SamplingParams, vocabulary: int, *, streams: bool) -> Any:
+    """What vLLM calls it. The end-of-text token ends a request only if it is asked to, and
+    `logprobs` counts those beside the drawn one's."""
+    given = sampling.penalties
+    penalties = (
+        {}
+        if given is None
+        else {
+            "presence_penalty": given.presence,
+            "frequency_penalty": given.frequency,
+            "repetition_penalty": given.repetition,
+            "logit_bias": dict(given.logit_bias) or None,
+        }
+    )
+    return load_vllm().SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=min(sampling.top_k, vocabulary),
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=sampling.seed & (2**63 - 1),
+        logprobs=sampling.top_logprobs,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=output_kind("DELTA" if streams else "FINAL_ONLY"),
+        **penalties,
+    )
+
+
+def scoring() -> Any:
+    """What vLLM calls a request for the log-probs of its prompt. A token has to be drawn, too."""
+    return load_vllm().SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=output_kind("FINAL_ONLY"),
+    )
+
+
+@dataclass
+class Drawn:
+    """What one request has been given so far."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)
+    """vLLM's `WeightVersionSpan`s, which come with its last word."""
+    finish_reason: str | None = None
+
+    def add(self, output: Any, sampling: SamplingParams) -> int:
+        """Takes down the next tokens of a vLLM output; returns how many."""
+        told = output.logprobs
+        for place, token in enumerate(output.token_ids):
+            begin, end = told.start_indices[place], told.end_indices[place]
+            greedy = sampling.temperature == 0
+            self.ids.append(token)
+            self.logprobs.append(0.0 if greedy else told.logprobs[begin])
+            if sampling.top_logprobs:
+                known = dict(zip(told.token_ids[begin:end], told.logprobs[begin:end], strict=True))
+                self.top_logprobs.append(
+                    [(token, 0.0)] if greedy else _likeliest(known, sampling.top_logprobs)
+                )
+        self.end(output)
+        return len(output.token_ids)
+
+    def end(self, output: Any) -> None:
+        """Takes down why nothing follows a vLLM output, if nothing does."""
+        self.finish_reason, self.spans = output.finish_reason, output.weight_versions or []
+
+    def cut(self, count: int) -> None:
+        """Keeps so many tokens."""
+        del self.ids[count:], self.logprobs[count:], self.top_logprobs[count:]
+
+    def versions(self) -> list[int]:
+        """Of each token. Raises EngineError where vLLM has not said which weights drew it."""
+        found = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
+        if len(found) < len(self.ids):
+            raise EngineError(
+                f"vLLM has told the versions of {len(found)} of {len(self.ids)} tokens, so none of "
+                "them can be used: install a release that engine.type=vllm is written for"
+            )
+        return found[: len(self.ids)]
+
+
+def _likeliest(known: dict[int, float], count: int) -> Alternatives:
+    """Of one token's log-probs, in which the drawn one is whether or not it is among them."""
+    ordered = sorted(known.items(), key=lambda one: -one[1])[:count]
+    return [(token, logp) for token, logp in ordered if math.isfinite(logp)]
