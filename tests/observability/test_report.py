@@ -192,7 +192,7 @@ def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[
     )
     spans = [attributes for _, attributes in Page(text).tags if "data-t" in attributes]
     assert [span["class"] for span in spans] == ["s1", "s4", ""]
-    assert spans[0]["title"] == "id 11 · log-prob -0.2500 (78%) · weights 7"
+    assert spans[0]["title"] == "id 11 · log-prob -0.2500 (78%) · weights of version 7"
     assert "é&amp;&lt;b&gt;" in text
     assert "↵\n" in text
 

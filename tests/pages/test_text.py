@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from agentevo.pages import render, shown
 from agentevo.pages.drawing import as_json, line_chart, scale, sparkline
+from agentevo.pages.rendering import marked
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,9 @@ def test_any_numbers_can_be_drawn(values: list[float]) -> None:
 
 def test_a_chart_of_zeros_has_readable_bounds() -> None:
     assert ">-1<" in (drawn := line_chart([1, 2], [("zero", [0.0, 0.0])])) and ">1<" in drawn
+
+
+def test_between_two_backticks_is_code_and_all_of_it_is_escaped():
+    assert str(marked("do `<b>` & go")) == "do <code>&lt;b&gt;</code> &amp; go"
+    assert str(marked("one ` alone <i>")) == "one ` alone &lt;i&gt;"
+    assert str(marked("`a` and `b")) == "<code>a</code> and `b"

@@ -61,6 +61,18 @@ def test_a_run_under_way_says_what_it_does(folder: Path) -> None:
     assert view.doing is not None and view.doing.words() == "sampling, step 2: 3 of 8 attempts"
 
 
+def test_a_paused_run_is_called_so_and_a_stopped_one_names_the_command(folder: Path) -> None:
+    (folder / "config.yaml").write_text("# agentevo train\nrun: {name: half}\n")
+    tell(folder, phase="paused", detail="after step 1")
+    with locked(folder):
+        view = seen(folder)
+    assert (view.state, view.badge) == ("running", "paused")
+    tell(folder, phase="paused", ended="stopped")
+    view = seen(folder)
+    whole = f"`agentevo train {folder}/config.yaml run.dir={folder} --resume` goes on with it"
+    assert view.badge == "interrupted" and whole in view.reason
+
+
 def test_a_process_that_gives_no_sign_is_told_from_one_that_is_dead(folder: Path) -> None:
     tell(folder, age_s=100.0)
     with locked(folder):

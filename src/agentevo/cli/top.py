@@ -102,7 +102,7 @@ def _line_of(view: RunView, *, ask: bool) -> RunLine:
     )
     return RunLine(
         name=view.label,
-        state="silent" if view.is_silent else view.state,
+        state=view.badge,
         step=view.step,
         planned=view.planned,
         reward=table.latest("critic/score/mean"),

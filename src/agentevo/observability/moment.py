@@ -16,6 +16,8 @@ from agentevo.errors import AgentEvoError, described
 
 Ended = Literal["", "finished", "stopped", "failed"]
 
+PAUSED = "paused"
+"""The phase of a run that stands still because somebody has asked it to."""
 LONGEST_REASON = 2000
 LARGEST_BYTES = 100_000
 """A file that is larger is none of ours."""
@@ -78,21 +80,22 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         """How old the heartbeat is. One of the future, by another machine's clock, is new."""
         return max((time.time() if now is None else now) - self.heartbeat_at, 0.0)
 
-    def ending(self) -> str:
-        """How the run ended, in a sentence; empty while it goes on."""
+    def ending(self, resume: str = "") -> str:
+        """How the run ended, in a sentence; empty while it goes on. `resume`: the command that goes
+        on with it, where it is known."""
         if self.ended == "failed":
             return self.reason or "the run failed"
         when = time.strftime("%H:%M:%S", time.localtime(self.heartbeat_at))
         if self.ended == "stopped":
-            return f"it was asked to stop, and did at {when}: --resume goes on with it"
+            return f"it was asked to stop, and did at {when}: {_goes_on(resume)}"
         return ""
 
-    def death(self) -> str:
+    def death(self, resume: str = "") -> str:
         """What is to be said where the process is gone and has not said how it ended."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.heartbeat_at))
         return (
             f"its process ended without a word after {when}, within {self.words()}: it was killed, "
-            "such as for too much memory, or its machine went down; --resume goes on with it"
+            f"such as for too much memory, or its machine went down; {_goes_on(resume)}"
         )
 
     def lateness(self, now: float | None = None) -> str:
@@ -102,6 +105,11 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
             f"{format_duration(self.silent_s(now))}, within {self.words()}: it was halted, its "
             "machine is out of memory, or its disk is full, does not answer, or can't be written"
         )
+
+
+def _goes_on(resume: str) -> str:
+    command = f"`{resume}`" if resume else "the command that began it, with --resume,"
+    return f"{command} goes on with it"
 
 
 def failure(error: BaseException) -> str:

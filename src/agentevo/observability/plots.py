@@ -113,7 +113,13 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
         ("actor/ppo_kl", "KL from the sampling policy", "nats per token", PURPLE, 1e-3),
         ("actor/pg_clipfrac", "clipped tokens", "share of tokens", ORANGE, 0.01),
         ("group/reward_std/mean", "reward spread inside groups", "standard deviation", GREEN, 0.0),
-        ("group/zero_std_ratio", "groups without spread", "share of groups", GREY, 0.1),
+        (
+            "group/zero_std_ratio",
+            "groups whose rewards are all equal",
+            "share of groups",
+            GREY,
+            0.1,
+        ),
         (
             "critic/vf_explained_var",
             "returns that the critic foresees",

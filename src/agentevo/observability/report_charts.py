@@ -25,7 +25,7 @@ OPTIMISATION = (
     ("actor/ppo_kl", "KL to the policy that drew, nats a token"),
     ("actor/pg_clipfrac", "Clipped tokens, share"),
     ("group/reward_std/mean", "Spread of rewards inside groups"),
-    ("group/zero_std_ratio", "Groups without spread, share"),
+    ("group/zero_std_ratio", "Groups whose rewards are all equal, share"),
     ("critic/vf_explained_var", "Returns that the critic foresees, share of variance"),
     ("process_reward/accuracy", "Outcomes that the process reward tells"),
     ("preference/rewards/accuracies", "Pairs in the right order"),

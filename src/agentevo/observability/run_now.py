@@ -149,7 +149,8 @@ def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[Seg
 
 
 def shares(segments: Sequence[Segment]) -> list[tuple[str, int, float]]:
-    """(phase, its colour's number, its share of the time that the segments take)."""
+    """(phase, its colour's number, its share of the time that the segments take), without those of
+    less than half a percent."""
     total = sum(one.lasted_s for one in segments)
     sums: dict[tuple[str, int], float] = {}
     for one in segments:
@@ -157,4 +158,5 @@ def shares(segments: Sequence[Segment]) -> list[tuple[str, int, float]]:
     return [
         (phase, place, seconds / total)
         for (phase, place), seconds in sorted(sums.items(), key=lambda item: item[0][1])
+        if seconds >= 0.005 * total
     ]

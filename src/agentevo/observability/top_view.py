@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 HEAD = ("run", "state", "step", "reward", "success", "tok/s", "stale", "playing", "failed", "warns")
 SHOWN_WARNINGS = 3
 LONGEST_NAME = 40
+LIVING = ("running", "paused", "silent")
+"""States of a run whose process has its lock."""
 SPARKS_SHOWN = 20
 HELP = "j/k choose   enter calls   q quit"
 
@@ -101,9 +103,7 @@ def draw(
     room = max(height // 2, 3)
     first = max(0, min(chosen - room // 2, len(runs) - room))
     for number, run in enumerate(runs[first : first + room], start=first):
-        style = (
-            "reverse" if number == chosen else "" if run.state in ("running", "silent") else "dim"
-        )
+        style = "reverse" if number == chosen else "" if run.state in LIVING else "dim"
         cells = (*run.cells(), sparkline(run.rewards[-SPARKS_SHOWN:]))
         table.add_row(*(Text(cell) for cell in cells[:num_columns]), style=style)
     below: list[RenderableType] = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentevo.errors import AgentEvoError
+from agentevo.observability.moment import PAUSED
 from agentevo.paths import short
 from agentevo.runs.control import RunControl
 from agentevo.signals import LOOK_S
@@ -60,7 +61,7 @@ async def obey(run: TrainingRun) -> None:
         stood_still = True
         control.paused(step)
         folder = short(run.parts.config.run_dir)
-        run.view.phase("paused", f"after step {step}; agentevo control {folder} resume goes on")
+        run.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
         began = time.perf_counter()
         await asyncio.sleep(LOOK_S)
         run.stood_still(time.perf_counter() - began)

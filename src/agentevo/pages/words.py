@@ -46,12 +46,13 @@ def chance(logprob: float | None) -> str:
 
 
 def token_words(numbers: Mapping[str, Any], place: int) -> str:
-    """The numbers of one token of a block: `id 11 · log-prob -0.2500 (78%) · weights 7`."""
+    """The numbers of one token of a block:
+    `id 11 · log-prob -0.2500 (78%) · weights of version 7`."""
     logprobs = numbers["lp"]
     drawn = "drawn greedily"
     if logprobs is not None:
         drawn = f"log-prob {logprobs[place]:.4f} ({chance(logprobs[place])})"
-    return f"id {numbers['id'][place]} · {drawn} · weights {numbers['ver'][place]}"
+    return f"id {numbers['id'][place]} · {drawn} · weights of version {numbers['ver'][place]}"
 
 
 def count(value: float | None) -> str:

@@ -12,6 +12,7 @@ made.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -132,6 +133,15 @@ def command_of(folder: Path) -> str | None:
     with (folder / "config.yaml").open(encoding="utf-8") as file:
         first = file.readline().strip()
     return first.removeprefix(MADE_BY) if first.startswith(MADE_BY) else None
+
+
+def resume_command(folder: Path, command: str | None) -> str:
+    """What is typed to go on with the run in that folder; empty where it is no command's run, such
+    as that of a program's own loop."""
+    if command not in ("train", "sft"):
+        return ""
+    words = ["agentevo", command, str(folder / "config.yaml"), f"run.dir={folder}", "--resume"]
+    return shlex.join(words)
 
 
 def read_store(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentevo.runs.control import Session, read_session
+from agentevo.runs.folder import command_of, resume_command
 from agentevo.ui.run_state import RunReader
 from agentevo.ui.sources import RunSource
 
@@ -17,7 +18,9 @@ def session_of(folder: Path, state: str | None = None) -> tuple[Session | None, 
         reader.read()
         state = reader.view.state
     if state != "running":
-        more = "" if state == "finished" else ". The command that began it goes on with --resume"
+        command = resume_command(folder, command_of(folder))
+        resume = f"`{command}`" if command else "The command that began it, with --resume,"
+        more = "" if state == "finished" else f". {resume} goes on with it"
         return None, f"nobody trains there now (it is {state}){more}"
     session = read_session(folder)
     if session is None or session.has_ended:

@@ -25,7 +25,7 @@ ASKED = {
     "stop": (
         "Stop",
         "It ends after the step that it is in, or within its evaluation, as SIGTERM ends it: "
-        "every committed step is kept, a checkpoint is saved, and --resume goes on with it.",
+        "every committed step is kept, and a checkpoint is saved.",
     ),
     "save": (
         "Save now",
@@ -93,6 +93,8 @@ async def change_run(request: Request, run: str) -> Response:
     if change.get("session", session.id) != session.id:
         raise NotFoundError("Nothing was asked: another process trains this run by now.")
     title, text = ASKED[action]
+    if action == "stop" and view.resume_command:
+        text += f" `{view.resume_command}` goes on with it."
     if not change.is_sure:
         return ask_again(
             request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"

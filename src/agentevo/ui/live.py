@@ -82,7 +82,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
                 "run": view.key,
                 "version": view.version,
                 "step": view.step,
-                "state": "silent" if view.is_silent else view.state,
+                "state": view.badge,
                 "why": shown(view.reason, LONGEST_REASON),
                 "at": round(time.time(), 3),
                 "now": _doing(view),

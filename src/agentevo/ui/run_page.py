@@ -27,9 +27,9 @@ FIRST = (
     ("actor/grad_norm", "Gradient norm"),
     ("actor/ppo_kl", "KL to the policy that drew"),
     ("response_length/mean", "Tokens of a completion"),
-    ("group/zero_std_ratio", "Groups without spread"),
+    ("group/zero_std_ratio", "Groups whose rewards are all equal"),
     ("perf/throughput", "Tokens a second"),
-    ("staleness/mean", "Staleness, versions"),
+    ("staleness/mean", "Staleness: versions of the weights between drawing and training"),
 )
 """(metric, title) of the charts that come first, where they were logged."""
 SHOWN_WARNINGS = 20
@@ -64,6 +64,7 @@ async def now(request: Request, run: str) -> HTMLResponse:
         drops=run_now.counts_below(view, "rollout/dropped/"),
         timeline=timeline(drawn),
         shares=run_now.shares(segments),
+        plays=view.command not in ("sft", "rm"),
     )
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from agentevo.config import sources as yaml_sources
 from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
-from agentevo.observability.moment import OLD_S, Moment, read_moment
+from agentevo.observability.moment import OLD_S, PAUSED, Moment, read_moment
 from agentevo.observability.signs import Signs, told_warnings
 from agentevo.observability.summary import read_summary
-from agentevo.runs.folder import command_of
+from agentevo.runs.folder import command_of, resume_command
 from agentevo.runs.lock import LOCK
 from agentevo.runs.now_file import NOW
 from agentevo.ui.sources import RunSource
@@ -81,7 +81,23 @@ class RunView:
             return ""
         if self.state == "running":
             return self.moment.lateness() if self.is_silent else ""
-        return self.moment.ending() or (self.moment.death() if not self.moment.ended else "")
+        resume = self.resume_command
+        death = "" if self.moment.ended else self.moment.death(resume)
+        return self.moment.ending(resume) or death
+
+    @property
+    def resume_command(self) -> str:
+        """What goes on with the run once it has stopped; empty where that is not known."""
+        folder = self.source.folder
+        return "" if folder is None else resume_command(folder, self.command)
+
+    @property
+    def badge(self) -> str:
+        """The state as it is shown: of a run under way also whether it is silent, or paused."""
+        if self.is_silent:
+            return "silent"
+        is_paused = self.doing is not None and self.doing.phase == PAUSED
+        return PAUSED if is_paused else self.state
 
     @property
     def doing(self) -> Moment | None:

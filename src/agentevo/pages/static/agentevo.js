@@ -91,6 +91,17 @@
     document.dispatchEvent(new CustomEvent("news", { detail: told }));
     if (window.htmx) for (const part of all("[data-live]")) window.htmx.trigger(part, "news");
   }
+  // what stands between two backticks is code, as in `marked` of pages/rendering.py
+  function marked(text) {
+    const pieces = text.split("`");
+    if (pieces.length % 2 === 0) pieces.splice(-2, 2, pieces.slice(-2).join("`"));
+    return pieces.map((piece, place) => {
+      if (place % 2 === 0) return document.createTextNode(piece);
+      const code = document.createElement("code");
+      code.textContent = piece;
+      return code;
+    });
+  }
   // --- what a run does now comes with the news itself; the page counts the seconds
   let ahead = 0;
   function moment(told) {
@@ -105,7 +116,7 @@
     for (const part of of("why")) {
       part.hidden = !told.why;
       part.classList.toggle("bad", told.state === "failed");
-      part.lastElementChild.textContent = told.why;
+      part.lastElementChild.replaceChildren(...marked(told.why));
     }
     for (const part of of("since")) part.dataset.since = now ? now.since : "";
     if (window.htmx) for (const part of all("[data-beat]")) window.htmx.trigger(part, "beat");

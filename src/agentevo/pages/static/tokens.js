@@ -92,7 +92,7 @@
       add("chance", `${chance < 0.1 ? chance.toExponential(1) : chance.toFixed(1)}%`);
     } else add("drawn", "greedily");
     if (data.adv) add("advantage", data.adv[at].toFixed(4));
-    add("weights", data.ver[at]);
+    add("version of the weights", data.ver[at]);
     if (dialog) add("trained", data.on[at] ? "yes" : "no"); // a file does not know
     add("place", `turn ${data.turn}, ${data.at + at}`);
   }
