@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentevo.config import ParallelSection
 from agentevo.errors import ConfigError
-from agentevo.training.parallel import DATA_PARALLEL, use_mesh
+from agentevo.training.parallel import CONTEXT, DATA_PARALLEL, use_mesh
 
-CONTEXT, TENSOR, EXPERT = "cp", "tp", "ep"
+TENSOR, EXPERT, SHARING = "tp", "ep", "sharing"
 REPLICATE, SHARD = "replicate", "shard"
 
 
@@ -59,7 +59,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         experts = init_device_mesh(
             device_type,
             (ranks // section.expert, section.expert, inner),
-            mesh_dim_names=("sharing", EXPERT, "inner"),
+            mesh_dim_names=(SHARING, EXPERT, "inner"),
         )
     use_mesh(whole)
     return Meshes(section, whole, data[SHARD] if replicas == 1 else data[REPLICATE, SHARD], experts)

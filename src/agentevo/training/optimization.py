@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,9 +19,10 @@ import torch
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
 from agentevo.training.master_weights import MasterWeights, needs_masters
-from agentevo.training.parallel import sum_gradients
+from agentevo.training.parallel import loss_share, num_processes, sum_gradients
 from agentevo.training.phases import phase
 from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
+from agentevo.training.sharding.layouts import Layout, clip, gradient_norm
 
 
 class Grouped(Protocol):
@@ -91,11 +93,14 @@ class Optimization:
         memory: MemorySection | None = None,
         learning_rate: float | None = None,
         key: str = "trainer",
+        layouts: Mapping[torch.nn.Parameter, Layout] = MappingProxyType({}),
     ) -> None:
-        """`key` is the recipe's section that has this learning rate; error messages name it."""
+        """`key` is the recipe's section that has this learning rate; error messages name it.
+        `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
         self.section, self.memory, self.key = section, memory or MemorySection(), key
         self.peak = section.learning_rate if learning_rate is None else learning_rate
         self.parameters = [p for p in parameters if p.requires_grad]
+        self.layouts = layouts
         self.steps = 0
         self.leave_out(0)
 
@@ -152,14 +157,14 @@ class Optimization:
                 "the loss is not finite, the weights were not changed: lower "
                 f"{self.key}.learning_rate, or check rewards and data"
             )
-        loss.backward()
+        (loss * loss_share()).backward()
 
     @phase("optimizer")
     def finish(self) -> float:
         """Sums the gradients over ranks, clips their L2 norm to max_grad_norm, and steps. Returns
         the norm from before clipping. Raises TrainingError if it is not finite."""
-        sum_gradients(self.parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.section.max_grad_norm))
+        sum_gradients(self.parameters, self.layouts)
+        norm = self._clip()
         if not math.isfinite(norm):
             self._clear_gradients()
             raise TrainingError(
@@ -169,6 +174,14 @@ class Optimization:
         self._step()
         self.steps += 1
         return norm
+
+    def _clip(self) -> float:
+        largest = self.section.max_grad_norm
+        if num_processes() == 1:
+            return float(torch.nn.utils.clip_grad_norm_(self.parameters, largest))
+        norm = gradient_norm(self.parameters, self.layouts)
+        clip(self.parameters, norm, largest)
+        return float(norm)
 
     def _step(self) -> None:
         if self.masters is not None:

@@ -9,7 +9,9 @@ torch.distributed there is one rank and everything here does nothing.
 Each rank is given the same samples in the same order; `passes.micro_batches` hands it its own part.
 Losses are parts of the whole minibatch's, so what a single process adds up over micro-batches is
 added up over ranks: gradients here, tables and metrics where they are made. All ranks then take the
-same step.
+same step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together
+and each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
+What FSDP has sharded, it has summed over data-parallel ranks itself.
 
 Store and disk belong to one process, the first of all: `on_first` is around what writes there
 (checkpoints in `checkpoint.py`). The loop, which talks to the store, is one process today.
@@ -19,13 +21,18 @@ A process that raises leaves the others waiting for as long as the process group
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 from agentevo.errors import AgentEvoError, TrainingError
+from agentevo.training.collectives import Ranks
+from agentevo.training.sharding.layouts import Layout, add_parts, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,17 +40,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DATA_PARALLEL = "dp"
 """Name of the mesh's dimension over which minibatches are split."""
+CONTEXT = "cp"
+"""Name of the one along which processes compute a pass together, a stretch of it each."""
 
 _group: distributed.ProcessGroup | None = None
 """This process's data-parallel group; None for all processes. Set by `use_mesh` alone, beside the
 default group that torch.distributed keeps."""
+_context: Ranks | None = None
+"""The processes that compute this one's passes with it; None for no others. Set by `use_mesh`."""
 
 
 def use_mesh(mesh: DeviceMesh) -> None:
     """From now on ranks are those of the mesh's dimension "dp". Called once by every process, after
     torch.distributed is initialised and before anything is trained. Raises TrainingError for a mesh
     without that dimension."""
-    global _group
+    global _group, _context
     names = mesh.mesh_dim_names or ()
     if DATA_PARALLEL not in names:
         raise TrainingError(
@@ -51,6 +62,13 @@ def use_mesh(mesh: DeviceMesh) -> None:
             f"one over which minibatches are split {DATA_PARALLEL!r} (of size 1 if there is none)"
         )
     _group = mesh.get_group(DATA_PARALLEL)
+    context = Ranks.of(mesh, CONTEXT) if CONTEXT in names else None
+    _context = context if context is not None and context.size > 1 else None
+
+
+def loss_share() -> float:
+    """How much of a loss this process counts for its rank."""
+    return 1.0 if _context is None else 1.0 / _context.size
 
 
 def rank() -> int:
@@ -109,18 +127,40 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
     return sums
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replaces each gradient by its sum over ranks. A parameter that no rank has used keeps
-    none."""
-    if num_ranks() == 1:
-        return
+def sum_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    layouts: Mapping[torch.nn.Parameter, Layout] = MappingProxyType({}),
+) -> None:
+    """Replaces each gradient by its sum over all processes that have a share of it; called by all
+    of them. A parameter that none of them has used keeps none."""
     parameters = list(parameters)
+    if num_processes() == 1 or not parameters:
+        return
+    of_all, of_some = [], defaultdict(list)
+    for parameter in parameters:
+        layout = layouts.get(parameter)
+        if layout is not None and layout.sharing is not None:
+            for ranks in layout.sharing:
+                of_some[ranks.group].append(parameter)
+        elif not isinstance(parameter, DTensor):
+            of_all.append(parameter)
+    if num_ranks() > 1:
+        _sum_over(of_all, _group)
+    for group, shared in of_some.items():
+        _sum_over(shared, group)
+    if _context is not None:
+        _sum_over(parameters, _context.group)
+    own = {id(parameter) for parameter in parameters}
+    add_parts({p: layout for p, layout in layouts.items() if id(p) in own})
+
+
+def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None) -> None:
     if not parameters:
         return
     used = torch.tensor(
         [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
     )
-    distributed.all_reduce(used, group=_group)
+    distributed.all_reduce(used, group=group)
     waiting = []
     for parameter, count in zip(parameters, used.tolist(), strict=True):
         if count:
@@ -128,6 +168,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
                 parameter.grad = torch.zeros_like(
                     parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
                 )
-            waiting.append(distributed.all_reduce(parameter.grad, group=_group, async_op=True))
+            gradient = local(parameter.grad)
+            waiting.append(distributed.all_reduce(gradient, group=group, async_op=True))
     for work in waiting:
         work.wait()

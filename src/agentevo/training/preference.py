@@ -38,6 +38,7 @@ from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
 from agentevo.training.parallel import gathered
 from agentevo.training.phases import phase
 from agentevo.training.roles.reference import Reference
+from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
@@ -75,7 +76,9 @@ class PreferenceTrainer:
         self.algorithm = algorithm
         self.loss = bind_preference_loss(algorithm.loss, algorithm.hyper)
         self.temperature, self.demonstrations = temperature, demonstrations
-        self.optimization = Optimization(model.parameters(), trainer, memory=memory)
+        self.optimization = Optimization(
+            model.parameters(), trainer, memory=memory, layouts=layouts_of(model)
+        )
         self.flops = FlopCounter(model)
         self.reference: Reference | None = None
         self.steps = 0

@@ -29,6 +29,7 @@ from agentevo.errors import ConfigError, ModelError
 from agentevo.rewards.reward_model import MEAN, STD, conversation_ids, outputs
 from agentevo.training.optimization import Optimization
 from agentevo.training.pair_file import PairLine
+from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.supervised import scheduled
 
 
@@ -116,7 +117,9 @@ class RewardTrainer:
             weight_decay=section.weight_decay,
             max_grad_norm=section.max_grad_norm,
         )
-        self.optimization = Optimization(model.parameters(), trainer, memory=memory, key="rm")
+        self.optimization = Optimization(
+            model.parameters(), trainer, memory=memory, key="rm", layouts=layouts_of(model)
+        )
 
     def step(self, pairs: Sequence[RewardPair]) -> dict[str, float]:
         """One optimizer step. Raises TrainingError, and changes no weight, if a number is not

@@ -26,6 +26,7 @@ from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import summed
 from agentevo.training.phases import phase
+from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
 
@@ -75,6 +76,7 @@ class SupervisedTrainer:
             ),
             memory=memory,
             key=key,
+            layouts=layouts_of(model),
         )
 
     @property

@@ -37,6 +37,7 @@ from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
 from agentevo.training.roles.token_rewards import TokenRewardModel
+from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
@@ -70,7 +71,9 @@ class Trainer:
             grammars=grammars,
         )
         self.memory = memory or MemorySection()
-        self.optimization = Optimization(model.parameters(), trainer, memory=self.memory)
+        self.optimization = Optimization(
+            model.parameters(), trainer, memory=self.memory, layouts=layouts_of(model)
+        )
         self.flops = FlopCounter(model)
         self.steps = 0
         self.kl: KLController = FixedKL(algorithm.kl_coef)

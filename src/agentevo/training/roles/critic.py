@@ -26,6 +26,7 @@ from agentevo.training.kernels.output_layer import all_logits, causal_model, las
 from agentevo.training.optimization import Optimization
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.phases import phase
+from agentevo.training.sharding.layouts import layouts_of
 
 
 class Critic:
@@ -64,6 +65,7 @@ class Critic:
             memory=memory,
             learning_rate=section.learning_rate,
             key="critic",
+            layouts=layouts_of(trained),
         )
 
     def values(self, batch: PackedBatch) -> torch.Tensor:

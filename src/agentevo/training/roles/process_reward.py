@@ -25,6 +25,7 @@ from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import backward_through_sums, device_of, micro_batches
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import Optimization
+from agentevo.training.sharding.layouts import layouts_of
 from agentevo.types import Sample
 
 
@@ -47,6 +48,7 @@ class ImplicitProcessReward:
             memory=memory,
             learning_rate=section.learning_rate,
             key="process_reward",
+            layouts=layouts_of(self.model),
         )
 
     def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,10 @@ def is_stack(module: nn.Module) -> bool:
     )
 
 
-def expert_parallel(model: PreTrainedModel, ranks: Ranks) -> int:
-    """Spreads the model's experts over the group, in place; returns in how many layers. Raises
-    TrainingError, with the model as it was, where there are none or their number can't be
-    divided."""
+def expert_parallel(model: PreTrainedModel, ranks: Ranks, sharing: tuple[Ranks, ...] = ()) -> int:
+    """Spreads the model's experts over the group, in place; returns in how many layers. `sharing`:
+    the data-parallel ranks that have the same experts as this one. Raises TrainingError, with the
+    model as it was, where there are none or their number can't be divided."""
     stacks = [module for module in model.modules() if is_stack(module)]
     if not stacks:
         raise TrainingError(
@@ -45,7 +45,7 @@ def expert_parallel(model: PreTrainedModel, ranks: Ranks) -> int:
     for stack in stacks:
         _check(stack, ranks, "expert")
     for stack in stacks:
-        _cut(stack, ranks, own_data=True)
+        _cut(stack, ranks, sharing)
         stack.forward = _Dispatch(stack, ranks)
     return len(stacks)
 
@@ -54,7 +54,7 @@ def spread_over_tensor(stack: nn.Module, ranks: Ranks) -> None:
     """Spreads one layer's experts over a tensor group, where all processes have the same
     tokens."""
     _check(stack, ranks, "tensor")
-    first = _cut(stack, ranks, own_data=False)
+    first = _cut(stack, ranks, None)
     stack.register_forward_pre_hook(partial(_own_experts, ranks, first))
     stack.register_forward_hook(lambda module, args, out: added(out, ranks))
 
@@ -73,11 +73,11 @@ def _check(stack: Any, ranks: Ranks, key: str) -> None:
         )
 
 
-def _cut(stack: Any, ranks: Ranks, *, own_data: bool) -> int:
+def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
     """Cuts this process's experts out; returns the number of the first."""
     count = len(stack.down_proj) // ranks.size
     for name in STACKS:
-        lay_out(stack, name, Layout(ranks, 0, (count,) * ranks.size, own_data))
+        lay_out(stack, name, Layout(ranks, 0, (count,) * ranks.size, sharing))
     stack.num_experts, stack._is_expert_parallel = count, True
     return ranks.rank * count
 

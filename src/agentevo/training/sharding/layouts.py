@@ -35,9 +35,9 @@ class Layout:
     gradient is the sum of theirs."""
     sizes: tuple[int, ...] = ()
     """Length of each process's slice."""
-    own_data: bool = False
-    """Whether the processes of the group train on different data, so that a slice's gradient has
-    been summed over them already."""
+    sharing: tuple[Ranks, ...] | None = None
+    """The processes over which its gradient is summed; None for all data-parallel ranks. A slice
+    of experts that tokens of other ranks have come to has their share already."""
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This process's slice of the whole tensor."""
