@@ -19,7 +19,7 @@ import torch
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
 from agentevo.training.master_weights import MasterWeights, needs_masters
-from agentevo.training.parallel import loss_share, num_processes, sum_gradients
+from agentevo.training.parallel import loss_share, sum_gradients
 from agentevo.training.phases import phase
 from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
 from agentevo.training.sharding.layouts import Layout, clip, gradient_norm
@@ -177,7 +177,7 @@ class Optimization:
 
     def _clip(self) -> float:
         largest = self.section.max_grad_norm
-        if num_processes() == 1:
+        if not self.layouts:
             return float(torch.nn.utils.clip_grad_norm_(self.parameters, largest))
         norm = gradient_norm(self.parameters, self.layouts)
         clip(self.parameters, norm, largest)
