@@ -13,11 +13,15 @@ import torch
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
 from agentevo.catalogue.presets import PRESETS, resolve_preset
 from agentevo.config import AlgorithmSection, TrainerSection
+from agentevo.models.attention import prepare
+from agentevo.training.batching.packing import pack
+from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.trainer import Trainer
 
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
 MUST_BE_GIVEN = {"dro": {"beta": 0.5}}
 LOSSES = list(POLICY_LOSSES)
+HALF, REST = slice(8), slice(8, None)
 
 
 @pytest.fixture
@@ -139,3 +143,35 @@ def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(
     again.load_state_dict(trainer.state_dict())
     found = [one.step(referred(one, batch))["actor/kl_coef"] for one in (again, trainer)]
     assert found == pytest.approx([used[-1] * 1.2] * 2)
+
+
+def test_importance_weights_decay_with_the_age_of_a_token(model, batch):
+    """Tokens of age a count for 1 / (1 + a)^2, fresh ones and those without an age fully."""
+    keys = {"name": "grpo", "importance": "token_tis", "old_logprobs": "recomputed"}
+    plain = MinibatchLoss(AlgorithmSection(**keys))
+    decaying = MinibatchLoss(AlgorithmSection(**keys, importance_age_power=2.0))
+    prepared = prepare(model)
+
+    def loss(of, samples, weights):
+        packed = pack(samples, torch.device("cpu"))
+        return of.loss(prepared, packed, weights, kl_coef=0.0, entropy_coef=0.0, statistics={})
+
+    def aged(age):
+        return [
+            msgspec.structs.replace(s, columns={**s.columns, "age": [age] * s.num_trained})
+            for s in batch
+        ]
+
+    weights = plain.row_weights(batch)
+    whole, measured = loss(plain, batch, weights)
+    assert abs(float(whole.detach())) > 1e-4
+    for age, share in ((0, 1.0), (1, 1 / 4), (3, 1 / 16)):
+        found, metrics = loss(decaying, aged(age), weights)
+        torch.testing.assert_close(found, whole * share)
+        assert metrics["actor/rollout_is_mean"] == pytest.approx(
+            measured["actor/rollout_is_mean"] * share
+        )
+    torch.testing.assert_close(loss(decaying, batch, weights)[0], whole)
+    mixed, _ = loss(decaying, [*aged(0)[:8], *aged(1)[8:]], weights)
+    first, second = (loss(plain, batch[part], weights[part])[0] for part in (HALF, REST))
+    torch.testing.assert_close(mixed, first + second / 4)

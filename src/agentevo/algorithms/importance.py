@@ -70,6 +70,18 @@ def bound(weights: torch.Tensor, mode: str, *, cap: float, floor: float = 0.0) -
     return torch.where((weights >= floor) & (weights <= cap), weights, 0.0)
 
 
+def age_decay(ages: torch.Tensor, power: float) -> torch.Tensor:
+    """(1 + age)^-power, what a token's weight is multiplied by for having been drawn `age` steps
+    ago: 1 for a fresh token.
+
+    With power 1 it is the learning rate of staleness-aware asynchronous SGD (Zhang et al., arXiv
+    1511.05950, which divides it by a gradient's staleness, counted from 1), token by token. Unlike
+    the ratio it says nothing of how far the policy has moved, so it is a bias towards new tokens
+    that is chosen, not a correction.
+    """
+    return (1.0 + ages).pow(-power)
+
+
 def effective_sample_size(total: float, squares: float, count: float) -> float:
     """total^2 / (count * squares), from the sums of `count` weights and of their squares: 1 where
     all weights are equal, 1/N where one of N tokens counts, 0 where none does."""

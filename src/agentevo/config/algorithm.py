@@ -77,15 +77,19 @@ class AlgorithmKeys(Section):
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
     """The denominator of the policy's ratio: the log-probs that the engine sampled with, or the
     trainer's own at the start of the step (one more pass; what an engine that computes otherwise
-    needs, together with importance)."""
+    needs, together with importance, and gets by default where engine.type is not torch)."""
     importance: ImportanceName = "none"
     """Weight of each token for having been sampled by another policy, from recomputed over rollout
     log-probs: per token or per sequence (their product, or its geometric mean); tis cuts the weight
-    at importance_cap, mis leaves out what is outside floor and cap."""
+    at importance_cap, mis leaves out what is outside floor and cap. Default where engine.type is
+    not torch: token_tis, with old_logprobs=recomputed, unless one of them is given."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Largest such weight."""
     importance_floor: float = Field(default=0.0, ge=0)
     """Smallest such weight that mis keeps."""
+    importance_age_power: float = Field(default=0.0, ge=0, le=10)
+    """Such weights decay with a token's staleness: they are divided by (1 + age)^power, the age in
+    steps. 0 leaves them as they are, 1 is the staleness-aware learning rate of arXiv 1511.05950."""
     train_observations: bool = False
     """Also trains what the policy read between its turns (results of tools, what was found), as if
     it had written that itself: what trainers without a mask do. Only for comparison; it needs
@@ -263,6 +267,12 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             f"algorithm.importance={section.importance} weighs recomputed against rollout "
             "log-probs, but old_logprobs is rollout: "
             "set old_logprobs=recomputed, or importance=none"
+        )
+    if section.importance_age_power and section.importance == "none":
+        problems.append(
+            f"algorithm.importance_age_power={section.importance_age_power:g} lets importance "
+            "weights decay, and importance is none: set importance=token_tis "
+            "old_logprobs=recomputed, or leave it out"
         )
     if section.train_observations and section.old_logprobs == "rollout":
         problems.append(

@@ -24,6 +24,7 @@ OF_RL = (
     "importance",
     "importance_cap",
     "importance_floor",
+    "importance_age_power",
     "train_observations",
     "reward_weights",
     "credit",

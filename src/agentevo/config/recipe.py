@@ -36,6 +36,7 @@ from agentevo.config.agents import (
 )
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
+from agentevo.config.foreign_engines import with_importance
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.imports import OF_YOUR_OWN, import_all
@@ -132,6 +133,11 @@ class RunConfig(Section):
     profile: ProfileSection = ProfileSection()
 
     _started_in: Path = PrivateAttr(default_factory=lambda: Path().absolute())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_for_foreign_engines(cls, given: Any) -> Any:
+        return with_importance(given)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.aggregation import bind_aggregation
 from agentevo.algorithms.divergence import bind_kl
+from agentevo.algorithms.importance import age_decay
 from agentevo.algorithms.loss_inputs import LossTables, bounded_exp
 from agentevo.algorithms.losses import bind_policy_loss
 from agentevo.config import AlgorithmSection
@@ -40,6 +41,7 @@ class MinibatchLoss:
             importance_cap=section.importance_cap,
             importance_floor=section.importance_floor,
         )
+        self.age_power = section.importance_age_power
         self.aggregation = bind_aggregation(algorithm.aggregation, algorithm.aggregation_hyper)
         self.kl = bind_kl(section.kl) if section.kl_in == "loss" and section.kl_coef > 0 else None
 
@@ -95,6 +97,10 @@ class MinibatchLoss:
             proximal_logp=batch.old_logprobs,
         )
         token_losses, measured = self.policy_loss(tables, statistics)
+        if self.age_power and AGE in batch.columns:  # without ages all tokens are fresh
+            decay = age_decay(batch.columns[AGE].to(logp.dtype), self.age_power)
+            token_losses = token_losses * decay
+            measured["rollout_is_mean"] = measured["rollout_is_mean"] * decay
         token_weights = weights.to(logp.device)[:, None] * batch.mask
         loss = (token_weights * token_losses).sum()
         metrics = {f"actor/{name}": float(values.sum()) for name, values in measured.items()}
