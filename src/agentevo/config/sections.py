@@ -122,8 +122,8 @@ class ModelSection(Section):
     """The policy that is trained."""
 
     name: str = "smollm2-135m-instruct"
-    """A local folder, a known small model (`agentevo list models`), a Hugging Face hub name, or
-    `tiny`."""
+    """A local folder, a known small model (`agentevo list models`), a Hugging Face hub name, one of
+    ModelScope (`modelscope:OWNER/NAME@REVISION`), or `tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and computation. float32 is right, and fastest, on a CPU."""
     chat_template: str | None = None

@@ -2,7 +2,8 @@
 
 Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known
 name (`known.py`), downloaded and converted on first use; a hub name `org/name`, left to whoever can
-reach the hub; `hf://org/name` is that and nothing else. Importing this module imports no torch.
+reach the hub; `hf://org/name` is that and nothing else, and `modelscope:owner/name[@revision]` is
+ModelScope's. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentevo.errors import ConfigError, ModelError, UnknownNameError
+from agentevo.models import modelscope
 from agentevo.models.cache import Progress, cache_folder, cached, is_complete
 from agentevo.models.known import known_models
+from agentevo.models.modelscope import MODELSCOPE
 from agentevo.parsing import read_json_object
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
@@ -39,6 +42,9 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
     `ModelError` for a folder without a model.
     """
+    if name.startswith(MODELSCOPE):
+        modelscope.check_name(name)
+        return name
     if name.startswith(HUB):
         if not HUB_NAME.fullmatch(name.removeprefix(HUB)):
             raise ModelError(f"model {name[:100]!r}: a hub model is written {HUB}org/name")
@@ -86,6 +92,8 @@ def missing_model(name: str) -> str:
     empty where it can. Nothing is downloaded, and nothing of it is read."""
     if name == "tiny":
         return ""
+    if name.startswith(MODELSCOPE):
+        return "" if modelscope.saved_folder(name) is not None else _to_get(name)
     folder = _folder_of(name.removeprefix(HUB))
     if not name.startswith(HUB) and any(
         os.path.isfile(folder / file) for file in ("config.json", "checkpoints/index.json")
@@ -184,6 +192,9 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     source = resolve(name, progress)
     if isinstance(source, Path):
         return source
+    if source.startswith(MODELSCOPE):
+        (progress or logger.info)(f"{source}: fetching from ModelScope")
+        return modelscope.download(source, _OTHER_FORMATS)
     import huggingface_hub  # takes longer to import than the whole of this package's command line
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import (
