@@ -10,10 +10,15 @@ fifty people watch.
                of as many as --read-s allows, and the search is timed over those
     viewers    ratio step_time_with_viewers: CPU seconds that the trainer's process spends on a step
                while a dashboard serves 50 people over those of the same training alone, the median
-               of --pairs pairs in turns with the same seed; wall seconds beside it. Each viewer
-               has a connection with the cookie, an open stream of news (GET /live) and asks for its
-               part of the page on news, as the page does. Trainer, dashboard and viewers are
-               processes of their own
+               of --pairs pairs in turns with the same seed; `_wall`: seconds of the clock. Each
+               viewer has a connection with the cookie, an open stream of news (GET /live), and
+               asks as the page does: for its part after a new version, 0.5 s after the last one at
+               the earliest, and for the card of work at a sign of the run, every 3 s at most.
+               Trainer, dashboard and viewers are processes of their own. The viewers stand for
+               other people's machines, so theirs has the lowest priority; the dashboard has the one
+               that it takes by itself. The trainer's idle OpenMP threads sleep in both cases
+               (OMP_WAIT_POLICY): spinning, they would count as work where a core is shared. Three
+               pairs of six steps take about nine minutes on two cores
 
 A page is asked for three times before it is timed, as somebody who clicks has columns and
 connections warm; the median of --repeats counts. On a busy machine the least of them (`_least_ms`)
@@ -310,7 +315,11 @@ class Step(NamedTuple):
     dashboard_s: float
     """CPU, of the dashboard's process."""
     told: int
-    """News that the viewers have heard, and asked for their part after it."""
+    """News that the viewers have heard."""
+    asked: int
+    """Parts of pages that they asked for, in the whole run."""
+    dashboard_ms_per_part: float
+    """CPU milliseconds of the dashboard's process for one of those, its other work included."""
 
 
 def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
@@ -318,7 +327,7 @@ def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
     root = Path(tempfile.mkdtemp(dir=folder))
     words = ["train", "frozen_lake", f"run.dir={root}/lake", f"trainer.steps={steps}"]
     words += [f"run.seed={seed}", "evaluation.tasks=8", "tracking.report=false"]
-    words += ["checkpoint.every=1000", "evaluation.every=1000"]
+    words += ["checkpoint.every=1000", "evaluation.every=1000", "cold_start.episodes=64"]
     with contextlib.ExitStack() as stack:
         dashboard, told = None, root / "told"
         if watched:
@@ -328,16 +337,18 @@ def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
             [sys.executable, "-m", "agentevo", *words],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
         )
         stack.callback(trainer.wait)
         stack.callback(ended, trainer)
         first = until_steps(root / "lake" / "metrics.jsonl", 1, trainer, dashboard)
         last = until_steps(root / "lake" / "metrics.jsonl", steps, trainer, dashboard)
-        heard = int(told.read_text() or 0) if watched else 0
-    if watched and heard < VIEWERS * (steps - 1) / 2:
+        heard, asked = json.loads(told.read_text()) if watched else (0, 0)
+        spent = sum(dashboard.cpu_times()[:2]) if dashboard else 0.0
+    if watched and min(heard, asked) < VIEWERS * (steps - 1) / 2:
         raise SystemExit(f"the viewers have heard of {heard} changes only")
     mean = [(b - a) / (steps - 1) for a, b in zip(first, last, strict=True)]
-    return Step(mean[0], mean[1], mean[2], heard)
+    return Step(mean[0], mean[1], mean[2], heard, asked, 1000 * spent / max(asked, 1))
 
 
 def started(stack: contextlib.ExitStack, program: list[str]) -> tuple[psutil.Popen, str]:
@@ -373,12 +384,24 @@ def until_steps(
 
 async def watch(url: str, told: str) -> None:
     """VIEWERS people who look at the run's page, until this is killed."""
-    heard, address = 0, httpx.URL(url)
-    note = lambda number: Path(told).write_text(str(number))  # noqa: E731
+    os.nice(19)
+    heard, asked, address = 0, 0, httpx.URL(url)
     base = str(address.copy_with(path="/", query=None)).rstrip("/")
+
+    def note() -> None:
+        path = Path(told)
+        path.with_suffix(".new").write_text(json.dumps([heard, asked]))
+        path.with_suffix(".new").rename(path)
+
+    async def ask(client: httpx.AsyncClient, path: str) -> None:
+        nonlocal asked
+        answer = await client.get(path, headers={"HX-Request": "true"})
+        answer.raise_for_status()
+        asked += 1
 
     async def one(client: httpx.AsyncClient) -> None:
         nonlocal heard
+        version, part_at, work_at = -1, 0.0, 0.0
         await client.get(url)
         while (await client.get("/runs/lake")).status_code != 200:
             await asyncio.sleep(1)
@@ -386,19 +409,24 @@ async def watch(url: str, told: str) -> None:
             with contextlib.suppress(httpx.HTTPError):
                 async with client.stream("GET", "/live", params={"run": "lake"}) as stream:
                     async for line in stream.aiter_lines():
-                        if line.startswith("event: run"):
-                            heard += 1
-                            note(heard)
-                            answer = await client.get("/runs/lake", headers={"HX-Request": "true"})
-                            answer.raise_for_status()
-                            await asyncio.sleep(0.5)  # the page's own throttle
+                        if not line.startswith("data: "):
+                            continue
+                        heard += 1
+                        news, now = json.loads(line.removeprefix("data: ")), time.monotonic()
+                        if news["version"] != version and now - part_at >= 0.5:
+                            version, part_at = news["version"], now
+                            await ask(client, "/runs/lake")
+                        if now - work_at >= 3:
+                            work_at = now
+                            await ask(client, "/runs/lake/work")
+                        note()
 
     async with contextlib.AsyncExitStack() as stack:
         options = {"base_url": base, "timeout": httpx.Timeout(60), "trust_env": False}
         clients = [
             await stack.enter_async_context(httpx.AsyncClient(**options)) for _ in range(VIEWERS)
         ]
-        note(0)
+        note()
         print("ready", flush=True)
         await asyncio.gather(*map(one, clients))
 
@@ -433,7 +461,7 @@ def main() -> None:
     parser.add_argument("--read-s", type=float, default=3600.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save", metavar="FILE", type=Path)
     arguments = parser.parse_args()
     results: dict[str, Any] = {"attempts": arguments.attempts}

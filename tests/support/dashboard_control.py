@@ -26,7 +26,7 @@ async def changing(
     """A client of the dashboard over that folder, which may be changed; without a cookie yet."""
     guard, shared = make_app(Sources([str(folder)]), Access(token=TOKEN, control=control))
     if router is not None:
-        guard._app.include_router(router)
+        guard._app.app.include_router(router)
     transport = httpx.ASGITransport(app=guard)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
         try:

@@ -36,9 +36,18 @@ def ui(
             "reads.",
         ),
     ] = False,
+    nice: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=19,
+            help="Lower its own priority by this much, so that it yields to training on this "
+            "machine; 0 leaves it. Runs that it starts have the ordinary one.",
+        ),
+    ] = 10,
 ) -> None:
     """Show runs in a browser, live: curves, comparisons, every attempt. It only reads, unless
     --control is given, and prints the URL to open."""
     from agentevo.ui.server import serve_dashboard
 
-    serve_dashboard(runs or [], host=host, port=port, tls=tls, control=control)
+    serve_dashboard(runs or [], host=host, port=port, tls=tls, control=control, nice=nice)

@@ -13,15 +13,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
 from agentevo.errors import ConfigError
-from agentevo.models.chat import ChatFormat
 from agentevo.store.export import whole_file
 from agentevo.store.store import Split, Store, TrajectorySummary
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from agentevo.models.chat import ChatFormat  # which imports torch
 
 POLICY = "policy"
 """What `model` calls the policy."""

@@ -32,11 +32,13 @@ from agentevo.ui import (
     start_page,
     try_page,
 )
-from agentevo.ui.access import Access, Guard
+from agentevo.ui.access import VISITOR, Access, Guard
 from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.context import Dashboard, NotFoundError, WrongFormError, page
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.players import Players
+from agentevo.ui.priority import Priority
+from agentevo.ui.shared_answers import SharedAnswers
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
 from agentevo.ui.watching import UnknownRunError, Watcher
@@ -62,7 +64,9 @@ ROUTERS: tuple[APIRouter, ...] = (
 FOR_GOOD = "private, max-age=31536000, immutable"
 
 
-def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
+def make_app(
+    sources: Sources, access: Access, priority: Priority | None = None
+) -> tuple[Guard, Dashboard]:
     """The application behind its guard, and what is to be closed at the end. Made on the event loop
     on which it runs."""
     app = FastAPI(
@@ -70,8 +74,9 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
     )
     stores = Stores(sources)
     watcher, works = Watcher(sources, stores), Works(stores)
+    confirmations, priority = Confirmations(), priority or Priority()
     shared = Dashboard(
-        sources, watcher, stores, access, Indexes(), works, Players(), Confirmations()
+        sources, watcher, stores, access, Indexes(), works, Players(), confirmations, priority
     )
     app.state.dashboard = shared
     for router in ROUTERS:
@@ -85,7 +90,7 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
     app.exception_handler(RequestValidationError)(_wrong_words)
     app.exception_handler(HTTPException)(_http)
     app.exception_handler(Exception)(_broken)
-    return Guard(app, access), shared
+    return Guard(SharedAnswers(app, watcher, VISITOR), access), shared
 
 
 async def _static(digest: str, name: str) -> Response:

@@ -15,13 +15,13 @@ from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.forms import Visitor
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.players import Players
+from agentevo.ui.priority import Priority
 from agentevo.ui.run_state import RunView
+from agentevo.ui.shared_answers import THEME, THEMES
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
 from agentevo.ui.watching import Watcher
 from agentevo.ui.work import Works
-
-THEMES = ("light", "dark")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Dashboard:
     works: Works
     players: Players
     confirmations: Confirmations
+    priority: Priority
 
 
 class WrongFormError(Exception):
@@ -78,7 +79,7 @@ def page(
 ) -> HTMLResponse:
     """The page `templates/TEMPLATE`. `news`: keys of the runs whose changes it waits for; every
     element with `data-live` is then asked for again (`hx-get`, `hx-trigger="news"`)."""
-    theme = request.cookies.get("agentevo-theme", "")
+    theme = request.cookies.get(THEME, "")
     about = f"/live?{urlencode([('run', key) for key in news])}" if news else ""
     readers = dashboard(request).watcher
     text = render(

@@ -78,22 +78,32 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
             yield f"event: run\ndata: {json.dumps({'run': LIST, 'version': view})}\n\n".encode()
             beat = now
         elif view is not None:
-            told = {
-                "run": view.key,
-                "version": view.version,
-                "step": view.step,
-                "state": view.badge,
-                "why": shown(view.reason, LONGEST_REASON),
-                "at": round(time.time(), 3),
-                "now": _doing(view),
-            }
-            yield f"event: run\ndata: {json.dumps(told)}\n\n".encode()
+            yield _told(watcher, view)
             beat = now
         elif now - beat > BEAT_S:
             yield b": still here\n\n"
             beat = now
-        if now > ends or await _is_gone(request):
+        if now > ends or (view is None and await _is_gone(request)):
             return
+
+
+def _told(watcher: Watcher, view: RunView) -> bytes:
+    """The event, made once for all who hear of it: a view is one moment of a run."""
+    held = watcher.events.get(view.key)
+    if held is not None and held[0] is view:
+        return held[1]
+    told = {
+        "run": view.key,
+        "version": view.version,
+        "step": view.step,
+        "state": view.badge,
+        "why": shown(view.reason, LONGEST_REASON),
+        "at": round(time.time(), 3),
+        "now": _doing(view),
+    }
+    event = f"event: run\ndata: {json.dumps(told)}\n\n".encode()
+    watcher.events[view.key] = (view, event)
+    return event
 
 
 def _doing(view: RunView) -> dict[str, object] | None:

@@ -16,10 +16,13 @@ from agentevo.processes.client_door import ClientDoor, client_door
 from agentevo.signals import LOOK_S, asked_to_stop
 from agentevo.ui.access import Access, names_of_this_machine
 from agentevo.ui.app import make_app
+from agentevo.ui.priority import Priority
 from agentevo.ui.sources import Sources
 
 MAX_CONNECTIONS = 512
 IDLE_S = 60.0
+NICE = 10
+"""By how much the dashboard's priority is lowered, where nothing else is said."""
 
 
 def serve_dashboard(
@@ -29,6 +32,7 @@ def serve_dashboard(
     port: int = 0,
     tls: bool | None = None,
     control: bool = False,
+    nice: int = NICE,
     tell: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
@@ -43,7 +47,7 @@ def serve_dashboard(
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         client_door(Path(folder), host, port, tls) as door,
     ):
-        run_coroutine(_serve(sources, door, host, control, stop, tell, note))
+        run_coroutine(_serve(sources, door, host, control, nice, stop, tell, note))
 
 
 async def _serve(
@@ -51,6 +55,7 @@ async def _serve(
     door: ClientDoor,
     host: str,
     control: bool,
+    nice: int,
     stop: Callable[[], bool],
     tell: Callable[[str], None],
     note: Callable[[str], None],
@@ -59,13 +64,14 @@ async def _serve(
     base = url_of(door.listener, encrypted=context is not None)
     hosts = {host, *names_of_this_machine()}
     access = Access(hosts=hosts, secure=context is not None, control=control)
-    app, shared = make_app(sources, access)
+    app, shared = make_app(sources, access, Priority(nice))
 
     async def close() -> None:
         await shared.players.close()
         await shared.watcher.close()
         await shared.stores.close()
         await in_thread(shared.indexes.close)
+        shared.priority.close()
 
     settings: dict[str, Any] = {
         "ws": "none",

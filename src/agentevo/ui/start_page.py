@@ -89,7 +89,7 @@ async def start(request: Request) -> Response:
                 raise ConfigError("the recipe is another one by now than was shown: check it again")
             who, address = change.visitor.who, change.visitor.address
             async with asyncio.timeout(WRITE_S):
-                return await in_thread(
+                return await dashboard(request).priority.ordinarily(
                     lambda: starting.start(root, wanted, id=change.id, who=who, address=address)
                 )
 

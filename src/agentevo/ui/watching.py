@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 
 from agentevo.event_loop import in_thread
@@ -19,6 +19,7 @@ from agentevo.ui.store_reader import StoreReader
 from agentevo.ui.stores import Stores
 
 POLL_S = 0.5
+LOOK_S = 2.0
 FRESH_S = 0.4
 FIRST_S = 1.5
 """How long a list waits for runs that are read for the first time."""
@@ -44,7 +45,11 @@ class Watcher:
     def __init__(self, sources: Sources, stores: Stores) -> None:
         self.sources, self._stores = sources, stores
         self._readers: dict[str, _Watched] = {}
-        self._changed = asyncio.Condition()
+        self._next = asyncio.Event()
+        """Set, and replaced, at the next change."""
+        self._num_changes = 0
+        self.events: dict[str, tuple[RunView, bytes]] = {}
+        """What live.py has made of a run's newest view."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._viewers: dict[str, int] = {}
         self._listed: frozenset[str] = frozenset()
@@ -84,16 +89,24 @@ class Watcher:
         watched = self._readers.get(key)
         return watched.reader.view.version if watched else 0
 
+    def known(self, key: str | None) -> tuple[int, int]:
+        """Another one whenever something new is known of a run; without a key, of any."""
+        if key is None:
+            return self._list_version, self._num_changes
+        return 0, self.version(key)
+
     def _watched(self, source: RunSource) -> _Watched:
         watched = self._readers.pop(source.key, None)
         if watched is None or watched.reader.view.source != source:
-            watched = _Watched(
+            reader: StoreReader | RunReader = (
                 StoreReader(source, self._stores) if source.folder is None else RunReader(source)
             )
+            watched = _Watched(reader, self._heard)
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
             if key not in self._viewers:
                 del self._readers[key]
+                self.events.pop(key, None)
         return watched
 
     def _list(self, runs: Iterable[str]) -> bool:
@@ -107,12 +120,13 @@ class Watcher:
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
         """What changes of these runs, all that are known first; a number, the version of the list
         of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
-        least every POLL_S, so that the listener can see to itself. Ends when the dashboard does."""
+        least every LOOK_S, so that the listener can see to itself. Ends when the dashboard does."""
         known: dict[str, tuple[int, int]] = {}
         keys, had, listed = list(keys), self._listed, -1
         self._look(keys, 1)
         try:
             while not self.is_closed:
+                changed = self._next  # what changes from here on is not missed
                 if LIST in keys and listed != self._list_version:
                     listed = self._list_version
                     later = sorted(self._listed - had - set(keys))[: max(MOST_KEYS - len(keys), 0)]
@@ -129,8 +143,8 @@ class Watcher:
                         yield view
                 yield None
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S), self._changed:
-                        await self._changed.wait()
+                    async with asyncio.timeout(LOOK_S):
+                        await changed.wait()
         finally:
             self._look(keys, -1)
 
@@ -152,12 +166,8 @@ class Watcher:
     async def _follow(self, key: str) -> None:
         """Reads one run on and on."""
         while not self.is_closed:
-            before = self._readers.get(key)
-            known = _told(before.reader.view) if before else None
             with suppress(UnknownRunError):
-                if _told(await self.view(key)) != known:
-                    async with self._changed:
-                        self._changed.notify_all()
+                await self.view(key)
             await asyncio.sleep(POLL_S)
 
     async def _follow_list(self) -> None:
@@ -165,8 +175,7 @@ class Watcher:
         while not self.is_closed:
             began = time.monotonic()
             if self._list(await in_thread(self.sources.runs)):
-                async with self._changed:
-                    self._changed.notify_all()
+                self._tell()
             await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - began)))
 
     async def close(self) -> None:
@@ -175,8 +184,18 @@ class Watcher:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        async with self._changed:
-            self._changed.notify_all()
+        self._tell()
+
+    def _heard(self, before: RunView, after: RunView) -> None:
+        """A run was read, by whomever."""
+        self._num_changes += before.version != after.version
+        if _told(before) != _told(after):
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wakes all who wait for news."""
+        told, self._next = self._next, asyncio.Event()
+        told.set()
 
 
 def _told(view: RunView) -> tuple[int, int]:
@@ -186,8 +205,11 @@ def _told(view: RunView) -> tuple[int, int]:
 class _Watched:
     """One run, read by one caller at a time."""
 
-    def __init__(self, reader: RunReader | StoreReader) -> None:
-        self.reader = reader
+    def __init__(
+        self, reader: RunReader | StoreReader, heard: Callable[[RunView, RunView], None]
+    ) -> None:
+        """`heard`: of what was known before a reading and what is after it."""
+        self.reader, self._heard = reader, heard
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
 
@@ -195,9 +217,11 @@ class _Watched:
         """What is known, not older than FRESH_S."""
         async with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
+                before = self.reader.view
                 if isinstance(self.reader, StoreReader):
                     await self.reader.read()
                 else:
                     await in_thread(self.reader.read)
                 self._read_at = time.monotonic()
+                self._heard(before, self.reader.view)
         return self.reader.view

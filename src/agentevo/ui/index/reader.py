@@ -16,6 +16,7 @@ import numpy as np
 
 from agentevo.errors import AgentEvoError
 from agentevo.store.store import SPLITS
+from agentevo.ui.index.bars import Bar, bars
 from agentevo.ui.index.columns import NONE, Columns
 from agentevo.ui.index.columns import WORDS as COLUMN_WORDS
 from agentevo.ui.index.database import connect
@@ -25,7 +26,6 @@ from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selectio
 PAGE = 50
 MAX_FOUND = 200_000
 """Attempts that a search for a text gives at most, the newest ones."""
-BARS = 24
 SNIPPET = 160
 
 
@@ -101,14 +101,6 @@ class Listing(NamedTuple):
     """More attempts than MAX_FOUND have the text: the list has the newest ones."""
 
 
-class Bar(NamedTuple):
-    low: float
-    high: float
-    size: int
-    good: int
-    """Successes among them."""
-
-
 class IndexReader:
     """See the module. Every method raises IndexAway while there is no index."""
 
@@ -146,13 +138,18 @@ class IndexReader:
             where &= (keys > value) | ((keys == value) & (seqs < seq))
         found = np.flatnonzero(where)
         if len(found) > size:  # no sort of a million rows for the first fifty
-            bound = np.partition(keys[found], size)[size]
-            found = found[keys[found] <= bound]
+            own = keys[found]
+            bound = np.partition(own, size)[size]
+            before, equal = found[own < bound], found[own == bound]
+            more = size + 1 - len(before)  # of many equal ones the newest
+            if len(equal) > more:
+                equal = equal[np.argpartition(-seqs[equal], more - 1)[:more]]
+            found = np.concatenate([before, equal])
         found = found[np.lexsort((-seqs[found], keys[found]))]
         page = found[:size]
-        more = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(found) > size else None
+        last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(found) > size else None
         rows = self.rows((page + 1).tolist(), selection.text)
-        return Listing(rows, total, more, is_cut)
+        return Listing(rows, total, last, is_cut)
 
     def histogram(self, selection: Selection, name: str) -> list[Bar]:
         """Bars of `reward`, `tokens` or `age` of what was selected, whatever its range of that."""
@@ -161,18 +158,9 @@ class IndexReader:
         table = self._table()
         where, _ = self._where(table, free)
         values = table[RANGES[name]]
-        where &= values != NONE if name == "age" else np.ones(len(values), dtype=bool)
-        found, good = values[where], table["success"][where]
-        if not len(found):
-            return []
-        low, high = float(found.min()), float(found.max())
-        edges = _edges(low, high, is_whole=name != "reward")
-        counts, _ = np.histogram(found, edges)
-        successes, _ = np.histogram(found[good], edges)
-        return [
-            Bar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
-            for i in range(len(counts))
-        ]
+        if name == "age":
+            where &= values != NONE
+        return bars(values[where], table["success"][where], is_whole=name != "reward")
 
     def group(self, group_id: str) -> list[Row]:
         """The attempts of a group in the order of their numbers."""
@@ -258,9 +246,13 @@ class IndexReader:
         where, _ = self._where(table, selection)
         found = {}
         for order, (column, _, _) in ORDERS.items():
-            values = table[column][where]
-            known = values != NONE if column == "age" else ~np.isnan(values.astype(np.float64))
-            found[order] = bool(known.any())
+            values = table[column]
+            if column == "age":
+                found[order] = bool((where & (values != NONE)).any())
+            elif values.dtype.kind == "f":
+                found[order] = bool((where & ~np.isnan(values)).any())
+            else:
+                found[order] = bool(where.any())
         return found
 
     def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
@@ -471,20 +463,6 @@ def _snippet(said: str, text: str) -> tuple[str, ...]:
         end = match.end()
     pieces[-1] += shown[end:]
     return tuple(pieces)
-
-
-def _edges(low: float, high: float, *, is_whole: bool) -> np.ndarray:
-    """Of whole numbers at whole places: no bar holds more of them than its neighbours."""
-    if is_whole:
-        width = max(1, -(-int(high - low + 1) // BARS))
-        return (
-            np.arange(low, high + 1 + width, width) - 0.5
-            if high > low
-            else np.array([low - 0.5, low + 0.5])
-        )
-    if high <= low:
-        return np.array([low - 0.5, high + 0.5])
-    return np.linspace(low, high, BARS + 1)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

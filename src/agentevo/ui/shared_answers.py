@@ -1,0 +1,210 @@
+"""One answer for all who look at the same page: fifty viewers cost about what one does.
+
+Of whoever may only look, the pages of PATHS are made once for an address, a theme and what is
+known of the run at that moment; who asks meanwhile waits for the same one, and who asks within
+KEPT_S gets it again, unless something new is known by then.
+
+Invariants. A shared page is made for nobody: the application sees a request that has the address,
+whether htmx asks, and the theme, and nothing else that a viewer has sent; so no page can hold what
+belongs to one of them. Whoever may change something gets pages of their own, which are never kept.
+At most MOST answers of MOST_BYTES together are kept. A viewer who leaves takes nothing from those
+who wait for the same page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+import time
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentevo.event_loop import in_thread
+from agentevo.ui.forms import Visitor
+from agentevo.ui.watching import Watcher
+
+PATHS = re.compile(
+    r"/|/runs/(?P<run>[^/]+)"
+    r"(?:/(?:work|metrics|series|attempts|evaluation|evaluation/series|data|processes|steps/\d+))?"
+)
+KEPT_S = 0.5
+MOST, MOST_BYTES = 64, 32_000_000
+LONGEST_QUERY = 2_000
+"""Bytes of an address that is remembered."""
+MADE_S = 60.0
+"""How long a page may take that others wait for."""
+SMALLEST_GZIPPED = 1_000
+LEVEL = 4
+THEME = "agentevo-theme"
+THEMES = ("light", "dark")
+
+
+class Key(NamedTuple):
+    """What a page depends on."""
+
+    path: str
+    query: bytes
+    is_part: bool
+    theme: str
+
+
+class Answer(NamedTuple):
+    """As the application gave it."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    gzipped: bytes
+    """Empty where that would save nothing."""
+
+
+@dataclass
+class _Held:
+    making: asyncio.Task[Answer]
+    known: tuple[int, int]
+    """What the watcher knew when it was begun."""
+    at: float
+    size: int = 0
+
+
+class SharedAnswers:
+    """See the module. ASGI, behind the guard; `visitor_key`: where a request's scope has its
+    visitor. Belongs to the dashboard's event loop."""
+
+    def __init__(self, app: ASGIApp, watcher: Watcher, visitor_key: str) -> None:
+        self.app = app
+        self.num_made = 0
+        """Answers that were made to be shared."""
+        self._watcher, self._visitor_key = watcher, visitor_key
+        self._held: dict[Key, _Held] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = PATHS.fullmatch(scope["path"])
+        is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= LONGEST_QUERY
+        if found is None or not is_ours or scope[self._visitor_key].may_change:
+            await self.app(scope, receive, send)
+            return
+        headers = dict(reversed(scope["headers"]))  # the first of each name
+        is_part = headers.get(b"hx-request") == b"true"
+        theme = _theme(headers.get(b"cookie", b""))
+        key = Key(scope["path"], scope["query_string"], is_part, theme)
+        # Shielded: others wait for it, too.
+        answer = await asyncio.shield(self._making(key, found["run"], scope))
+        await _send(send, answer, headers.get(b"accept-encoding", b""))
+
+    def _making(self, key: Key, run: str | None, scope: Scope) -> asyncio.Task[Answer]:
+        """What makes the answer, or has made it."""
+        now, known = time.monotonic(), self._watcher.known(run)
+        held = self._held.get(key)
+        is_fresh = held is not None and (not held.making.done() or now - held.at < KEPT_S)
+        if held is not None and is_fresh and held.known == known:
+            return held.making
+        self._forget(now)
+        making = asyncio.ensure_future(self._made(key, scope))
+        held = self._held[key] = _Held(making, known, now)
+        making.add_done_callback(lambda _: self._done(key, held))
+        return making
+
+    def _done(self, key: Key, held: _Held) -> None:
+        """Keeps what may be kept."""
+        failed = held.making.cancelled() or held.making.exception() is not None
+        if failed or held.making.result().status != 200:
+            if self._held.get(key) is held:
+                del self._held[key]
+            return
+        answer = held.making.result()
+        held.at, held.size = time.monotonic(), len(answer.body) + len(answer.gzipped)
+
+    def _forget(self, now: float) -> None:
+        """What is old, and the oldest of too much."""
+        for key, held in list(self._held.items()):
+            if held.making.done() and now - held.at >= KEPT_S:
+                del self._held[key]
+        size = sum(held.size for held in self._held.values())
+        while self._held and (len(self._held) >= MOST or size > MOST_BYTES):
+            size -= self._held.pop(next(iter(self._held))).size
+
+    async def _made(self, key: Key, scope: Scope) -> Answer:
+        self.num_made += 1
+        told = [(b"host", b"localhost")]
+        told += [(b"hx-request", b"true")] if key.is_part else []
+        told += [(b"cookie", f"{THEME}={key.theme}".encode())] if key.theme else []
+        kept = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path")
+        asked = {name: scope[name] for name in kept if name in scope}
+        asked |= {
+            "query_string": key.query,
+            "headers": told,
+            "client": None,
+            "server": None,
+            self._visitor_key: Visitor(),
+        }
+        start: list[Message] = []
+        body: list[bytes] = []
+        whole: list[bytes] = []
+
+        async def heard(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.append(message)
+            elif message["type"] == "http.response.body":
+                body.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    whole.append(b"".join(body))
+
+        try:
+            async with asyncio.timeout(MADE_S):
+                await self.app(asked, _nothing_more(), heard)
+        except Exception:
+            if not whole:  # app.py has told of it, and mostly answered
+                raise
+        gzipped = b""
+        if len(whole[0]) >= SMALLEST_GZIPPED:
+            gzipped = await in_thread(gzip.compress, whole[0], LEVEL, mtime=0)
+        return Answer(start[0]["status"], list(start[0]["headers"]), whole[0], gzipped)
+
+
+def _nothing_more() -> Receive:
+    """A request without a body, from somebody who stays."""
+    left: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+    async def receive() -> Message:
+        if left:
+            return left.pop()
+        await asyncio.sleep(MADE_S)
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+def _theme(cookies: bytes) -> str:
+    if THEME.encode() not in cookies:
+        return ""
+    try:
+        held = SimpleCookie(cookies.decode("latin-1")).get(THEME)
+    except CookieError:
+        return ""
+    return held.value if held is not None and held.value in THEMES else ""
+
+
+def _takes_gzip(header: bytes) -> bool:
+    for one in header.decode("latin-1").lower().split(","):
+        name, _, quality = one.partition(";")
+        if name.strip() == "gzip":
+            return not re.fullmatch(r"q=0(\.0*)?", quality.strip())
+    return False
+
+
+async def _send(send: Send, answer: Answer, accepted: bytes) -> None:
+    headers = [pair for pair in answer.headers if pair[0] not in (b"content-length", b"vary")]
+    vary = [text for name, text in answer.headers if name == b"vary"]
+    body = answer.body
+    if answer.gzipped and _takes_gzip(accepted):
+        body = answer.gzipped
+        headers.append((b"content-encoding", b"gzip"))
+    headers.append((b"vary", b", ".join([*vary, b"Accept-Encoding"])))
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
