@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from agentevo.config.section import Section
 from agentevo.config.task_stages import stage_contradictions
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 class WeightsSection(Section):
     """How new weights lie in files, for engines in other processes (docs/weights.md)."""
 
+    url: str | None = None
+    """Where they lie, for engines that share no folder with the trainer: an address that fsspec
+    knows, such as `s3://BUCKET/FOLDER`, of this run alone. Credentials come from the environment
+    (docs/weights.md). Default: RUN/weights."""
     delta: bool = False
     """Publish what changed since the version before, bit for bit, where that is smaller than all of
     it. For bfloat16 (model.dtype). Trainer and engines each hold one more copy of the weights, in
@@ -23,6 +28,22 @@ class WeightsSection(Section):
     full_every: int = Field(default=16, ge=2)
     """With delta: at most so many versions from one in full to the next. Who is late reads all
     since the last one in full."""
+
+    @field_validator("url")
+    @classmethod
+    def _without_password(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", url):
+            raise ValueError(
+                "is no address: use s3://BUCKET/FOLDER, gs://, az:// or file:///FOLDER"
+            )
+        if re.match(r"[^/]*//[^/]*:[^/]*@", url) or "?" in url:
+            raise ValueError(
+                "has a password or options, which every copy of the recipe would have: leave them "
+                "out, and give the credentials in the environment of trainer and engines"
+            )
+        return url
 
 
 class RolloutSection(Section):
@@ -48,8 +69,8 @@ class RolloutSection(Section):
     transport: str | None = None
     """How new weights reach the engines: `shared` (the engine computes with the trainer's own),
     `copy` (it is handed them, in one process), `folder` (files in the run's folder, for engines in
-    other processes), or one that another package registers (docs/engines.md). Default: what the
-    other keys ask for."""
+    other processes), `object_store` (files under weights.url), or one that another package
+    registers (docs/engines.md). Default: what the other keys ask for."""
     weights: WeightsSection = WeightsSection()
     """How they lie in files, for engines in other processes."""
     samplers: int = Field(default=0, ge=0)
@@ -86,6 +107,11 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
             "is none: set "
             "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or "
             "rollout.policy=mask"
+        )
+    if section.weights.url is not None and section.transport not in (None, "object_store"):
+        problems.append(
+            f"rollout.weights.url is for rollout.transport=object_store, not {section.transport}: "
+            "leave one of them out"
         )
     if section.weights.delta and config.model.dtype != "bfloat16":
         problems.append(

@@ -1,9 +1,10 @@
 """Our own ways for trained weights to reach an engine (shared memory, a copy in this process, the
-run's folder), and the choice among all that are registered."""
+run's folder, an object store), and the choice among all that are registered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,6 +22,9 @@ from agentevo.inference.weight_transport import (
 )
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.parameters import trained_weights
+
+if TYPE_CHECKING:
+    from agentevo.inference.object_store import ObjectStoreWeights
 
 
 class SharedWeights:
@@ -105,9 +109,37 @@ def _publication(
 
 
 def _folder(config: RunConfig) -> WeightsFolder:
+    return WeightsFolder(config.run_dir / "weights", full_every=_full_every(config))
+
+
+def _upload(
+    model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
+) -> Publication:
+    store = _object_store(config, id_file=config.run_dir / "weights" / "writer")
+    return Publication(store, model, keep=config.rollout.keep_versions, note=note)
+
+
+def _download(config: RunConfig) -> WeightSource:
+    from agentevo.inference.object_store import LOOK_S
+
+    return _object_store(config, look_s=LOOK_S)
+
+
+def _object_store(config: RunConfig, **given: Any) -> ObjectStoreWeights:
+    from agentevo.inference.object_store import ObjectStoreWeights
+
+    url = config.rollout.weights.url
+    if url is None:
+        raise ConfigError(
+            "rollout.transport=object_store needs an address: set rollout.weights.url, such as "
+            "s3://BUCKET/FOLDER"
+        )
+    return ObjectStoreWeights(url, full_every=_full_every(config), **given)
+
+
+def _full_every(config: RunConfig) -> int:
     weights = config.rollout.weights
-    full_every = weights.full_every if weights.delta else 1
-    return WeightsFolder(config.run_dir / "weights", full_every=full_every)
+    return weights.full_every if weights.delta else 1
 
 
 transports.register("shared")(
@@ -118,6 +150,13 @@ transports.register("copy")(
 )
 transports.register("folder")(
     WeightTransport("files in RUN/weights, for engines in other processes", _publication, _folder)
+)
+transports.register("object_store")(
+    WeightTransport(
+        "files under rollout.weights.url (S3 and others), for engines that share no folder",
+        _upload,
+        _download,
+    )
 )
 
 
@@ -158,7 +197,7 @@ def remote_sender(
 
 def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
     """Raises ConfigError for a transport that does not reach other processes."""
-    name = config.rollout.transport or "folder"
+    name = config.rollout.transport or ("object_store" if config.rollout.weights.url else "folder")
     transport = transports.get(name)
     if transport.source is None:
         raise ConfigError(
@@ -171,7 +210,9 @@ def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
 def check_transport(config: RunConfig, *, apart: bool) -> None:
     """Raises ConfigError for a transport that is unknown, or can't do what the run needs."""
     if apart:
-        _remote(config)
+        _, source = _remote(config)
+        if source is _download:
+            source(config)  # its address and package, before anything is created
         return
     name = local_transport(config, apart=False)
     if transports.get(name).source is not None:
