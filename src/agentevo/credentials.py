@@ -18,7 +18,7 @@ from agentevo.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
-API_KEY = "api_key"
+API_KEYS = ("api_key", "admin_api_key")
 """What a configuration calls the key of a server, wherever it is."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
@@ -73,7 +73,7 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
     nobody puts anything in, as 'key: problem: remedy'."""
     problems = []
     for key, text in _texts(tree):
-        if key.rpartition(".")[2] == API_KEY:
+        if key.rpartition(".")[2] in API_KEYS:
             if not REFERENCE.fullmatch(text):
                 problems.append(
                     f"{key}: a key would be written into the run's folder and seen in the list of "

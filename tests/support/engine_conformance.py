@@ -55,8 +55,6 @@ async def logprobs_are_those_of_the_distribution_drawn_from(case: Case) -> None:
         sampled(temperature=1.6, seed=8),
         sampled(top_k=7),
         sampled(top_p=0.8),
-        sampled(min_p=0.05),
-        sampled(temperature=0.7, top_k=20, top_p=0.9),
         sampled(temperature=0),
     ]
     prompts = [PROMPT[: 40 - 3 * place] for place in range(len(kinds))]
@@ -69,11 +67,15 @@ async def logprobs_are_those_of_the_distribution_drawn_from(case: Case) -> None:
         assert case.difference(case.old, one, kind, prompt).max() < TOLERANCE, kind
 
 
-async def min_p_after_top_p_is_right_or_refused(case: Case) -> None:
+async def filters_one_after_the_other_are_right_or_refused(case: Case) -> None:
     await case.begin()
-    both = sampled(temperature=1.5, top_p=0.8, min_p=0.1)
-    if (found := await drawn_or_refused(case, both, "min_p")) is not None:
-        assert case.difference(case.old, found, both).max() < TOLERANCE
+    for kind, name in (
+        (sampled(min_p=0.05), "min_p"),
+        (sampled(temperature=1.5, top_p=0.8, min_p=0.1), "min_p"),
+        (sampled(temperature=0.7, top_k=20, top_p=0.9), "top_p"),
+    ):
+        if (found := await drawn_or_refused(case, kind, name)) is not None:
+            assert case.difference(case.old, found, kind).max() < TOLERANCE
 
 
 async def a_seed_decides_the_tokens(case: Case) -> None:
@@ -389,7 +391,7 @@ async def counters_count(case: Case) -> None:
 
 CHECKS: list[Check] = [
     logprobs_are_those_of_the_distribution_drawn_from,
-    min_p_after_top_p_is_right_or_refused,
+    filters_one_after_the_other_are_right_or_refused,
     a_seed_decides_the_tokens,
     nothing_but_what_was_asked_for_ends_a_request,
     a_stop_token_ends_a_request_and_is_part_of_it,

@@ -344,10 +344,10 @@ class EngineSection(Section):
     """The inference engine."""
 
     type: str = "torch"
-    """Which engine: `torch`, the embedded one, or one that another package registers (`agentevo
-    list engines`)."""
+    """Which engine: `torch`, the embedded one, `sglang`, or one that another package registers
+    (`agentevo list engines`, docs/engines.md)."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options of an engine that another package registers."""
+    """What that engine is told besides; `torch` takes none (docs/engines.md)."""
     kv_cache_gb: float = Field(default=4.0, gt=0)
     """Key-value memory of all sequences together, in GiB; requests beyond it wait in a queue."""
     kv_cache_tokens: int | None = Field(default=None, ge=128)

@@ -42,3 +42,13 @@ def vllm_engine(
     from agentevo.inference.vllm_engine import VllmEngine
 
     return VllmEngine(model, tokenizer, section)
+
+
+@engines.register("sglang")
+def sglang_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
+) -> UpdatableEngine:
+    """SGLang: an HTTP server, started here or given by its URL (engine.options.url)."""
+    from agentevo.inference.sglang_engine import SglangEngine
+
+    return SglangEngine(model, tokenizer, section)

@@ -1,0 +1,565 @@
+"""An SGLang server as an engine: one that is started here, or one that is given by its URL.
+
+    verify -> write the whole model -> pause, requests put back -> load -> drop cached keys and
+    values -> go on
+
+Invariants: a token's version is the label under which SGLang drew it, and a label that this engine
+has not given (another run's weights, a server that was started anew) is an error, never a version.
+No token is drawn over keys and values of other weights. A load that fails may leave a mixture: the
+version before is loaded again, and where that fails too, every request fails with EngineError until
+a whole version is in. A request whose answer is lost is not sent again: its caller does that.
+
+Not promised: the same numbers in other company, penalties, grammars and scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentevo.config import EngineSection
+from agentevo.errors import DeadlineExceededError, EngineError, GrammarError, RequestTooLongError
+from agentevo.event_loop import in_thread
+from agentevo.inference.engine import (
+    NO_VERSION,
+    InFlight,
+    TokenListener,
+    Weights,
+    check_request,
+    check_tokens,
+)
+from agentevo.inference.listening import tell
+from agentevo.inference.sglang_options import key_of, read_options
+from agentevo.inference.sglang_process import GuardedServer
+from agentevo.inference.sglang_weights import check_writable, write_version
+from agentevo.inference.sglang_wire import (
+    Drawn,
+    ServerFacts,
+    SglangClient,
+    generate_body,
+    launch_arguments,
+    launch_config,
+    read_answer,
+    unsupported,
+)
+from agentevo.inference.verified import VerifiedWeights, verify_weights
+from agentevo.models.parameters import trained_weights
+from agentevo.types import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LOAD_S = 1200.0
+"""Longest time for a server to read a version from the disk."""
+LOOK_S = 0.2
+CLOSE_S = 10.0
+
+
+class SglangEngine:
+    """See the module. `model` says names, shapes and what is not trained. Raises ConfigError for
+    options that can't be followed. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        section: EngineSection,
+    ) -> None:
+        options = read_options(section)
+        keys = [key_of(name, getattr(options, name)) for name in ("api_key", "admin_api_key")]
+        check_writable(model)
+        self._options, self._model, self._tokenizer = options, model, tokenizer
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self._scratch = Path(tempfile.mkdtemp(prefix="agentevo-sglang-"))
+        self._mark = secrets.token_hex(4)
+        self._folder = (options.weights_folder or self._scratch) / f"weights-{self._mark}"
+        self._numbers = itertools.count()
+        self._versions: dict[str, int] = {}
+        """Label -> version."""
+        self._label, self._version = "", NO_VERSION
+        self._good: Path | None = None
+        """Folder of what the server computes with, where that is known."""
+        self._failure: EngineError | None = None
+        self._facts: ServerFacts | None = None
+        self._server: GuardedServer | None = None
+        if options.url is None:
+            self._client = self._start(section)
+        else:
+            self._client = SglangClient(options.url, keys[0], keys[1], options.ca_file)
+        self._changing = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._draws: set[asyncio.Task[Completion]] = set()
+        self._running: set[str] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._asleep_since: float | None = None
+        self._slept_s = self._swap_s = 0.0
+        self._generated = self._prompt_tokens = 0
+        self._publishes = self._refused_publishes = 0
+
+    def _start(self, section: EngineSection) -> SglangClient:
+        self._good = write_version(self._model, self._tokenizer, {}, self._folder / "base")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        key, config = secrets.token_hex(32), self._scratch / "server.yaml"
+        config.write_text(launch_config(key), encoding="utf-8")
+        arguments = launch_arguments(
+            self._good,
+            "127.0.0.1",
+            port,
+            {
+                "seeded": self._options.seeded,
+                "max_running": section.max_running,
+                "kv_cache_tokens": section.kv_cache_tokens,
+                "dtype": str(self._model.dtype).removeprefix("torch."),
+            },
+        )
+        program = self._options.command or [sys.executable, "-m", "sglang.launch_server"]
+        self._server = GuardedServer(
+            [*program, *arguments, "--config", str(config), *self._options.args],
+            self._options.log_file or self._scratch / "server.log",
+        )
+        return SglangClient(f"http://127.0.0.1:{port}", key, None, None)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def asleep(self) -> bool:
+        return self._asleep_since is not None
+
+    @property
+    def slept_s(self) -> float:
+        """See SleepingEngine."""
+        since = self._asleep_since
+        return self._slept_s + (0.0 if since is None else time.monotonic() - since)
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
+        listen: TokenListener | None = None,
+    ) -> Completion:
+        """See Engine.generate. `session` is not needed: SGLang finds prefixes by itself."""
+        check_request(sampling, deadline_s)
+        if not prompt_ids:
+            raise EngineError("the prompt is empty: give at least one token")
+        check_tokens(prompt_ids, self._vocabulary)
+        if sampling.grammar:
+            raise GrammarError(
+                "engine.type=sglang follows no grammar of AgentEvo's form: use engine.type=torch"
+            )
+        facts = self._known()
+        reason = unsupported(sampling, facts, self._options.seeded)
+        if reason:
+            raise EngineError(f"engine.type=sglang: {reason}")
+        num_tokens = len(prompt_ids) + sampling.max_new_tokens
+        if num_tokens > facts.longest or len(prompt_ids) > facts.longest_prompt:
+            raise RequestTooLongError(
+                f"{len(prompt_ids)} prompt and {sampling.max_new_tokens} new tokens, SGLang takes "
+                f"{facts.longest} together: shorten the prompt or lower max_new_tokens"
+            )
+        self._check_whole()
+        draw = asyncio.ensure_future(self._draw(prompt_ids, sampling, facts, deadline_s, listen))
+        self._draws.add(draw)
+        try:
+            return await self._awake_within(draw, deadline_s)
+        finally:
+            self._draws.discard(draw)
+
+    async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
+        """Its result within so many seconds, those of sleep not counted."""
+        begun, slept = time.monotonic(), self.slept_s
+        try:
+            while not draw.done():
+                left = deadline_s - (time.monotonic() - begun) + (self.slept_s - slept)
+                if left <= 0:
+                    raise DeadlineExceededError(f"SGLang did not answer within {deadline_s:g} s")
+                await asyncio.wait({draw}, timeout=left)
+            if draw.cancelled():
+                self._check_whole()
+                raise EngineError("the engine is closed: make another one")
+            return draw.result()
+        finally:
+            draw.cancel()
+
+    async def _draw(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        facts: ServerFacts,
+        deadline_s: float,
+        listen: TokenListener | None,
+    ) -> Completion:
+        """One request of SGLang, or several, where an end-of-text token that was not asked for has
+        ended one: positions decide what a seed draws, so they go on as one would have."""
+        await self._open.wait()
+        found = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        reason: FinishReason | None = None
+        while reason is None:
+            rid = f"{self._mark}-{next(self._numbers)}"
+            body = generate_body(
+                rid,
+                prompt + found.ids,
+                sampling,
+                facts,
+                vocabulary=self._vocabulary,
+                max_new_tokens=sampling.max_new_tokens - len(found.ids),
+                seeded=self._options.seeded,
+                stream=listen is not None,
+            )
+            self._running.add(rid)
+            ended = False
+            try:
+                last = await self._part(body, sampling, facts, deadline, found, listen)
+                ended = True
+            finally:
+                if ended:
+                    self._running.discard(rid)
+                else:
+                    self._abort(rid)
+            reason = self._reason(last, sampling, found)
+        self._generated += len(found.ids)
+        self._prompt_tokens += len(prompt)
+        return Completion(
+            ids=found.ids,
+            logprobs=found.logprobs,
+            versions=found.versions,
+            finish_reason=reason,
+            top_logprobs=found.top_logprobs,
+        )
+
+    async def _part(
+        self,
+        body: dict[str, Any],
+        sampling: SamplingParams,
+        facts: ServerFacts,
+        deadline: float,
+        found: Completion,
+        listen: TokenListener | None,
+    ) -> Drawn:
+        """One request; what it draws is added to `found`. Returns its last piece."""
+        before, last = len(found.ids), None
+        async for answer in self._client.answers(body, deadline):
+            known = 0 if facts.incremental or not body["stream"] else len(found.ids) - before
+            last = read_answer(answer, sampling, facts, self._vocabulary, done=known)
+            found.ids.extend(last.ids)
+            found.logprobs.extend(last.logprobs)
+            found.top_logprobs.extend(last.top)
+            if listen is not None and last.ids:
+                tell(listen, last.ids, last.logprobs)
+        if last is None or last.finish is None:
+            raise EngineError("SGLang's answer has no end: is the server going down?")
+        if last.finish["type"] == "abort":
+            self._check_whole()
+            raise EngineError(f"SGLang has ended the request: {last.finish.get('message')}")
+        unknown = set(last.labels) - set(self._versions)
+        if unknown or len(last.labels) != len(found.ids) - before:
+            raise EngineError(
+                f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
+                "given it: it was started anew, or somebody else replaces its weights"
+            )
+        found.versions.extend(self._versions[label] for label in last.labels)
+        return last
+
+    def _reason(
+        self, last: Drawn, sampling: SamplingParams, found: Completion
+    ) -> FinishReason | None:
+        """Why the request ends; None where it goes on."""
+        whole = len(found.ids) >= sampling.max_new_tokens
+        finish = last.finish or {}
+        if finish["type"] == "stop":
+            matched = finish.get("matched")
+            if isinstance(matched, str) or matched in sampling.stop_token_ids:
+                return "stop"
+            return "length" if whole else None
+        if not whole:
+            raise EngineError(
+                f"SGLang has ended a request after {len(found.ids)} of {sampling.max_new_tokens} "
+                "tokens: it was started with a lower limit"
+            )
+        return "length"
+
+    def _abort(self, rid: str) -> None:
+        """In the background; the request counts as running until it is done."""
+
+        async def abort() -> None:
+            try:
+                await self._client.abort(rid)
+            except EngineError:
+                pass  # the server is gone, and the request with it
+            finally:
+                self._running.discard(rid)
+
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def release(self, session: str) -> None:
+        """See Engine.release: nothing is kept by name."""
+
+    async def begin(
+        self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
+    ) -> None:
+        """See UpdatableEngine.begin. Waits for a server that is starting."""
+        async with self._changing:
+            await self._connect()
+            label = self._new_label(version)
+            if weights is None:
+                self._check_whole()
+                await self._client.pause()
+                await self._client.flush()
+                await self._client.relabel(label)
+                if not self.asleep:
+                    await self._client.go_on()
+                self._label, self._version = label, version
+                return
+            verified = await in_thread(self.verify, weights)
+            await self._swap(version, label, verified)
+
+    def verify(self, weights: Weights) -> VerifiedWeights:
+        """See UpdatableEngine.verify."""
+        try:
+            return verify_weights(self._model, weights)
+        except EngineError:
+            self._refused_publishes += 1
+            raise
+
+    async def publish(
+        self,
+        version: int,
+        weights: Weights | None = None,
+        *,
+        in_flight: InFlight = "finish",
+        deadline_s: float = 60.0,
+    ) -> None:
+        """See UpdatableEngine.publish. The deadline is for requests to end; reading weights takes
+        as long as the server's disk."""
+        if weights is None:
+            weights = trained_weights(self._model)
+        given = weights
+        if not isinstance(weights, VerifiedWeights):
+            given = await in_thread(self.verify, weights)
+        try:
+            async with self._changing:
+                if version <= self._version:
+                    raise EngineError(
+                        f"weights version {version} is not newer than {self._version}: versions "
+                        "only grow"
+                    )
+                self._check_alive()
+                until = time.monotonic() + deadline_s if in_flight == "finish" else None
+                await self._swap(version, self._new_label(version), given, until)
+        except BaseException:
+            self._refused_publishes += 1
+            raise
+        self._publishes += 1
+
+    async def _swap(
+        self, version: int, label: str, weights: Weights, until: float | None = None
+    ) -> None:
+        """Writes and loads them. `until`: running requests may end first, until then."""
+        folder = self._folder / label
+        try:
+            await in_thread(write_version, self._model, self._tokenizer, weights, folder)
+            async with self._quiet(until):
+                # Not to be cancelled: half of it is a server that waits for ever.
+                replacing = asyncio.ensure_future(self._replace(version, label, folder))
+                await _to_its_end(replacing)
+        finally:
+            if self._good != folder:
+                await in_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _replace(self, version: int, label: str, folder: Path) -> None:
+        begun = time.monotonic()
+        try:
+            await self._load(folder, label)
+        except EngineError as error:
+            await self._restore(error)
+            raise
+        finally:
+            self._swap_s += time.monotonic() - begun
+        before, self._good = self._good, folder
+        self._label, self._version, self._failure = label, version, None
+        if before is not None:
+            await in_thread(shutil.rmtree, before, ignore_errors=True)
+
+    async def _load(self, folder: Path, label: str) -> None:
+        """The server computes with that version from now on, over nothing of another one."""
+        await self._client.pause()
+        await self._client.load(folder, label, LOAD_S)
+        await self._client.flush()
+        if not self.asleep:
+            await self._client.go_on()
+
+    async def _restore(self, error: EngineError) -> None:
+        """After a load that may have left a mixture: the version before is loaded again, or nothing
+        is served any more."""
+        again: EngineError | None = None
+        if self._good is not None:
+            try:
+                await self._load(self._good, self._label)
+                return
+            except EngineError as one:
+                again = one
+        self._failure = EngineError(
+            f"SGLang holds no whole weights: {error}; the version before could not be loaded again "
+            f"({again or 'it is not known here'}): it serves again when a whole version is in"
+        )
+        for draw in self._draws:
+            draw.cancel()
+
+    @asynccontextmanager
+    async def _quiet(self, until: float | None) -> AsyncIterator[None]:
+        """With `until`, new requests wait while the block runs, and it begins when none is running.
+        Raises DeadlineExceededError."""
+        try:
+            if until is not None and not self.asleep:
+                self._open.clear()
+                while self._running:
+                    if time.monotonic() > until:
+                        raise DeadlineExceededError(
+                            f"{len(self._running)} requests did not end in time: they go on as "
+                            "before"
+                        )
+                    await asyncio.sleep(0.005)
+            yield
+        finally:
+            self._open.set()
+
+    def _new_label(self, version: int) -> str:
+        label = f"{self._mark}.{next(self._numbers)}"
+        self._versions[label] = version
+        return label
+
+    async def _connect(self) -> None:
+        """Waits until the server is ready, once. Raises EngineError."""
+        if self._facts is not None:
+            return
+        until = time.monotonic() + self._options.start_timeout_s
+        while not await self._client.ready():
+            self._check_alive()
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"SGLang at {self._client.url} was not ready within "
+                    f"{self._options.start_timeout_s:g} s: see its log, or raise "
+                    "engine.options.start_timeout_s"
+                )
+            await asyncio.sleep(LOOK_S)
+        facts = await self._client.facts()
+        if self._options.seeded and not facts.seeded:
+            raise EngineError(
+                f"SGLang at {self._client.url} ignores seeds: start it with "
+                "--enable-deterministic-inference, or set engine.options.seeded=false"
+            )
+        self._facts = facts
+
+    def _known(self) -> ServerFacts:
+        if self._facts is None:
+            raise EngineError("the engine has not begun: call `begin` first")
+        return self._facts
+
+    async def forget_cache(self) -> None:
+        """See UpdatableEngine.forget_cache."""
+        async with self._changing:
+            await self._client.pause()
+            await self._client.flush()
+            if not self.asleep:
+                await self._client.go_on()
+
+    async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
+        """See SleepingEngine.sleep. The weights stay, so that others may be published."""
+        if not self._known().can_sleep:
+            raise EngineError("SGLang gives no memory back: start it with --enable-memory-saver")
+        async with self._changing:
+            if self.asleep:
+                return
+            until = time.monotonic() + deadline_s if in_flight == "finish" else None
+            async with self._quiet(until):
+                await self._client.pause()
+                try:
+                    await self._client.release_memory()
+                except BaseException:
+                    await self._client.go_on()
+                    raise
+                self._asleep_since = time.monotonic()
+
+    async def wake(self) -> None:
+        """See SleepingEngine.wake."""
+        async with self._changing:
+            if self._asleep_since is None:
+                return
+            await self._client.resume_memory()
+            await self._client.flush()
+            await self._client.go_on()
+            self._slept_s = self.slept_s
+            self._asleep_since = None
+
+    def check(self) -> None:
+        """See UpdatableEngine.check."""
+        self._check_alive()
+        self._check_whole()
+
+    def _check_alive(self) -> None:
+        ended = self._server.ended() if self._server is not None else ""
+        if ended:
+            raise EngineError(f"SGLang has ended: {ended}")
+
+    def _check_whole(self) -> None:
+        if self._failure is not None:
+            raise EngineError(str(self._failure))
+
+    async def close(self) -> None:
+        """See UpdatableEngine.close."""
+        for draw in list(self._draws):
+            draw.cancel()
+        await asyncio.gather(*self._draws, return_exceptions=True)
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=CLOSE_S)
+        await self._client.close()
+        if self._server is not None:
+            await in_thread(self._server.close)
+        for folder in (self._folder, self._scratch):
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return {
+            "engine/generated_tokens": float(self._generated),
+            "engine/prompt_tokens": float(self._prompt_tokens),
+            "engine/running": float(len(self._running)),
+            "engine/waiting": 0.0,
+            "engine/kv_capacity_tokens": float(self._facts.capacity if self._facts else 0),
+            "engine/publishes": float(self._publishes),
+            "engine/refused_publishes": float(self._refused_publishes),
+            "engine/swap_s": self._swap_s,
+            "engine/asleep_s": self.slept_s,
+        }
+
+
+async def _to_its_end(task: asyncio.Future[None]) -> None:
+    """Waits for it whatever happens; a cancellation is raised when it has ended."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,0 +1,135 @@
+"""What `engine.options` may say of an SGLang server (`engine.type: sglang`), read before anything
+is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+import pydantic
+from pydantic import Field, model_validator
+
+from agentevo.config import EngineSection
+from agentevo.config.section import Section
+from agentevo.credentials import REFERENCE, without_password
+from agentevo.errors import ConfigError
+from agentevo.inference.address import is_this_machine
+from agentevo.registry import nearest
+
+
+class SglangOptions(Section):
+    """A server that is started here, or one that runs elsewhere, by its URL."""
+
+    url: str | None = None
+    """Where a server is, such as https://gpu-1:30000. Default: one is started on this machine, and
+    ends with this process."""
+    api_key: str | None = None
+    """${env:NAME}: the variable with the key that the server at `url` asks for."""
+    admin_api_key: str | None = None
+    """${env:NAME}: the variable with its key for control, where it has one."""
+    ca_file: Path | None = None
+    """Certificates (PEM) by which the server's own is verified. Default: the system's."""
+    weights_folder: Path | None = None
+    """Where versions are written for the server to read, under the same path on its machine. A URL
+    beyond this machine needs it. Default: a temporary folder."""
+    command: list[str] = Field(default_factory=list)
+    """The program that starts a server and its first words. Default: `python -m
+    sglang.launch_server` of this environment."""
+    args: list[str] = Field(default_factory=list)
+    """What it is told besides, such as [--tp-size, '2']."""
+    log_file: Path | None = None
+    """Where what it prints goes. Default: a file of the temporary folder."""
+    seeded: bool = True
+    """A request's seed decides its tokens, for which SGLang needs --enable-deterministic-inference,
+    which a server that is started here is given. false: seeds do nothing, and min_p is possible."""
+    start_timeout_s: float = Field(default=1200.0, gt=0)
+    """Longest time for the server to be ready, in seconds."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        started = [name for name in ("command", "args", "log_file") if getattr(self, name)]
+        if self.url is not None and started:
+            raise ValueError(f"{started[0]} is for a server that is started here: leave out url")
+        if self.url is None and (self.api_key or self.admin_api_key or self.ca_file):
+            raise ValueError("api_key, admin_api_key and ca_file are for a url")
+        return self
+
+
+def read_options(section: EngineSection) -> SglangOptions:
+    """Raises ConfigError for what SGLang can't be told, and for an address to which keys would go
+    unprotected."""
+    if section.batch_invariant:
+        raise ConfigError(
+            "engine.batch_invariant: SGLang's numbers may depend on what is computed beside a "
+            "request: leave the key out, or use engine.type=torch"
+        )
+    try:
+        options = SglangOptions.model_validate(section.options)
+    except pydantic.ValidationError as error:
+        raise ConfigError(_described(error)) from error
+    if options.url is not None:
+        _check_url(options, options.url)
+    return options
+
+
+def _described(error: pydantic.ValidationError) -> str:
+    wrong = error.errors()[0]
+    key = ".".join(["engine.options", *map(str, wrong["loc"])])
+    known = list(SglangOptions.model_fields)
+    if wrong["type"] != "extra_forbidden":
+        return f"{key}: {wrong['msg'].removeprefix('Value error, ')}"
+    guess = nearest(str(wrong["loc"][-1]), known)
+    hint = f"did you mean {guess}? " if guess else ""
+    return f"{key}: there is no such option: {hint}give one of {', '.join(known)}"
+
+
+def _check_url(options: SglangOptions, url: str) -> None:
+    shown = without_password(url)
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not host or parts.scheme not in ("http", "https") or parts.username is not None:
+        raise ConfigError(
+            f"engine.options.url: {shown!r} is not the URL of a server: give one such as "
+            "https://gpu-1:30000"
+        )
+    if is_this_machine(host):
+        return
+    if parts.scheme == "http":
+        raise ConfigError(
+            f"engine.options.url: {shown}: keys and tokens would travel unencrypted: start the "
+            "server with --ssl-certfile and --ssl-keyfile and give https://, or go through a "
+            "tunnel (ssh -L)"
+        )
+    if options.api_key is None and options.admin_api_key is None:
+        raise ConfigError(
+            f"engine.options.url: {shown} is on another machine, and whoever reaches it could "
+            "replace its weights: start it with --api-key and write api_key: ${env:NAME}"
+        )
+    if options.weights_folder is None:
+        raise ConfigError(
+            f"engine.options.weights_folder: {shown} is on another machine: give a folder that "
+            "both machines see under the same path"
+        )
+
+
+def key_of(name: str, reference: str | None) -> str | None:
+    """The key that the environment holds; None for none. Raises ConfigError."""
+    if reference is None:
+        return None
+    found = REFERENCE.fullmatch(reference)
+    if found is None:
+        raise ConfigError(
+            f"engine.options.{name}: write ${{env:NAME}}, the environment variable with the key"
+        )
+    key = os.environ.get(found[1], "").strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"engine.options.{name}: the environment variable {found[1]} holds no key: set it, in "
+            "one line of ASCII, for every process that uses the engine"
+        )
+    return key

@@ -1,0 +1,78 @@
+"""A server that is started as a child and ends with this process, however that ends.
+
+Between the two stands a guard (this file as a program): it reads a pipe that nobody writes to, and
+when that ends, because whoever held it is gone, it ends the server with everything that it started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 10.0
+SHOWN_LINES = 15
+
+
+class GuardedServer:
+    """See the module."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-P", __file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ended(self) -> str:
+        """How it ended, with the last lines of its log; empty while it runs."""
+        code = self._guard.poll()
+        if code is None:
+            return ""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join([f"exit code {code}; {self.log} ends with:", *lines[-SHOWN_LINES:]])
+
+    def close(self) -> None:
+        """Returns when it has ended."""
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(3 * GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+
+
+def guard(command: Sequence[str]) -> int:
+    """Runs the command until it ends, or standard input does."""
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end_with_parent() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            try:
+                os.killpg(server.pid, number)
+                server.wait(wait_s)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    code = server.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)  # what it has left behind
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    raise SystemExit(guard(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""Versions of a model's weights as folders in Hugging Face's format, for a server that reads them
+from the disk.
+
+Invariant: a folder is whole before it has its name, and it holds the whole model: what is not
+trained as the model has it, and adapters summed into their base, so that a version is served
+without knowing what was trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentevo.errors import ConfigError
+from agentevo.files import atomic_folder
+from agentevo.inference.engine import Weights
+from agentevo.models.adapters import is_adapted
+from agentevo.models.own_state import own_torch_state
+from agentevo.models.save import no_progress_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_BASE = ".base_layer."
+
+
+def check_writable(model: PreTrainedModel) -> None:
+    """Raises ConfigError for a model whose adapters can't be summed into plain weights here."""
+    if not is_adapted(model):
+        return
+    for name, module in model.named_modules():
+        layer: Any = module
+        if not hasattr(layer, "lora_A"):
+            continue
+        plain = type(layer.base_layer).__mro__[-3:] and isinstance(
+            layer.base_layer, torch.nn.Linear
+        )
+        names = list(layer.lora_A)
+        if not plain or len(names) != 1 or layer.lora_variant or layer.fan_in_fan_out:
+            raise ConfigError(
+                f"engine.type=sglang: {name} is not one plain LoRA adapter around a linear layer, "
+                "and its sum can't be written: use engine.type=torch, or train all weights"
+            )
+
+
+@own_torch_state()
+@torch.no_grad()
+def write_version(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    weights: Weights,
+    folder: Path,
+) -> Path:
+    """Writes the model with these of its parameters, and returns the folder."""
+    state = {name: one.detach() for name, one in model.state_dict().items()}
+    state |= dict(weights)
+    plain: Any = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+    if is_adapted(model):
+        state = _summed(model, state)
+    with atomic_folder(folder) as staging, no_progress_bars():
+        plain.save_pretrained(
+            staging, state_dict={name: one.contiguous() for name, one in state.items()}
+        )
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+    return folder
+
+
+def _summed(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """W + scale B A for every adapted layer, under the names of the plain model."""
+    found = {}
+    for name, one in state.items():
+        if ".lora_" not in name:
+            found[name.removeprefix("base_model.model.").replace(_BASE, ".")] = one
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        adapter = next(iter(module.lora_A))
+        down = state[f"{name}.lora_A.{adapter}.weight"].float()
+        up = state[f"{name}.lora_B.{adapter}.weight"].float()
+        target = f"{name.removeprefix('base_model.model.')}.weight"
+        base = found[target]
+        found[target] = (base.float() + module.scaling[adapter] * (up @ down)).to(base.dtype)
+    return found

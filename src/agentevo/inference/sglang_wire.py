@@ -1,0 +1,396 @@
+"""SGLang's HTTP server as version 0.5.23 speaks it: routes, fields and flags are named here alone.
+
+What was read there, and what this module therefore does:
+
+- Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. Under
+  those the sampling mask is asked for, whose log-probs are of what was drawn from. It needs a
+  finite top_k; top_p counts before top_k there and after it here: both together are refused.
+- `ignore_eos` also ignores `stop_token_ids`, and without it every end-of-text token ends a request.
+- Seeds count under --enable-deterministic-inference alone, where min_p ends the whole server.
+- `retract` leaves keys and values of the old weights in the prefix cache; /flush_cache drops them
+  while paused, though requests wait. `flush_cache` of the update itself is false, so that a failed
+  flush is not taken for a failed load.
+- A load that fails halfway is rolled back from the new path, not from the old one.
+- `release_memory_occupation` ends the server unless it is paused or idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from agentevo.errors import EngineError, EngineUnavailableError
+from agentevo.types import Alternatives, SamplingParams
+
+OLDEST = (0, 5, 23)
+MAX_STOPS = 32
+CONNECT_S = 10.0
+AGAIN_S = 0.2
+CONTROL_S = 60.0
+SHOWN = 300
+
+
+class ServerFacts(NamedTuple):
+    """What a running server says of itself."""
+
+    longest: int
+    """Most tokens of a sequence, prompt and answer together."""
+    longest_prompt: int
+    capacity: int
+    mask_tokens: int
+    """Most tokens of a sampling mask, and so the highest top_k."""
+    seeded: bool
+    can_sleep: bool
+    incremental: bool
+    """Whether each piece of a stream has the new tokens alone."""
+
+
+class Drawn(NamedTuple):
+    """A piece of an answer."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top: list[Alternatives]
+    labels: list[str]
+    """For each token the label of the weights, at the end of an answer."""
+    finish: Mapping[str, Any] | None
+    """`type`: stop, length or abort, and what else SGLang says; None before the end."""
+
+
+def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]) -> list[str]:
+    """The words of a server, but for its keys, which go into `launch_config`."""
+    words = ["--model-path", str(model), "--host", host, "--port", str(port)]
+    words += ["--enable-memory-saver", "--incremental-streaming-output"]
+    words += ["--enable-deterministic-inference"] if facts["seeded"] else []
+    words += ["--max-running-requests", str(facts["max_running"])]
+    if facts["kv_cache_tokens"] is not None:
+        words += ["--max-total-tokens", str(facts["kv_cache_tokens"])]
+    return [*words, "--dtype", facts["dtype"]]
+
+
+def launch_config(api_key: str) -> str:
+    """Content of the file of --config: the key, which nobody shall see among the processes."""
+    return f"api-key: {api_key}\n"
+
+
+def unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
+    """Why no tokens can be drawn as the request wants, or an empty text."""
+    if sampling.penalties is not None:
+        return "penalties are not what AgentEvo means by them there: leave them out"
+    if len(sampling.stop_strings) > MAX_STOPS:
+        return f"stop_strings: it takes at most {MAX_STOPS}"
+    if sampling.temperature == 0:
+        return ""
+    if seeded and sampling.min_p > 0:
+        return (
+            "min_p with seeds would end the server: use top_k or top_p, or set "
+            "engine.options.seeded=false"
+        )
+    if sampling.top_k and sampling.top_p < 1:
+        return (
+            "top_k with top_p: it takes top_p of the whole distribution, and not of what top_k "
+            "leaves: give one of them"
+        )
+    if sampling.top_k > facts.mask_tokens:
+        return (
+            f"top_k={sampling.top_k}: log-probs of what was drawn from are told for at most "
+            f"{facts.mask_tokens} tokens: start it with --sampling-mask-max-tokens"
+        )
+    return ""
+
+
+def _is_cut(sampling: SamplingParams) -> bool:
+    return sampling.temperature > 0 and bool(
+        sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
+    )
+
+
+def generate_body(
+    rid: str,
+    ids: list[int],
+    sampling: SamplingParams,
+    facts: ServerFacts,
+    *,
+    vocabulary: int,
+    max_new_tokens: int,
+    seeded: bool,
+    stream: bool,
+) -> dict[str, Any]:
+    """The request for these tokens to go on."""
+    cut = _is_cut(sampling)
+    params: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "ignore_eos": not sampling.stop_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if cut:
+        whole = min(vocabulary, facts.mask_tokens)
+        params |= {
+            "top_k": min(sampling.top_k, vocabulary) or whole,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop_strings:
+        params["stop"] = list(sampling.stop_strings)
+    if seeded:
+        params["sampling_seed"] = (sampling.seed + 2**63) % 2**64 - 2**63
+    body: dict[str, Any] = {
+        "rid": rid,
+        "input_ids": ids,
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": sampling.top_logprobs if not cut else 0,
+        "stream": stream,
+    }
+    if cut:
+        body |= {
+            "return_sampling_mask": True,
+            "sampling_logprobs_mode": "support" if sampling.top_logprobs else "selected",
+        }
+    return body
+
+
+def read_answer(
+    answer: Mapping[str, Any],
+    sampling: SamplingParams,
+    facts: ServerFacts,
+    vocabulary: int,
+    *,
+    done: int = 0,
+) -> Drawn:
+    """An answer, or a piece of one; `done`: how many of its tokens are known. Raises EngineError
+    for one that is not what this module asks for."""
+    try:
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]
+        ids = [int(one) for one in answer["output_ids"]]
+        if finish is not None and finish["type"] == "abort" and not ids:
+            return Drawn([], [], [], [], finish)
+        logprobs, top = _numbers(meta, ids, sampling, facts, vocabulary)
+        labels: list[str] = []
+        if finish is not None:
+            for span in meta["weight_versions"]:
+                if span["start"] != len(labels):
+                    raise ValueError("spans of versions with a gap")
+                labels += [str(span["version"])] * (span["end"] - span["start"])
+        if len(logprobs) != len(ids) or not all(-math.inf < one < 1e-3 for one in logprobs):
+            raise ValueError("log-probs that are not one finite number per token")
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(
+            f"SGLang's answer can't be read ({type(error).__name__}: {error}): use version "
+            f"{'.'.join(map(str, OLDEST))} or newer"
+        ) from error
+    return Drawn(ids[done:], logprobs[done:], top[done:], labels, finish)
+
+
+def _numbers(
+    meta: Mapping[str, Any],
+    ids: list[int],
+    sampling: SamplingParams,
+    facts: ServerFacts,
+    vocabulary: int,
+) -> tuple[list[float], list[Alternatives]]:
+    """Log-probs and alternatives of the distribution that was drawn from."""
+    count = sampling.top_logprobs
+    if sampling.temperature == 0:
+        return [0.0] * len(ids), [[(one, 0.0)] for one in ids] if count else []
+    if not _is_cut(sampling):
+        entries = meta["output_token_logprobs"]
+        if [entry[1] for entry in entries] != ids:
+            raise ValueError("log-probs of other tokens")
+        rows = meta["output_top_logprobs"] if count else []
+        top = [[(int(one[1]), float(one[0])) for one in row[:count]] for row in rows]
+        return [float(entry[0]) for entry in entries], top
+    masks, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    whole = min(vocabulary, facts.mask_tokens)
+    if not sampling.top_k and whole < vocabulary and any(len(mask) >= whole for mask in masks):
+        raise EngineError(
+            f"top_p or min_p keeps more than {whole} tokens somewhere, and SGLang tells log-probs "
+            "for no more: give top_k, or start it with a higher --sampling-mask-max-tokens"
+        )
+    if not count:
+        return [float(one) for one in values], []
+    top = [
+        sorted(zip(mask, row, strict=True), key=lambda one: -one[1])[:count]
+        for mask, row in zip(masks, values, strict=True)
+    ]
+    chosen = [
+        float(row[mask.index(token)]) for token, mask, row in zip(ids, masks, values, strict=True)
+    ]
+    return chosen, top
+
+
+class SglangClient:
+    """One server. Belongs to one event loop. What it raises is EngineError, and
+    EngineUnavailableError where nobody answers or the answer was lost on its way."""
+
+    def __init__(
+        self, url: str, api_key: str | None, admin_key: str | None, ca_file: Path | None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._headers = _bearer(api_key)
+        self._control = _bearer(admin_key or api_key)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            verify=ssl.create_default_context(cafile=None if ca_file is None else str(ca_file)),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def facts(self) -> ServerFacts:
+        """Raises EngineError for a server that this module is not written for."""
+        info = await self._ask("GET", "/server_info", timeout_s=CONTROL_S)
+        try:
+            release = tuple(map(int, re.findall(r"\d+", str(info["version"]))[:3]))
+            if release < OLDEST:
+                raise EngineError(
+                    f"{self.url} is SGLang {info['version']}: tokens are stamped with their "
+                    f"weights from {'.'.join(map(str, OLDEST))} on: install that"
+                )
+            longest_prompt = int(info["max_req_input_len"])
+            return ServerFacts(
+                longest=longest_prompt + 4,
+                longest_prompt=longest_prompt - 1,
+                capacity=int(info["max_total_num_tokens"]),
+                mask_tokens=int(info["sampling_mask_max_tokens"]),
+                seeded=bool(info["enable_deterministic_inference"]),
+                can_sleep=bool(info["enable_memory_saver"]),
+                incremental=bool(info["incremental_streaming_output"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"{self.url}/server_info is not SGLang's ({type(error).__name__}: {error})"
+            ) from error
+
+    async def ready(self) -> bool:
+        """Whether it answers, and takes requests."""
+        try:
+            answer = await self._http.get("/health", timeout=CONNECT_S)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def answers(
+        self, body: Mapping[str, Any], deadline: float
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """The pieces of a stream, or the one answer. A request is sent again only when no
+        connection came about, so nothing is drawn twice. `deadline`: until when to try, by the
+        loop's clock."""
+        while True:
+            try:
+                async with self._http.stream(
+                    "POST", "/generate", json=dict(body), headers=self._headers
+                ) as response:
+                    if response.status_code != 200 or not body["stream"]:
+                        yield _content(await response.aread(), response.status_code, "/generate")
+                        return
+                    async for line in response.aiter_lines():
+                        if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                            yield _content(line[5:].strip().encode(), 200, "/generate")
+                return
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                if asyncio.get_running_loop().time() + AGAIN_S > deadline:
+                    raise _lost(self.url, error) from error
+                await asyncio.sleep(AGAIN_S)
+            except httpx.HTTPError as error:
+                raise _lost(self.url, error) from error
+
+    async def abort(self, rid: str) -> None:
+        await self._post("/abort_request", {"rid": rid}, CONNECT_S)
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True}, CONNECT_S)
+
+    async def pause(self) -> None:
+        """Running requests are put back, and compute their context again later on."""
+        await self._post("/pause_generation", {"mode": "retract"}, CONTROL_S)
+
+    async def go_on(self) -> None:
+        await self._post("/continue_generation", {"torch_empty_cache": False}, CONTROL_S)
+
+    async def load(self, folder: Path, label: str, timeout_s: float) -> None:
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": False}
+        answer = await self._post("/update_weights_from_disk", body, timeout_s)
+        if answer.get("success") is not True:
+            raise EngineError(f"SGLang has not loaded {folder}: {str(answer)[:SHOWN]}")
+
+    async def relabel(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        answer = await self._post("/update_weight_version", body, CONTROL_S)
+        if answer.get("success") is not True:
+            raise EngineError(f"SGLang has not taken the label of weights: {str(answer)[:SHOWN]}")
+
+    async def flush(self) -> None:
+        """Drops every cached key and value. Raises EngineError where it was not done."""
+        await self._post("/flush_cache", None, CONTROL_S)
+
+    async def release_memory(self) -> None:
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache"]}, CONTROL_S)
+
+    async def resume_memory(self) -> None:
+        await self._post("/resume_memory_occupation", {"tags": ["kv_cache"]}, CONTROL_S)
+
+    async def _post(
+        self, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> Mapping[str, Any]:
+        return await self._ask("POST", path, body, timeout_s=timeout_s)
+
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float
+    ) -> Mapping[str, Any]:
+        try:
+            response = await self._http.request(
+                method,
+                path,
+                json=None if body is None else dict(body),
+                headers=self._headers if method == "GET" else self._control,
+                timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
+            )
+        except httpx.HTTPError as error:
+            raise _lost(self.url + path, error) from error
+        return _content(response.content, response.status_code, path)
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _lost(where: str, error: Exception) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        f"{where}: SGLang's answer is lost ({type(error).__name__}: {error}): is it running?"
+    )
+
+
+def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
+    """The JSON object of an answer. Raises EngineError for a refusal."""
+    text = raw.decode("utf-8", "replace")
+    if status in (401, 403):
+        raise EngineError(
+            f"SGLang's {path} refuses the key: set engine.options.api_key, or admin_api_key"
+        )
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except ValueError:
+        found = {"text": text}
+    found = found if isinstance(found, dict) else {"content": found}
+    if status == 200 and "error" not in found:
+        return found
+    message = f"SGLang's {path} has answered {status}: {text[:SHOWN]}"
+    raise EngineUnavailableError(message) if status in (502, 503, 504) else EngineError(message)
