@@ -18,7 +18,7 @@ from agentevo.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
-API_KEYS = ("api_key", "admin_api_key")
+API_KEYS = ("api_key", "admin_api_key", "engine_secret")
 """What a configuration calls the key of a server, wherever it is."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
@@ -46,6 +46,23 @@ def with_environment(url: str) -> str:
         return quote(given, safe="") if "://" in before and "@" in after else given
 
     return REFERENCE.sub(value, url)
+
+
+def key_of(name: str, reference: str | None) -> str | None:
+    """The key that the environment holds for the configuration's key `name`, which is written as
+    `${env:NAME}`; None for none. Raises ConfigError."""
+    if reference is None:
+        return None
+    found = REFERENCE.fullmatch(reference)
+    if found is None:
+        raise ConfigError(f"{name}: write ${{env:NAME}}, the environment variable with the key")
+    key = os.environ.get(found[1], "").strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{name}: the environment variable {found[1]} holds no key: set it, in one line of "
+            "ASCII, for every process of the run"
+        )
+    return key
 
 
 def without_password(url: str) -> str:

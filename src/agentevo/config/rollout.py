@@ -77,6 +77,13 @@ class RolloutSection(Section):
     """Sampler processes that `agentevo train` starts. 0: everything is one process."""
     engines: int = Field(default=1, ge=1)
     """Engine processes beside them."""
+    engine_urls: tuple[str, ...] = ()
+    """Engines on machines that do not see the run's folder, as `agentevo serve` printed them there
+    (https://HOST:PORT#sha256=...), beside those that the folder knows. Needs engine_secret, and a
+    transport that reaches them (docs/engines.md)."""
+    engine_secret: str | None = None
+    """${env:NAME}: the variable with the secret of all engines and samplers, 64 hexadecimal digits,
+    in place of the file RUN/engines/secret."""
     max_attempts: int = Field(default=256, ge=1)
     """Most attempts that one sampler has under way."""
     extra_attempts: int = Field(default=0, ge=0)
@@ -101,6 +108,11 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
         or config.algorithm.name == "decoupled_ppo"
         or config.algorithm.policy_loss == "decoupled_ppo"
     )
+    if section.engine_urls and section.engine_secret is None:
+        problems.append(
+            "rollout.engine_urls are engines that do not see the run's folder, nor its secret: set "
+            "rollout.engine_secret='${env:NAME}' for them and for this run"
+        )
     if section.policy == "correct" and not weighs:
         problems.append(
             "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance "

@@ -122,13 +122,14 @@ class _Known:
 
 class RemoteEngine:
     """See the module. `engines`: where they announce themselves, or their URLs as
-    `EngineAddress.read` takes them, and then the `secret` that they know. Belongs to one event
-    loop; `close` it there."""
+    `EngineAddress.read` takes them, and then the `secret` that they know; `also`: URLs beside
+    them. Belongs to one event loop; `close` it there."""
 
     def __init__(
         self,
         engines: EngineDirectory | Sequence[str],
         *,
+        also: Sequence[str] = (),
         secret: RunSecret | None = None,
         poll_s: float = 0.1,
         max_age_s: float = 15.0,
@@ -142,7 +143,7 @@ class RemoteEngine:
             secret = RunSecret(engines.folder)
         self._secret = secret
         self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
-        given = () if isinstance(engines, EngineDirectory) else engines
+        given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
         self._given = {address.url: address for address in map(EngineAddress.read, given)}
         self._known: dict[str, _Known] = {}
         self._homes: dict[str, _Known] = {}
@@ -323,7 +324,7 @@ class RemoteEngine:
             reading_since = time.monotonic()
             announcements = await in_thread(self._engines.living, self._max_age_s)
             self._excuse(time.monotonic() - reading_since)
-            addresses = {engine.url: engine.address for engine in announcements}
+            addresses = self._given | {engine.url: engine.address for engine in announcements}
         else:
             addresses = self._given
         for engine in list(self._known.values()):

@@ -1,5 +1,6 @@
 """What proves that a client belongs to an engine's run: 32 random bytes in hex in
-RUN/engines/secret, for its owner's eyes only.
+RUN/engines/secret, for its owner's eyes only; or, where machines share no folder, in an environment
+variable that the recipe names (`reference`, ${env:NAME}).
 
 Whichever process wants it first makes it, and it appears whole. Both sides read it at every
 handshake, so one that was deleted or replaced counts from the next one on. It travels as
@@ -13,7 +14,8 @@ import re
 import secrets
 from pathlib import Path
 
-from agentevo.errors import EngineError
+from agentevo.credentials import key_of
+from agentevo.errors import ConfigError, EngineError
 from agentevo.files import create_atomic
 
 NAME = "secret"
@@ -23,12 +25,29 @@ _HEADER = re.compile("Bearer [0-9a-f]{64}", re.ASCII)
 class RunSecret:
     """See the module. `folder` is the run's `engines`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reference: str | None = None) -> None:
         self.file = folder / NAME
+        self._reference = reference
+
+    def check(self) -> None:
+        """Raises ConfigError where the environment was to hold a secret and holds none."""
+        self._given()
+
+    def _given(self) -> str | None:
+        secret = key_of("rollout.engine_secret", self._reference)
+        if secret is not None and not re.fullmatch("[0-9a-f]{64}", secret):
+            raise ConfigError(
+                f"rollout.engine_secret: what {self._reference} stands for is no secret: make 64 "
+                "hexadecimal digits, such as by `openssl rand -hex 32`"
+            )
+        return secret
 
     def value(self) -> str:
         """The secret, 64 hexadecimal digits; made if there is none. Raises EngineError where the
-        file can't be used."""
+        file can't be used. Where the environment holds it, no file is made or read."""
+        given = self._given()
+        if given is not None:
+            return given
         try:
             try:
                 secret = self.file.read_text(encoding="ascii").strip()

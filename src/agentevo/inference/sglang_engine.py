@@ -25,7 +25,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError, GrammarError, RequestTooLongError
@@ -38,23 +38,20 @@ from agentevo.inference.engine import (
     check_request,
     check_tokens,
 )
-from agentevo.inference.listening import tell
-from agentevo.inference.sglang_options import key_of, read_options
+from agentevo.inference.sglang_options import check_keys, read_options
 from agentevo.inference.sglang_process import GuardedServer
+from agentevo.inference.sglang_requests import SglangRequests
 from agentevo.inference.sglang_weights import check_writable, write_version
 from agentevo.inference.sglang_wire import (
-    Drawn,
     ServerFacts,
     SglangClient,
-    generate_body,
     launch_arguments,
     launch_config,
-    read_answer,
     unsupported,
 )
 from agentevo.inference.verified import VerifiedWeights, verify_weights
 from agentevo.models.parameters import trained_weights
-from agentevo.types import Completion, FinishReason, SamplingParams
+from agentevo.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +59,6 @@ if TYPE_CHECKING:
 LOAD_S = 1200.0
 """Longest time for a server to read a version from the disk."""
 LOOK_S = 0.2
-CLOSE_S = 10.0
 
 
 class SglangEngine:
@@ -76,7 +72,7 @@ class SglangEngine:
         section: EngineSection,
     ) -> None:
         options = read_options(section)
-        keys = [key_of(name, getattr(options, name)) for name in ("api_key", "admin_api_key")]
+        keys = check_keys(options)
         check_writable(model)
         self._options, self._model, self._tokenizer = options, model, tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
@@ -100,11 +96,16 @@ class SglangEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._draws: set[asyncio.Task[Completion]] = set()
-        self._running: set[str] = set()
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._requests = SglangRequests(
+            self._client,
+            self._mark,
+            self._vocabulary,
+            options.seeded,
+            self._versions,
+            self._check_whole,
+        )
         self._asleep_since: float | None = None
         self._slept_s = self._swap_s = 0.0
-        self._generated = self._prompt_tokens = 0
         self._publishes = self._refused_publishes = 0
 
     def _start(self, section: EngineSection) -> SglangClient:
@@ -174,7 +175,12 @@ class SglangEngine:
                 f"{facts.longest} together: shorten the prompt or lower max_new_tokens"
             )
         self._check_whole()
-        draw = asyncio.ensure_future(self._draw(prompt_ids, sampling, facts, deadline_s, listen))
+
+        async def work() -> Completion:
+            await self._open.wait()
+            return await self._requests.draw(prompt_ids, sampling, facts, deadline_s, listen)
+
+        draw = asyncio.ensure_future(work())
         self._draws.add(draw)
         try:
             return await self._awake_within(draw, deadline_s)
@@ -196,119 +202,6 @@ class SglangEngine:
             return draw.result()
         finally:
             draw.cancel()
-
-    async def _draw(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        facts: ServerFacts,
-        deadline_s: float,
-        listen: TokenListener | None,
-    ) -> Completion:
-        """One request of SGLang, or several, where an end-of-text token that was not asked for has
-        ended one: positions decide what a seed draws, so they go on as one would have."""
-        await self._open.wait()
-        found = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        reason: FinishReason | None = None
-        while reason is None:
-            rid = f"{self._mark}-{next(self._numbers)}"
-            body = generate_body(
-                rid,
-                prompt + found.ids,
-                sampling,
-                facts,
-                vocabulary=self._vocabulary,
-                max_new_tokens=sampling.max_new_tokens - len(found.ids),
-                seeded=self._options.seeded,
-                stream=listen is not None,
-            )
-            self._running.add(rid)
-            ended = False
-            try:
-                last = await self._part(body, sampling, facts, deadline, found, listen)
-                ended = True
-            finally:
-                if ended:
-                    self._running.discard(rid)
-                else:
-                    self._abort(rid)
-            reason = self._reason(last, sampling, found)
-        self._generated += len(found.ids)
-        self._prompt_tokens += len(prompt)
-        return Completion(
-            ids=found.ids,
-            logprobs=found.logprobs,
-            versions=found.versions,
-            finish_reason=reason,
-            top_logprobs=found.top_logprobs,
-        )
-
-    async def _part(
-        self,
-        body: dict[str, Any],
-        sampling: SamplingParams,
-        facts: ServerFacts,
-        deadline: float,
-        found: Completion,
-        listen: TokenListener | None,
-    ) -> Drawn:
-        """One request; what it draws is added to `found`. Returns its last piece."""
-        before, last = len(found.ids), None
-        async for answer in self._client.answers(body, deadline):
-            known = 0 if facts.incremental or not body["stream"] else len(found.ids) - before
-            last = read_answer(answer, sampling, facts, self._vocabulary, done=known)
-            found.ids.extend(last.ids)
-            found.logprobs.extend(last.logprobs)
-            found.top_logprobs.extend(last.top)
-            if listen is not None and last.ids:
-                tell(listen, last.ids, last.logprobs)
-        if last is None or last.finish is None:
-            raise EngineError("SGLang's answer has no end: is the server going down?")
-        if last.finish["type"] == "abort":
-            self._check_whole()
-            raise EngineError(f"SGLang has ended the request: {last.finish.get('message')}")
-        unknown = set(last.labels) - set(self._versions)
-        if unknown or len(last.labels) != len(found.ids) - before:
-            raise EngineError(
-                f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
-                "given it: it was started anew, or somebody else replaces its weights"
-            )
-        found.versions.extend(self._versions[label] for label in last.labels)
-        return last
-
-    def _reason(
-        self, last: Drawn, sampling: SamplingParams, found: Completion
-    ) -> FinishReason | None:
-        """Why the request ends; None where it goes on."""
-        whole = len(found.ids) >= sampling.max_new_tokens
-        finish = last.finish or {}
-        if finish["type"] == "stop":
-            matched = finish.get("matched")
-            if isinstance(matched, str) or matched in sampling.stop_token_ids:
-                return "stop"
-            return "length" if whole else None
-        if not whole:
-            raise EngineError(
-                f"SGLang has ended a request after {len(found.ids)} of {sampling.max_new_tokens} "
-                "tokens: it was started with a lower limit"
-            )
-        return "length"
-
-    def _abort(self, rid: str) -> None:
-        """In the background; the request counts as running until it is done."""
-
-        async def abort() -> None:
-            try:
-                await self._client.abort(rid)
-            except EngineError:
-                pass  # the server is gone, and the request with it
-            finally:
-                self._running.discard(rid)
-
-        task = asyncio.ensure_future(abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
 
     async def release(self, session: str) -> None:
         """See Engine.release: nothing is kept by name."""
@@ -431,11 +324,11 @@ class SglangEngine:
         try:
             if until is not None and not self.asleep:
                 self._open.clear()
-                while self._running:
+                while self._requests.running:
                     if time.monotonic() > until:
                         raise DeadlineExceededError(
-                            f"{len(self._running)} requests did not end in time: they go on as "
-                            "before"
+                            f"{len(self._requests.running)} requests did not end in time: they "
+                            "go on as before"
                         )
                     await asyncio.sleep(0.005)
             yield
@@ -529,8 +422,7 @@ class SglangEngine:
         for draw in list(self._draws):
             draw.cancel()
         await asyncio.gather(*self._draws, return_exceptions=True)
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=CLOSE_S)
+        await self._requests.close()
         await self._client.close()
         if self._server is not None:
             await in_thread(self._server.close)
@@ -540,9 +432,9 @@ class SglangEngine:
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""
         return {
-            "engine/generated_tokens": float(self._generated),
-            "engine/prompt_tokens": float(self._prompt_tokens),
-            "engine/running": float(len(self._running)),
+            "engine/generated_tokens": float(self._requests.generated),
+            "engine/prompt_tokens": float(self._requests.prompt_tokens),
+            "engine/running": float(len(self._requests.running)),
             "engine/waiting": 0.0,
             "engine/kv_capacity_tokens": float(self._facts.capacity if self._facts else 0),
             "engine/publishes": float(self._publishes),

@@ -3,7 +3,6 @@ is started."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ from pydantic import Field, model_validator
 
 from agentevo.config import EngineSection
 from agentevo.config.section import Section
-from agentevo.credentials import REFERENCE, without_password
+from agentevo.credentials import key_of, without_password
 from agentevo.errors import ConfigError
 from agentevo.inference.address import is_this_machine
 from agentevo.registry import nearest
@@ -74,6 +73,14 @@ def read_options(section: EngineSection) -> SglangOptions:
     return options
 
 
+def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
+    """(key, key for control), as the environment has them. Raises ConfigError."""
+    return (
+        key_of("engine.options.api_key", options.api_key),
+        key_of("engine.options.admin_api_key", options.admin_api_key),
+    )
+
+
 def _described(error: pydantic.ValidationError) -> str:
     wrong = error.errors()[0]
     key = ".".join(["engine.options", *map(str, wrong["loc"])])
@@ -115,21 +122,3 @@ def _check_url(options: SglangOptions, url: str) -> None:
             f"engine.options.weights_folder: {shown} is on another machine: give a folder that "
             "both machines see under the same path"
         )
-
-
-def key_of(name: str, reference: str | None) -> str | None:
-    """The key that the environment holds; None for none. Raises ConfigError."""
-    if reference is None:
-        return None
-    found = REFERENCE.fullmatch(reference)
-    if found is None:
-        raise ConfigError(
-            f"engine.options.{name}: write ${{env:NAME}}, the environment variable with the key"
-        )
-    key = os.environ.get(found[1], "").strip()
-    if not key or not (key.isascii() and key.isprintable()):
-        raise ConfigError(
-            f"engine.options.{name}: the environment variable {found[1]} holds no key: set it, in "
-            "one line of ASCII, for every process that uses the engine"
-        )
-    return key

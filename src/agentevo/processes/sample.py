@@ -69,11 +69,13 @@ def sample(
     which it ends, and before which it does not. Raises ConfigError before anything is created.
     """
     from agentevo.inference.address import EngineAddress
+    from agentevo.inference.secret import RunSecret
     from agentevo.runs.identity import ensure_run_folder
 
     name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
-    for url in engines:
+    for url in (*engines, *config.rollout.engine_urls):
         EngineAddress.read(url)
+    RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_one_policy(config)
     check_play(config, tasks)
     check_tracing(config)
@@ -191,7 +193,10 @@ async def engines_and_store(
         return
     directory = EngineDirectory(config.run_dir / "engines")
     engine = RemoteEngine(
-        list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s
+        list(urls) or directory,
+        also=() if urls else config.rollout.engine_urls,
+        secret=RunSecret(directory.folder, config.rollout.engine_secret),
+        poll_s=config.rollout.poll_s,
     )
     try:
         async with (

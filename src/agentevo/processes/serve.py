@@ -65,6 +65,7 @@ def serve(
         )
     check_one_policy(config)
     check_memory(config)
+    RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_engine(config.engine)
     make_engine, source = engines.get(config.engine.type), remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
@@ -76,7 +77,7 @@ def serve(
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
         directory = EngineDirectory(config.run_dir / "engines")
-        RunSecret(directory.folder).value()
+        RunSecret(directory.folder, config.rollout.engine_secret).value()
         shown = RunCertificate(directory.folder).server_context() if tls else None
         with directory.named(name):
             engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
@@ -106,7 +107,7 @@ async def _serve(
         if stop():
             return
         directory = EngineDirectory(config.run_dir / "engines")
-        secret = RunSecret(directory.folder)
+        secret = RunSecret(directory.folder, config.rollout.engine_secret)
         door = EngineDoor(engine, name=name, secret=secret, stats=follower.stats)
         tls, certificate = shown if shown is not None else (None, "")
         announcement = Announcement(

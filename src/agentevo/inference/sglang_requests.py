@@ -1,0 +1,164 @@
+"""The requests that are under way at an SGLang server.
+
+Invariant: one that has not been answered to its end, for whatever reason, is aborted there by name,
+and counts as running until that was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from agentevo.errors import EngineError
+from agentevo.inference.engine import TokenListener
+from agentevo.inference.listening import tell
+from agentevo.inference.sglang_wire import (
+    Drawn,
+    ServerFacts,
+    SglangClient,
+    generate_body,
+    read_answer,
+)
+from agentevo.types import Completion, FinishReason, SamplingParams
+
+CLOSE_S = 10.0
+
+
+class SglangRequests:
+    """See the module. `versions`: label of weights -> version, for those that the run has given;
+    `check_whole` raises EngineError when the server holds no whole weights."""
+
+    def __init__(
+        self,
+        client: SglangClient,
+        mark: str,
+        vocabulary: int,
+        seeded: bool,
+        versions: dict[str, int],
+        check_whole: Callable[[], None],
+    ) -> None:
+        self._client, self._mark, self._vocabulary = client, mark, vocabulary
+        self._seeded, self._versions, self._check_whole = seeded, versions, check_whole
+        self._numbers = itertools.count()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self.running: set[str] = set()
+        self.generated = self.prompt_tokens = 0
+
+    async def close(self) -> None:
+        """Returns when what was given up is aborted."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=CLOSE_S)
+
+    async def draw(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        facts: ServerFacts,
+        deadline_s: float,
+        listen: TokenListener | None,
+    ) -> Completion:
+        """One request of SGLang, or several, where an end-of-text token that was not asked for has
+        ended one: positions decide what a seed draws, so they go on as one would have."""
+        found = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        reason: FinishReason | None = None
+        while reason is None:
+            rid = f"{self._mark}-{next(self._numbers)}"
+            body = generate_body(
+                rid,
+                prompt + found.ids,
+                sampling,
+                facts,
+                vocabulary=self._vocabulary,
+                max_new_tokens=sampling.max_new_tokens - len(found.ids),
+                seeded=self._seeded,
+                stream=listen is not None,
+            )
+            self.running.add(rid)
+            ended = False
+            try:
+                last = await self._part(body, sampling, facts, deadline, found, listen)
+                ended = True
+            finally:
+                if ended:
+                    self.running.discard(rid)
+                else:
+                    self._abort(rid)
+            reason = self._reason(last, sampling, found)
+        self.generated += len(found.ids)
+        self.prompt_tokens += len(prompt)
+        return Completion(
+            ids=found.ids,
+            logprobs=found.logprobs,
+            versions=found.versions,
+            finish_reason=reason,
+            top_logprobs=found.top_logprobs,
+        )
+
+    async def _part(
+        self,
+        body: dict[str, Any],
+        sampling: SamplingParams,
+        facts: ServerFacts,
+        deadline: float,
+        found: Completion,
+        listen: TokenListener | None,
+    ) -> Drawn:
+        """One request; what it draws is added to `found`. Returns its last piece."""
+        before, last = len(found.ids), None
+        async for answer in self._client.answers(body, deadline):
+            known = 0 if facts.incremental or not body["stream"] else len(found.ids) - before
+            last = read_answer(answer, sampling, facts, self._vocabulary, done=known)
+            found.ids.extend(last.ids)
+            found.logprobs.extend(last.logprobs)
+            found.top_logprobs.extend(last.top)
+            if listen is not None and last.ids:
+                tell(listen, last.ids, last.logprobs)
+        if last is None or last.finish is None:
+            raise EngineError("SGLang's answer has no end: is the server going down?")
+        if last.finish["type"] == "abort":
+            self._check_whole()
+            raise EngineError(f"SGLang has ended the request: {last.finish.get('message')}")
+        unknown = set(last.labels) - set(self._versions)
+        if unknown or len(last.labels) != len(found.ids) - before:
+            raise EngineError(
+                f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
+                "given it: it was started anew, or somebody else replaces its weights"
+            )
+        found.versions.extend(self._versions[label] for label in last.labels)
+        return last
+
+    def _reason(
+        self, last: Drawn, sampling: SamplingParams, found: Completion
+    ) -> FinishReason | None:
+        """Why the request ends; None where it goes on."""
+        whole = len(found.ids) >= sampling.max_new_tokens
+        finish = last.finish or {}
+        if finish["type"] == "stop":
+            matched = finish.get("matched")
+            if isinstance(matched, str) or matched in sampling.stop_token_ids:
+                return "stop"
+            return "length" if whole else None
+        if not whole:
+            raise EngineError(
+                f"SGLang has ended a request after {len(found.ids)} of {sampling.max_new_tokens} "
+                "tokens: it was started with a lower limit"
+            )
+        return "length"
+
+    def _abort(self, rid: str) -> None:
+        """In the background; the request counts as running until it is done."""
+
+        async def abort() -> None:
+            try:
+                with suppress(EngineError):  # the server is gone, and the request with it
+                    await self._client.abort(rid)
+            finally:
+                self.running.discard(rid)
+
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
