@@ -6,9 +6,11 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from dashboard_visitor import dashboard
 
 from agentevo.evaluation.estimates import paired_difference
 from agentevo.evaluation.results import RESULTS, SUMMARY, AttemptLine, ResultsFolder, task_digest
@@ -107,6 +109,29 @@ def test_an_evaluation_under_way_shows_what_there_is(folder: Path, get: Get) -> 
     assert "Solved: 3 tasks" in text
     (folder / RESULTS).unlink()
     assert "No attempt is there yet" in get("/results/held", folder.parent).text
+
+
+@pytest.mark.slow
+def test_an_evaluation_under_way_shows_newer_attempts_by_itself(
+    folder: Path, visit: Callable[..., Any]
+) -> None:
+    whole, summary = (folder / RESULTS).read_text(), (folder / SUMMARY).read_text()
+    (folder / SUMMARY).unlink()
+    (folder / RESULTS).write_text("".join(whole.splitlines(keepends=True)[:10]))
+    with dashboard(folder.parent) as url:
+        one = visit(url)
+        page = one.go("/results/held?task=task-30")
+        page.evaluate("window.isTheSamePage = true")
+        found = 'document.querySelectorAll("#tasks [data-row]").length'
+        assert page.evaluate(found) < 50
+        page.locator("#tasks input[type=search]").fill("what I type")
+        (folder / RESULTS).write_text(whole)
+        one.until(f"{found} === 50")
+        (folder / SUMMARY).write_text(summary)
+        one.until('!document.querySelector("#results").hasAttribute("hx-get")')
+        assert page.locator("#tasks input[type=search]").input_value() == "what I type"
+        assert page.evaluate("window.isTheSamePage")
+        page.close()  # before the dashboard ends
 
 
 @pytest.mark.parametrize("file", ["eval.json", "summary.json", "results.jsonl"])

@@ -133,6 +133,7 @@ async def results(
         at=at,
         size=PAGE,
         base=base,
+        here=_link(base, {"from": first, "to": last, "q": q[:200]}, {"task": task, "at": at or ""}),
         link=lambda **changes: _link(base, {"from": first, "to": last, "q": q[:200]}, changes),
     )
 

@@ -13,6 +13,7 @@ from agentevo.observability.chart_lines import chart_of
 from agentevo.pages.drawing import timeline
 from agentevo.pages.navigation import TABS
 from agentevo.parsing import read_text
+from agentevo.ui import process_files
 from agentevo.ui.context import NotFoundError, dashboard, is_part, page, part, run_of
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import row_of
@@ -74,7 +75,9 @@ async def work(request: Request, run: str) -> HTMLResponse:
     view = await run_of(request, run)
     if not is_part(request):
         raise NotFoundError("This is a part of the page Now.")
-    return part("run_work.html", view=view, work=await dashboard(request).works.of(view))
+    published = await in_thread(process_files.weights, view.source)
+    found = await dashboard(request).works.of(view)
+    return part("run_work.html", view=view, work=found, published=published)
 
 
 @router.get("/runs/{run}/config", response_class=HTMLResponse)
