@@ -15,11 +15,11 @@ import pytest
 import torch
 from byte_policy import byte_policy
 
+from agentevo import devices
 from agentevo.api.run import sft, train
 from agentevo.config import ProfileSection, RunConfig, build_config
 from agentevo.errors import ConfigError
 from agentevo.observability import LiveView, read_metrics
-from agentevo.orchestration import profiling
 from agentevo.orchestration.profiling import Profiling
 
 SmallConfig = Callable[..., RunConfig]
@@ -197,8 +197,8 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
-        monkeypatch.setattr(profiling.cuda_profiler, "start", lambda: self.calls.append("start"))
-        monkeypatch.setattr(profiling.cuda_profiler, "stop", lambda: self.calls.append("stop"))
+        monkeypatch.setattr(devices.cuda_profiler, "start", lambda: self.calls.append("start"))
+        monkeypatch.setattr(devices.cuda_profiler, "stop", lambda: self.calls.append("stop"))
         monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", self.emit)
 
     @contextmanager

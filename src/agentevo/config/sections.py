@@ -15,6 +15,7 @@ from agentevo.config.parallel import ParallelSection
 from agentevo.config.section import Section
 from agentevo.config.sft import ConversationKeys
 from agentevo.credentials import without_password
+from agentevo.device_names import DeviceName
 from agentevo.errors import shown
 from agentevo.types import (
     LARGEST_TEMPERATURE,
@@ -130,8 +131,10 @@ class ModelSection(Section):
     """In place of the tokenizer's own: `hermes` (ChatML with tools, for models whose template has
     no place for tools), a Jinja file, which is read into the run's config.yaml, or the template
     itself. It is saved with the checkpoints."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a CUDA GPU if there is one."""
+    device: DeviceName = "auto"
+    """What computes: a GPU by NVIDIA or by AMD (`cuda`), Huawei's Ascend (`npu`), Intel's GPU
+    (`xpu`), Apple's (`mps`), or the `cpu`. `auto` takes the first of cuda, npu and xpu that is
+    there, else the CPU."""
     config_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     """Keys of the model's config.json with other values, for example `{rope_scaling: {rope_type:
     yarn, factor: 4.0, original_max_position_embeddings: 8192}, max_position_embeddings: 32768}`.

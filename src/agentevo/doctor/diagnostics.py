@@ -14,6 +14,7 @@ from typing import Any
 
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
+from agentevo.devices import is_accelerator
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
@@ -201,7 +202,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     longest = min(worst, _context_length(parts))
     together = config.trainer.groups_per_step * config.trainer.group_size
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
-    on_gpu = parts.model.device.type == "cuda"
+    on_gpu = is_accelerator(parts.model.device)
     said = (
         sum(len(turn.completion_ids) for attempt in spoken for turn in attempt.turns)
         * config.trainer.groups_per_step

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig
+from agentevo.devices import memory
 from agentevo.doctor.memory_estimate import (
     FLOAT,
     Load,
@@ -307,9 +307,7 @@ def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, f
 
 def free_bytes(device: torch.device) -> float:
     """The bytes that are free on the device now."""
-    return float(
-        torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
-    )
+    return memory(device)[0]
 
 
 def knobs(

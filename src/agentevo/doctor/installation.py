@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from agentevo.config.sandbox import SandboxSection
+from agentevo.devices import find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
@@ -98,13 +99,14 @@ def _installed(name: str) -> str | None:
 
 
 def _gpu() -> Check:
-    if not torch.cuda.is_available():
+    device = find("auto")
+    if not is_accelerator(device):
         return Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")
-    free, total = torch.cuda.mem_get_info()
+    free, total = memory(device)
     return Check(
         "gpu",
         "good",
-        f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free",
+        f"{name_of(device)}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free",
     )
 
 

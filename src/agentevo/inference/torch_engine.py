@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import EngineSection
+from agentevo.devices import empty_cache
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
 from agentevo.inference.earlier import EarlierWeights, PinnedEngine
@@ -300,8 +301,7 @@ class TorchEngine:
             if self._asleep_since is None:
                 self._asleep_since = time.monotonic()
             self._weights_changed()
-            if next(self.model.parameters()).device.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache(next(self.model.parameters()).device)
 
     async def wake(self) -> None:
         """See SleepingEngine.wake."""

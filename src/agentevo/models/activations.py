@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentevo.config import MemorySection
+from agentevo.devices import can_pin
 from agentevo.errors import ModelError
 from agentevo.models.allocator import give_back_freed_blocks
 from agentevo.models.linear import PackedWeights
@@ -172,7 +173,7 @@ def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
             return None, tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in moved:
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=can_pin(tensor.device))
             moved[key] = tensor, copy.copy_(tensor, non_blocking=True)
         return tensor.device, moved[key][1]
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from agentevo.devices import drawing_by
 from agentevo.errors import ModelError
 from agentevo.extras import load_extra
 from agentevo.models.config_overrides import check_same, keep_overrides
@@ -193,13 +194,7 @@ def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
     """While it is open, adapters with dropout drop out, by draws that only `seed` decides. For
     supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
-    devices = (
-        [torch.cuda.current_device()] if next(model.parameters()).device.type == "cuda" else []
-    )
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed(seed)
+    with drawing_by(next(model.parameters()).device, seed):
         for layer in layers:
             layer.train()
         try:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from agentevo.devices import allows_tf32, is_accelerator, name_of, synchronize
 from agentevo.models import linear
 
 TERA = 1e12
@@ -45,12 +46,12 @@ GPUS = {
     r"\bRTX 4090$": Peaks(165.2, 82.6, 82.6),
     r"\bRTX 3090$": Peaks(71.0, 35.6, 35.6),
 }
-"""By name as CUDA tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX), H200,
-H100, A100, A40, A10, L40S, L40 and L4, halved where they are given with sparsity; its Ada and
+"""By name as the device tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX),
+H200, H100, A100, A40, A10, L40S, L40 and L4, halved where they are given with sparsity; its Ada and
 Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
-SIDE = {"cpu": 512, "cuda": 8192}
+SIDE_ON_CPU, SIDE = 512, 8192
 """The side of the square matrices that are multiplied."""
 
 
@@ -65,14 +66,11 @@ class Peak(NamedTuple):
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak for products of matrices of that dtype, under the current settings (threads,
     TF32)."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = known_peak(name, dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
+    if is_accelerator(device):
+        known = known_peak(name_of(device), dtype, tf32=allows_tf32())
         if known is not None:
             return known
-    return _measured(
-        device.type, dtype, torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
-    )
+    return _measured(device.type, dtype, torch.get_num_threads(), allows_tf32())
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
@@ -88,13 +86,13 @@ def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
 @cache
 def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak:
     """The fastest of several products. `threads` and `tf32` tell measurements apart."""
-    side = SIDE[device]
+    side = SIDE_ON_CPU if device == "cpu" else SIDE
     left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     products: list[Callable[[], torch.Tensor]] = [lambda: left @ right]
     if device == "cpu" and dtype == torch.float32 and linear.available():
         products.append(lambda: linear.product(left, right))
     fastest = min(_seconds(product, device) for product in products)
-    where = f"cpu, {threads} threads" if device == "cpu" else torch.cuda.get_device_name()
+    where = f"cpu, {threads} threads" if device == "cpu" else name_of(torch.device(device))
     return Peak(2 * side**3 / fastest, f"{where}, {str(dtype).removeprefix('torch.')}, measured")
 
 
@@ -106,7 +104,6 @@ def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
     while len(seconds) < 3 or time.perf_counter() < until:
         begun = time.perf_counter()
         product()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(torch.device(device))
         seconds.append(time.perf_counter() - begun)
     return min(seconds[1:])

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from agentevo.config.sections import CHAT_TEMPLATES
+from agentevo.devices import find
 from agentevo.errors import ModelError
 from agentevo.models.adapters import (
     add_adapter,
@@ -86,7 +87,7 @@ def _load(
     seed: int,
     progress: Progress | None,
 ) -> LoadedModel:
-    device = find_device(section.device)
+    device = find(section.device)
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":
@@ -249,15 +250,3 @@ def _placed(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     module: torch.nn.Module = model
     module.to(device=device).eval()
     return model
-
-
-def find_device(wanted: str) -> torch.device:
-    """The device that ModelSection.device names. Raises ModelError where there is none."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            "model.device=cuda, but PyTorch sees no CUDA GPU: set model.device=auto or cpu, or "
-            "install PyTorch for CUDA"
-        )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)

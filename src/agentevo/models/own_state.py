@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from agentevo.devices import autocasting
+
 _CPU = torch.device("cpu")
 
 
@@ -23,9 +25,8 @@ def own_torch_state() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device in {"cpu", "cuda"}:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for kind in autocasting():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device() != _CPU:
             stack.enter_context(_CPU)
         yield

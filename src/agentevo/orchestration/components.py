@@ -19,6 +19,7 @@ from agentevo.config.agents import brings_tasks
 from agentevo.config.memory import offload_refusal
 from agentevo.config.named_agents import trained_policies
 from agentevo.console import to_stderr
+from agentevo.devices import find, is_accelerator
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import UpdatableEngine
 from agentevo.inference.engines import engines
@@ -27,7 +28,7 @@ from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
-from agentevo.models.load import LoadedModel, find_device, load_model, load_reward_model
+from agentevo.models.load import LoadedModel, load_model, load_reward_model
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.positions import context_length
 from agentevo.orchestration.agent_policies import (
@@ -145,7 +146,7 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
 def check_memory(config: RunConfig) -> None:
     """Raises ConfigError, before anything is created, for keys of the section `memory` that this
     machine can't follow: no GPU to take memory off, no torchao."""
-    if find_device(config.model.device).type == "cpu":
+    if not is_accelerator(find(config.model.device)):
         for key in config.memory.offloads:
             raise ConfigError(offload_refusal(key))
     if config.memory.optimizer == "adamw_8bit":

@@ -22,12 +22,11 @@ from typing import Any, Self
 import msgspec
 import psutil
 import torch
-from torch.cuda import profiler as cuda_profiler
 
 from agentevo.config import ProfileSection, RunConfig
+from agentevo.devices import find, has_nvtx, marked_for_nsight, profiled_activity
 from agentevo.errors import ConfigError
 from agentevo.models.device_peak import device_peak
-from agentevo.models.load import find_device
 from agentevo.observability.profile_table import (
     OTHER,
     PREFIX,
@@ -44,7 +43,7 @@ NUM_OPERATORS = 25
 def check_profile(config: RunConfig) -> None:
     """Raises ConfigError, before anything is created, for marks that this machine can't make."""
     section = config.profile
-    if section.enabled and section.nsight and find_device(config.model.device).type != "cuda":
+    if section.enabled and section.nsight and not has_nvtx(find(config.model.device)):
         raise ConfigError(
             "profile.nsight marks what a CUDA GPU does, and this run has none: leave it out for a "
             "profile by PyTorch"
@@ -69,6 +68,7 @@ class Profiling:
         self.note = note
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._kernels = profiled_activity(self.device)
         self.summary: dict[str, Any] = {}
         """The profile's entry in summary.json; empty if nothing was profiled."""
         self._left = section.after + section.steps if section.enabled else 0
@@ -113,11 +113,10 @@ class Profiling:
         if self.section.nsight:
             self._mark()
             return
-        gpu = self.device.type == "cuda"
-        activities = [torch.profiler.ProfilerActivity.CPU] + (
-            [torch.profiler.ProfilerActivity.CUDA] if gpu else []
-        )
-        self._base_bytes = 0 if gpu else psutil.Process().memory_info().rss
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._kernels is not None:
+            activities.append(self._kernels)
+        self._base_bytes = 0 if self._kernels is not None else psutil.Process().memory_info().rss
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         profiler.start()
         self._profiler = profiler
@@ -126,10 +125,8 @@ class Profiling:
 
     def _mark(self) -> None:
         with ExitStack() as opened:
-            cuda_profiler.start()
-            opened.callback(cuda_profiler.stop)
             # Phases are ranges under it as well: they ask whether a profiler is there.
-            opened.enter_context(torch.autograd.profiler.emit_nvtx())
+            opened.enter_context(marked_for_nsight())
             self._whole = torch.profiler.record_function(PREFIX + OTHER)
             self._whole.__enter__()
             self._ranges = opened.pop_all()
@@ -148,7 +145,7 @@ class Profiling:
         profiler.export_chrome_trace(str(trace))
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
-        profile = read_profile(events, gpu=self.device.type == "cuda", base_bytes=self._base_bytes)
+        profile = read_profile(events, gpu=self._kernels is not None, base_bytes=self._base_bytes)
         self.table.write_text(
             table_text(profile, self._heading(), num_operators=NUM_OPERATORS), encoding="utf-8"
         )
@@ -161,7 +158,7 @@ class Profiling:
         peak = device_peak(self.device, self.dtype)
         held = (
             "memory: bytes that PyTorch's allocator held on the GPU"
-            if self.device.type == "cuda"
+            if self._kernels is not None
             else f"memory: {format_bytes(self._base_bytes)} that the process held when profiling "
             "began, and tensors since then"
         )

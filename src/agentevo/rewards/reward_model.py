@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from agentevo.device_names import DeviceName
 from agentevo.errors import ConfigError, ModelError
 from agentevo.event_loop import in_thread
 from agentevo.rewards.reward import RewardConfig, Score, reward, text_of
@@ -46,7 +47,7 @@ class ModelRewardConfig(RewardConfig):
     max_tokens: int | None = Field(default=None, ge=8)
     """Longest conversation, in tokens: of a longer one the end counts. Default: the model's
     context."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where it computes; `auto` takes a CUDA GPU where there is one."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest time for one score, in seconds, that of loading the model included; then the attempt
@@ -158,10 +159,10 @@ class Classifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
 
+        from agentevo.devices import find
+
         logging.disable_progress_bar()  # the terminal is the live view's
-        name, device = self.config.model, self.config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        name, device = self.config.model, find(self.config.device, "device")
         path = Path(name).expanduser()
         source = str(path) if path.is_dir() else name
         try:

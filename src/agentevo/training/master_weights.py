@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from agentevo.devices import can_pin
+
 
 class MasterWeights:
     """Float32 copies of parameters that lie on one device, made from their present values. Later
@@ -32,7 +34,7 @@ class MasterWeights:
             tensor.shape,
             dtype=torch.float32,
             device=device,
-            pin_memory=self.on_cpu and tensor.device.type == "cuda",
+            pin_memory=self.on_cpu and can_pin(tensor.device),
         )
         return copy.copy_(tensor.detach())
 

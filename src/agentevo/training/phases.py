@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from agentevo.devices import synchronize_started
 from agentevo.observability.profile_table import PREFIX
 
 
@@ -22,12 +23,7 @@ def phase(name: str) -> Iterator[None]:
     if not torch.autograd._profiler_enabled():
         yield
         return
-    _wait()
+    synchronize_started()
     with torch.profiler.record_function(PREFIX + name):
         yield
-        _wait()
-
-
-def _wait() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        synchronize_started()

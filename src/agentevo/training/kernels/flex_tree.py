@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from agentevo.devices import compiles_flex
 from agentevo.training.tree import TokenTree
 
 BLOCK = 128
@@ -151,5 +152,5 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 def _run(device: str) -> Callable[..., Any]:
     """FlexAttention; without compiling it makes all scores, which only serves to test it without a
     GPU."""
-    attention: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
+    attention: Any = torch.compile(flex_attention) if compiles_flex(device) else flex_attention
     return attention

@@ -1,0 +1,194 @@
+"""The devices that models compute on, and all that is different between them.
+
+No other module names a kind of accelerator or calls its part of torch: it asks here for the device
+of a recipe, for memory, seeds, waiting and profiling. A kind's part of torch is found by
+`torch.get_device_module`, so ROCm (which PyTorch calls cuda), Ascend (the package torch_npu), XPU
+and MPS take the same paths; where a kernel is for one kind alone, the others take the CPU's path.
+
+The tests run it on the CPU. ROCm, Ascend, XPU and MPS have not been tried on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch.cuda import profiler as cuda_profiler
+
+from agentevo.errors import ModelError
+
+CUDA = "cuda"
+AUTOMATIC = (CUDA, "npu", "xpu")
+"""What `auto` looks for, in this order. Not MPS, whose operators are not all there in every
+dtype."""
+_WHOSE = {
+    CUDA: ("CUDA GPU", "install PyTorch for CUDA or ROCm"),
+    "npu": ("Ascend NPU", "install CANN and torch_npu (pip install torch_npu)"),
+    "xpu": ("XPU", "install PyTorch for XPU"),
+    "mps": ("Apple GPU", "run on a Mac with Apple silicon"),
+}
+_AUTOCASTS = ("cpu", *_WHOSE)
+_PINNED = AUTOMATIC
+"""Kinds to which pinned memory of the host is copied while the CPU goes on."""
+_COMPILED_FLEX = (CUDA,)
+"""Kinds for which this package computes attention with a compiled FlexAttention."""
+
+
+def find(wanted: str, key: str = "model.device") -> torch.device:
+    """The device that a recipe names. Raises ModelError where there is none."""
+    if wanted == "auto":
+        wanted = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
+    elif wanted != "cpu" and not is_there(wanted):
+        what, remedy = _WHOSE[wanted]
+        raise ModelError(
+            f"{key}={wanted}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
+        )
+    return torch.device(wanted)
+
+
+def is_there(kind: str) -> bool:
+    """Whether PyTorch sees an accelerator of that kind."""
+    if kind == "npu":
+        _add_ascend()
+    if kind == "mps":
+        return bool(torch.backends.mps.is_available())
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether memory, kernels and seeds are not the CPU's."""
+    return device.type != "cpu"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what the device has been told to compute."""
+    if is_accelerator(device):
+        _module(device).synchronize()
+
+
+def synchronize_started() -> None:
+    """The same for the accelerator that this process has begun to use, if any."""
+    kind = next((kind for kind in _WHOSE if _has_begun(kind)), None)
+    if kind is not None:
+        _module(torch.device(kind)).synchronize()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the device."""
+    if is_accelerator(device):
+        _module(device).empty_cache()
+
+
+def memory(device: torch.device) -> tuple[float, float]:
+    """(free, all) bytes of the device's memory."""
+    if device.type == "mps":
+        whole = float(torch.mps.recommended_max_memory())
+        return whole - torch.mps.driver_allocated_memory(), whole
+    if is_accelerator(device):
+        free, whole = _module(device).mem_get_info()
+        return float(free), float(whole)
+    of_host = psutil.virtual_memory()
+    return float(of_host.available), float(of_host.total)
+
+
+def name_of(device: torch.device) -> str:
+    """What its maker calls it, such as NVIDIA H100 80GB HBM3."""
+    module = _module(device) if is_accelerator(device) else None
+    if module is None or not hasattr(module, "get_device_name"):
+        return device.type
+    return str(module.get_device_name(device))
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether copies to it from pinned memory go on beside the CPU's work."""
+    return device.type in _PINNED
+
+
+def compiles_flex(kind: str) -> bool:
+    """Whether attention over trees is a compiled FlexAttention on such devices."""
+    return kind in _COMPILED_FLEX
+
+
+def allows_tf32() -> bool:
+    """Whether float32 products may be computed with 10 bits of mantissa."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def autocasting() -> list[str]:
+    """Kinds of devices on which this thread computes in autocast's dtypes."""
+    return [kind for kind in _AUTOCASTS if _is_known(kind) and torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
+    """A block whose draws, on the CPU and on this device, only the seed decides; what is drawn
+    after it is what would have been drawn without it."""
+    module = _module(device) if is_accelerator(device) else None
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would also reseed every other device
+        torch.default_generator.manual_seed(seed)
+        if module is None:
+            yield
+            return
+        state = module.get_rng_state()
+        try:
+            module.manual_seed(seed)
+            yield
+        finally:
+            module.set_rng_state(state)
+
+
+def profiled_activity(device: torch.device) -> torch.profiler.ProfilerActivity | None:
+    """What PyTorch's profiler calls this device's kernels; None where it does not see them."""
+    activity = torch.profiler.ProfilerActivity
+    return {CUDA: activity.CUDA, "xpu": activity.XPU}.get(device.type)
+
+
+def has_nvtx(device: torch.device) -> bool:
+    """Whether NVIDIA's Nsight can look at it."""
+    return device.type == CUDA and torch.version.hip is None
+
+
+@contextmanager
+def marked_for_nsight() -> Iterator[None]:
+    """A block that Nsight captures, whose profiled spans and operators are NVTX ranges."""
+    with ExitStack() as opened:
+        cuda_profiler.start()
+        opened.callback(cuda_profiler.stop)
+        opened.enter_context(torch.autograd.profiler.emit_nvtx())
+        yield
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _is_known(kind: str) -> bool:
+    """Whether this PyTorch has the kind; without torch_npu it does not know Ascend's."""
+    return kind != "npu" or hasattr(torch, "npu")
+
+
+def _has_begun(kind: str) -> bool:
+    if kind == "mps":
+        return False  # asking would begin it, and it is never chosen by itself
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available()) and bool(module.is_initialized())
+
+
+def _add_ascend() -> None:
+    """torch_npu puts Ascend's devices into torch when it is imported."""
+    if hasattr(torch, "npu") or importlib.util.find_spec("torch_npu") is None:
+        return
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:  # CANN's libraries are not there
+        raise ModelError(
+            f"torch_npu is installed and can't be loaded ({error}): install the version of CANN "
+            "that it is for and source its set_env.sh, or uninstall it"
+        ) from error
