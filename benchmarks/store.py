@@ -78,8 +78,8 @@ def trajectory(name: str, group: str, rng: random.Random, *, tokens: int = TOKEN
     )
 
 
-def group_of(name: str, rng: random.Random) -> list[Trajectory]:
-    return [trajectory(f"{name}#{i}", name, rng) for i in range(GROUP)]
+def group_of(name: str, rng: random.Random, *, tokens: int = TOKENS) -> list[Trajectory]:
+    return [trajectory(f"{name}#{i}", name, rng, tokens=tokens) for i in range(GROUP)]
 
 
 class Stopwatch:

@@ -60,11 +60,12 @@ class PostgreSQL:
             return "no PostgreSQL server on this machine (Debian: apt-get install postgresql)"
         return None
 
-    def start(self, *, durable: bool = False) -> None:
-        """`durable`: commits wait for the disk, as a server's do by default."""
+    def start(self, *, durable: bool = False, connections: int = 100) -> None:
+        """`durable`: commits wait for the disk, as a server's do by default. `connections`: at most
+        so many at once."""
         options = (
-            f"-k {self.folder} -c listen_addresses='' -c max_connections=100 -c autovacuum=off"
-            + ("" if durable else " -c fsync=off")
+            f"-k {self.folder} -c listen_addresses='' -c max_connections={connections} "
+            "-c autovacuum=off" + ("" if durable else " -c fsync=off")
         )
         self._call(
             "pg_ctl",
