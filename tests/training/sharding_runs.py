@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -142,6 +143,7 @@ def computed(model: PreTrainedModel, batch: PackedBatch, share: float = 1.0) -> 
     loss = loss + (entropy * torch.randn(entropy.shape, generator=numbers)).sum()
     model.zero_grad()
     (share * loss).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         again, squares = token_logprobs_and_squares(model, batch)
     return {
@@ -149,7 +151,7 @@ def computed(model: PreTrainedModel, batch: PackedBatch, share: float = 1.0) -> 
         "entropy": entropy.detach(),
         "without gradient": again,
         "squares": squares,
-        "grads": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        "grads": grads,
     }
 
 
@@ -220,6 +222,23 @@ def of_experts(mesh: Any) -> dict[str, float]:
     return compared(model, found, {**singles[ranks.rank], "grads": grads})
 
 
+def of_fsdp(name: str, mesh: Any) -> dict[str, float]:
+    """Two data-parallel ranks of two processes each, whose slices FSDP shards again."""
+    dp = Ranks.of(mesh, "dp")
+    model = model_of(name)
+    singles = [computed(model, plain(seed)) for seed in range(dp.size)]
+    grads = {n: sum(one["grads"][n] for one in singles) for n in singles[0]["grads"]}
+    tensor_parallel(model, Ranks.of(mesh, "tensor"))
+    for module in (*model.base_model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    found = computed(model, plain(dp.rank))
+    model.reshard()
+    add_parts(layouts_of(model))
+    return compared(model, found, {**singles[dp.rank], "grads": grads})
+
+
 def updated(name: str, section: ParallelSection | None) -> tuple[dict, list[dict[str, float]]]:
     """Weights and metrics after two steps of two minibatches each; alone without a section."""
     model = model_of(name)
@@ -270,6 +289,11 @@ def trained(alone: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def fsdp_checks() -> dict[str, dict[str, float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tensor"))
+    return {f"fsdp {name}": of_fsdp(name, mesh) for name in ("llama", "qwen3 tied", "moe")}
+
+
 def checks(count: int) -> dict[str, dict[str, float]]:
     """What is compared among `count` processes, by name."""
     tensor = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
@@ -283,6 +307,7 @@ def checks(count: int) -> dict[str, dict[str, float]]:
     if count == 4:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
         found |= {f"both {name}": of_context(name, both, plain()) for name in MODELS}
+        found |= fsdp_checks()
     return found
 
 
