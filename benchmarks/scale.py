@@ -115,7 +115,7 @@ def bare_server(loaded: LoadedModel, scratch: Path) -> Iterator[str]:
         *("--max-num-seqs", str(RECIPE["engine"]["max_running"])),
         *("--kv-cache-memory-bytes", str(int(RECIPE["engine"]["kv_cache_gb"] * 2**30))),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--disable-log-stats", "--uvicorn-log-level", "warning"),
+        *("--disable-log-stats", "--enable-scale-out", "--uvicorn-log-level", "warning"),
     ]
 
     def is_up() -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_case import PATIENCE_S, TOLERANCE, Case, sampled, told
-from engine_conformance import CHECKS, name_of
+from engine_conformance import ADAPTER_CHECKS, CHECKS, name_of
 from safetensors.torch import load_file, save_file
 
 from agentevo.config import EngineSection
@@ -101,3 +101,16 @@ def test_a_load_that_fails_halfway_never_serves(case):
             case.engine.check()
 
     case.run(work())
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    section = EngineSection(type="vllm", kv_cache_gb=0.5, max_running=16)
+    made = Case.of(engines.get("vllm"), section, rank=4, targets=["q_proj", "v_proj", "down_proj"])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=name_of)
+def test_vllm_with_an_adapter(check, adapted):
+    adapted.run(check(adapted))

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from sampled_distribution import log_distribution
 
-from agentevo.config import EngineSection, ModelSection, TinyModel
+from agentevo.config import EngineSection, LoraSection, ModelSection, TinyModel
 from agentevo.errors import EngineError
 from agentevo.inference.engine import EngineFactory, UpdatableEngine
+from agentevo.models.adapters import add_adapter
 from agentevo.models.attention import prepare
 from agentevo.models.load import load_model
 from agentevo.models.parameters import trained_weights
@@ -45,15 +46,22 @@ class Case:
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     @classmethod
-    def of(cls, factory: EngineFactory, section: EngineSection) -> Case:
-        """Of an engine that computes in float32."""
+    def of(cls, factory: EngineFactory, section: EngineSection, **lora: Any) -> Case:
+        """Of an engine that computes in float32. `lora`: the section of an adapter that is trained
+        over the model."""
         shape = TinyModel(
             hidden_size=64, num_layers=2, num_heads=2, context_length=CONTEXT, tokenizer="byte"
         )
         made = load_model(ModelSection(name="tiny", device="cpu", tiny=shape), seed=1)
-        alone = copy.deepcopy(made.model)
+        model = made.model
+        if lora:
+            with torch.no_grad():
+                for name, one in _wide(model, 3).items():
+                    model.get_parameter(name).copy_(one)
+            model = add_adapter(model, LoraSection(**lora), seed=1)
+        alone = copy.deepcopy(model)
         alone.set_attn_implementation("eager")
-        model = prepare(made.model)
+        model = prepare(model)
         old, new = (_wide(model, seed) for seed in (1, 2))
         return cls(factory(model, made.tokenizer, section), alone, made.tokenizer, old, new)
 
@@ -93,7 +101,7 @@ class Case:
         """[n, V] under these weights: the distributions that `ids` were drawn from, if `sampling`
         says how."""
         with torch.no_grad():
-            self.alone.load_state_dict(weights, strict=True)
+            self.alone.load_state_dict(weights, strict=False)
             logits = self.alone(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits
         rows = logits[0, len(prompt) - 1 : -1].double().numpy()
         given = sampling.penalties

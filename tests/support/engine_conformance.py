@@ -208,6 +208,16 @@ async def a_conversation_goes_on_with_the_same_numbers(case: Case) -> None:
     assert case.difference(case.old, found, PLAIN, prompt).max() < TOLERANCE
 
 
+async def prompts_that_no_step_can_take_together_are_drawn_from(case: Case) -> None:
+    """Cut into pieces or one after the other, beside others that are drawn already."""
+    await case.begin()
+    draw = np.random.default_rng(3)
+    prompts = [[int(token) for token in draw.integers(10, 250, 900)] for _ in range(12)]
+    found = await asyncio.gather(*(case.draw(PLAIN, prompt) for prompt in prompts))
+    for prompt, one in zip(prompts, found, strict=True):
+        assert case.difference(case.old, one, PLAIN, prompt).max() < TOLERANCE
+
+
 async def alternatives_are_the_likeliest_of_that_distribution(case: Case) -> None:
     await case.begin()
     for sampling in (
@@ -335,7 +345,7 @@ async def weights_that_can_not_be_served_change_nothing(case: Case) -> None:
         ({one: tensor for one, tensor in case.new.items() if one != name}, 5, "missing"),
         ({**case.new, "model.nobody.weight": poisoned}, 5, "unknown"),
     ):
-        running = await told(case, 2, sampled(max_new_tokens=300))
+        running = await told(case, 2, sampled(max_new_tokens=80))
         with pytest.raises(EngineError, match=reason):
             await case.engine.publish(version, weights, in_flight="continue", deadline_s=PATIENCE_S)
         assert case.engine.version == 4
@@ -402,6 +412,7 @@ CHECKS: list[Check] = [
     cancelling_frees_a_request,
     what_can_not_be_drawn_is_refused_alone,
     a_conversation_goes_on_with_the_same_numbers,
+    prompts_that_no_step_can_take_together_are_drawn_from,
     alternatives_are_the_likeliest_of_that_distribution,
     penalties_are_right_or_refused,
     a_grammar_is_followed_or_refused,
@@ -413,6 +424,17 @@ CHECKS: list[Check] = [
     requests_that_come_during_sleep_wait,
     counters_count,
 ]
+
+
+ADAPTER_CHECKS: list[Check] = [
+    logprobs_are_those_of_the_distribution_drawn_from,
+    scores_are_those_of_the_model,
+    finish_lets_running_requests_end_under_the_old_weights,
+    continue_draws_what_follows_from_the_new_weights,
+    weights_that_can_not_be_served_change_nothing,
+    a_run_may_begin_again_at_a_lower_version,
+]
+"""Of a model with an adapter (`Case.of(..., rank=4)`), whose base is not trained."""
 
 
 def name_of(check: Check) -> str:

@@ -43,18 +43,25 @@ from agentevo.inference.listening import tell
 from agentevo.inference.requests import completes_stop_string
 from agentevo.inference.verified import VerifiedWeights, verify_weights
 from agentevo.inference.vllm_options import VllmOptions, read_options
-from agentevo.inference.vllm_weights import write_weights
+from agentevo.inference.vllm_weights import (
+    adapter_refusal,
+    write_adapter_weights,
+    write_base,
+    write_weights,
+)
 from agentevo.inference.vllm_words import (
     Drawn,
+    adapter_of,
     check_sampling,
     drawing,
     engine_arguments,
     load_vllm,
+    prompt_of,
     scoring,
 )
 from agentevo.models.adapters import is_adapted
+from agentevo.models.parameters import trained_weights
 from agentevo.models.positions import context_length
-from agentevo.models.save import no_progress_bars
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -79,10 +86,10 @@ class VllmEngine:
     ) -> None:
         self.config = config or EngineSection(type="vllm")
         options = read_options(self.config)
-        if is_adapted(model):
+        if (refusal := adapter_refusal(model)) is not None:
             raise ConfigError(
-                "engine.type=vllm serves whole models, and model.lora trains an adapter: use "
-                "engine.type=torch for it"
+                f"engine.type=vllm can't serve {refusal} (model.lora): leave that out, or use "
+                "engine.type=torch"
             )
         self._vllm = load_vllm(options.start_timeout_s)
         self._like, self._tokenizer = model, tokenizer
@@ -91,6 +98,8 @@ class VllmEngine:
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
         self._base = self._folder / "base"
         self._llm = self._start(options)
+        self._adapter: Any = None
+        """What vLLM calls the adapter that serves, if the model has one."""
         self._version = NO_VERSION
         self._failure: EngineError | None = None
         self._publishing = asyncio.Lock()
@@ -106,8 +115,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            with no_progress_bars():
-                self._like.save_pretrained(self._base)
+            write_base(self._like, self._base)
             arguments = AsyncEngineArgs(
                 model=str(self._base),
                 max_model_len=self._context,
@@ -238,6 +246,8 @@ class VllmEngine:
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
         """See UpdatableEngine.begin."""
+        if weights is None and is_adapted(self._like) and self._adapter is None:
+            weights = trained_weights(self._like)  # vLLM has begun with the base alone
         verified = None if weights is None else verify_weights(self._like, weights)
         async with self._publishing:
             await self._swap(version, verified, "continue", deadline_s)
@@ -298,17 +308,22 @@ class VllmEngine:
         """The weights (None: those that it has) serve as that version from now on."""
         self.check()
         path = None if weights is None else self._folder / f"weights-{next(self._numbers)}"
+        before = self._adapter
         try:
-            if path is not None and weights is not None:
+            if path is not None and weights is not None and is_adapted(self._like):
+                await in_thread(write_adapter_weights, self._like, weights, path)
+            elif path is not None and weights is not None:
                 await in_thread(write_weights, self._like, weights, path)
                 await self._have_read(version, path)
             await self._pause(in_flight, deadline_s)
             started = time.perf_counter()
-            await _to_its_end(self._take_over(version, loads=path is not None))
+            await _to_its_end(self._take_over(version, path))
             self._swap_s += time.perf_counter() - started
         finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
+            if self._adapter is before:
+                await in_thread(_remove, path)
+            elif before is not None:
+                await in_thread(_remove, Path(before.lora_path))
 
     async def _have_read(self, version: int, path: Path) -> None:
         """vLLM's workers have the file in memory, and have changed nothing."""
@@ -339,12 +354,15 @@ class VllmEngine:
                 ) from None
             raise
 
-    async def _take_over(self, version: int, *, loads: bool) -> None:
+    async def _take_over(self, version: int, path: Path | None) -> None:
         """Of a vLLM that pauses. When it fails, vLLM may hold some of the new weights and some of
         the old ones: it draws nothing any more."""
         try:
             async with asyncio.timeout(LOAD_S):
-                if loads:
+                if path is not None and is_adapted(self._like):
+                    self._adapter = adapter_of(path)
+                    await self._llm.add_lora(self._adapter)
+                elif path is not None:
                     await self._llm.collective_rpc("load_agentevo_weights")
                 await self._llm.update_weight_version(str(version))
         except Exception as error:
@@ -410,12 +428,14 @@ class VllmEngine:
         ends the request."""
         self.check()
         name = str(next(self._numbers))
+        prompt, adapter = prompt_of(prompt_ids), self._adapter
+        if adapter is not None:
+            adapter = adapter_of(Path(adapter.lora_path), fresh=False)
         self._running.add(name)
-        prompt = {"prompt_token_ids": list(prompt_ids)}
         try:
             async with (
                 asyncio.timeout(deadline_s),
-                aclosing(self._llm.generate(prompt, params, name)) as outputs,
+                aclosing(self._llm.generate(prompt, params, name, lora_request=adapter)) as outputs,
             ):
                 yield name, outputs
         except TimeoutError:
@@ -438,3 +458,11 @@ async def _to_its_end(work: Awaitable[None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+def _remove(path: Path | None) -> None:
+    """Of weights that nobody reads any more."""
+    if path is not None and path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path is not None:
+        path.unlink(missing_ok=True)

@@ -17,9 +17,53 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentevo.inference.engine import Weights
+from agentevo.models.adapters import is_adapted
+from agentevo.models.save import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def write_base(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the model that vLLM begins with, without adapters."""
+    with no_progress_bars():
+        if not is_adapted(model):
+            model.save_pretrained(folder)
+            return
+        whole: Any = model.get_base_model()  # type: ignore[operator]
+        kept = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in whole.state_dict().items()
+            if ".lora_" not in name
+        }
+        whole.save_pretrained(folder, state_dict=kept)
+
+
+def adapter_refusal(model: Any) -> str | None:
+    """Why vLLM can't compute with the adapter of a model; None if it can, or there is none."""
+    if not is_adapted(model):
+        return None
+    config = model.peft_config[model.active_adapter]
+    reasons = {
+        "a base in 8 or 4 bits": getattr(model.config, "quantization_config", None) is not None,
+        "DoRA": config.use_dora,
+        "trained biases": config.bias != "none",
+        "whole modules that are trained": bool(config.modules_to_save),
+        "ranks of their own for some layers": bool(config.rank_pattern or config.alpha_pattern),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:
+    """Writes the weights of the adapter in use into a new folder, in PEFT's format."""
+    folder.mkdir()
+    name = model.active_adapter
+    model.peft_config[name].save_pretrained(folder)
+    tensors = {
+        key.replace(f".{name}.weight", ".weight"): one.detach().cpu().contiguous()
+        for key, one in weights.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:

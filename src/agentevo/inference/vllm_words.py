@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentevo.config import EngineSection
@@ -17,6 +19,8 @@ from agentevo.extras import load_extra
 from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.inference.vllm_options import VllmOptions
 from agentevo.inference.vllm_weights import WeightLoader
+from agentevo.models.adapters import is_adapted
+from agentevo.models.positions import context_length
 from agentevo.types import MAX_TOP_LOGPROBS, Alternatives, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,6 +31,8 @@ VERSIONS = ((0, 32), (0, 33))
 weights are younger than 0.30, and what is called here changes between minor releases."""
 
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for."""
 LOWEST, HIGHEST = 0.01, 2.0
 """Temperatures above 0 that vLLM draws at: it raises lower ones without a word to the caller, and
 refuses higher ones."""
@@ -79,6 +85,21 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
     return vllm
 
 
+def adapter_of(folder: Path, *, fresh: bool = True) -> Any:
+    """What vLLM calls the adapter in that folder. A `fresh` one takes the place of the one before,
+    also in requests that are running."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", 1, str(folder), load_inplace=fresh)
+
+
+def prompt_of(ids: Sequence[int]) -> Any:
+    """What vLLM calls a prompt of tokens."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(ids))
+
+
 def output_kind(name: str) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
@@ -96,13 +117,25 @@ def engine_arguments(
         tokens, a_token = section.kv_cache_tokens, kv_bytes_per_token(model)
         limit = tokens * a_token if tokens else section.kv_cache_gb * 2**30
         memory = {"kv_cache_memory_bytes": int(limit)}
+    steps: dict[str, Any] = {"max_num_batched_tokens": section.prefill_tokens}
+    if current_platform.is_cpu():
+        # On a CPU vLLM can't take a seeded draw back, which it does after every piece of a prompt:
+        # its worker would end. Without pieces each prompt has to fit into one step.
+        longest = options.max_model_len or context_length(model.config)
+        most = max(section.prefill_tokens or 4096, longest, section.max_running)
+        steps = {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
+    adapters: dict[str, Any] = {}
+    if is_adapted(model):
+        adapted: Any = model
+        rank = adapted.peft_config[adapted.active_adapter].r
+        room = min(known for known in LORA_RANKS if known >= rank)
+        adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     eager = options.enforce_eager
     return {
         "dtype": options.dtype or str(model.dtype).removeprefix("torch."),
         "tensor_parallel_size": options.tensor_parallel_size,
         "enforce_eager": current_platform.is_cpu() if eager is None else eager,
         "max_num_seqs": section.max_running,
-        "max_num_batched_tokens": section.prefill_tokens,
         "enable_prefix_caching": section.prefix_sharing,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS,
@@ -112,6 +145,8 @@ def engine_arguments(
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         "disable_log_stats": True,
         **memory,
+        **steps,
+        **adapters,
     }
 
 
