@@ -6,6 +6,7 @@ import asyncio
 import random
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,13 @@ async def happen(store: Store, dice: random.Random, life: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_after_any_history_the_index_is_the_store(
-    tmp_path: Path, sqlite_url: str, seed: int
+    tmp_path: Path, new_url: Callable[[], str], seed: int
 ) -> None:
+    """Of every kind of store."""
+
     async def scenario() -> None:
         dice = random.Random(seed)
-        async with await open_store(sqlite_url) as store:
+        async with await open_store(new_url()) as store:
             bench = Bench(tmp_path, store)
             for life in range(40):
                 await happen(store, dice, life)
