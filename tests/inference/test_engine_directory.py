@@ -85,6 +85,21 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
     assert directory.living(5.0) == [engine("a", pid=2)]
 
 
+def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_path):
+    async def serve():
+        directory, serving = EngineDirectory(tmp_path), [4]
+        async with directory.announced(engine("a"), serves=lambda: serving[0], every_s=0.01):
+            assert directory.find("a").version == 4
+            serving[0] = 5
+            async with asyncio.timeout(30):
+                while directory.find("a").version != 5:
+                    await asyncio.sleep(0.01)
+            assert directory.find("a").is_of_same(engine("a"))
+        assert directory.find("a") is None
+
+    asyncio.run(serve())
+
+
 def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead(
     tmp_path, monkeypatch
 ):

@@ -26,7 +26,11 @@ Get = Callable[..., httpx.Response]
 
 
 def announcement(name: str) -> Announcement:
-    return Announcement(url="http://127.0.0.1:5", name=name, pid=77, started_at=time.time() - 60)
+    version = {"engine-0": 5, "engine-1": 7}.get(name)
+    began = time.time() - 60
+    return Announcement(
+        url="http://127.0.0.1:5", name=name, pid=77, started_at=began, version=version
+    )
 
 
 def furnish(run: Path) -> None:
@@ -90,6 +94,8 @@ def test_the_page_says_what_lives(run: Path, get: Get) -> None:
     text = " ".join(get("/runs/mine/processes", run.parent).text.split())
     alive, dead = text.split(">engine-1<")
     assert "engine-0" in alive
+    assert "version 5" in alive and "2 behind" in alive
+    assert "version 7" in dead and "behind" not in dead.partition("</tr>")[0]
     assert "state running" in alive
     assert dead.index("state silent") < dead.index("Weights")
     assert "broken" not in text

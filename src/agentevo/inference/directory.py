@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -48,6 +48,13 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     certificate: str = ""
     """SHA-256 of the certificate that the engine shows; empty where it does not encrypt."""
+    version: int | None = None
+    """Of the weights that it served at its last heartbeat; None where it does not say. For those
+    who look: requests ask the engine itself."""
+
+    def is_of_same(self, other: Announcement | None) -> bool:
+        """Whether the same process has made both."""
+        return other is not None and self == msgspec.structs.replace(other, version=self.version)
 
     @property
     def address(self) -> EngineAddress:
@@ -96,7 +103,7 @@ class EngineDirectory:
         announced = self._read(file)
         if announced == announcement:
             os.utime(file)
-        elif announced is None or self._other_is_dead(file):
+        elif announced is None or announcement.is_of_same(announced) or self._other_is_dead(file):
             self.announce(announcement)
 
     def find(self, name: str) -> Announcement | None:
@@ -105,7 +112,7 @@ class EngineDirectory:
 
     def withdraw(self, announcement: Announcement) -> None:
         """Takes the caller's own announcement back, not that of a later engine of the same name."""
-        if self.find(announcement.name) == announcement:
+        if announcement.is_of_same(self.find(announcement.name)):
             self._file(announcement.name).unlink(missing_ok=True)
 
     def forget_dead(self, mine: Announcement, *, after_s: float = FORGET_S) -> None:
@@ -128,10 +135,18 @@ class EngineDirectory:
 
     @asynccontextmanager
     async def announced(
-        self, announcement: Announcement, *, every_s: float = HEARTBEAT_S
+        self,
+        announcement: Announcement,
+        *,
+        serves: Callable[[], int | None] = lambda: None,
+        every_s: float = HEARTBEAT_S,
     ) -> AsyncIterator[None]:
         """Keeps the engine announced while the block runs, with a heartbeat from this event loop: a
-        loop that hangs is not taken for alive."""
+        loop that hangs is not taken for alive. `serves`: the version of its weights, which each
+        heartbeat tells."""
+
+        def now() -> Announcement:
+            return msgspec.structs.replace(announcement, version=serves())
 
         async def beat() -> None:
             while True:
@@ -139,9 +154,9 @@ class EngineDirectory:
                 with suppress(
                     OSError
                 ):  # a file system that is away for a moment: the next beat tells
-                    self.beat(announcement)
+                    self.beat(now())
 
-        self.announce(announcement)
+        self.announce(now())
         self.forget_dead(announcement)
         heart = asyncio.create_task(beat())
         try:

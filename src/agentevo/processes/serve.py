@@ -117,7 +117,8 @@ async def _serve(
             started_at=time.time(),
             certificate=certificate,
         )
-        async with listening(door, listener, tls=tls), directory.announced(announcement):
+        announced = directory.announced(announcement, serves=lambda: engine.version)
+        async with listening(door, listener, tls=tls), announced:
             place = announcement.address.pinned_url
             note(f"{name}: serving version {engine.version} at {place}")
             await _until(stop, following, engine)

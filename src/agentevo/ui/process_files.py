@@ -34,6 +34,8 @@ class Engine(NamedTuple):
     beaten_at: float
     """When its heart has beaten last, Unix time."""
     lives: bool
+    version: int | None
+    """Of the weights that it served then; None where it does not say."""
 
 
 class Log(NamedTuple):
@@ -69,9 +71,8 @@ def engines(source: RunSource) -> list[Engine]:
         with suppress(OSError, msgspec.MsgspecError):
             said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
-            found.append(
-                Engine(said.name, said.url, said.pid, said.started_at, what.st_mtime, lives)
-            )
+            about = (said.name, said.url, said.pid, said.started_at)
+            found.append(Engine(*about, what.st_mtime, lives, said.version))
     return sorted(found, key=lambda one: one.name)
 
 

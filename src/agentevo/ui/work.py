@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
@@ -25,6 +26,15 @@ MOST_CALLS = 2000
 LIVING_S = 10.0
 """An engine whose heart has not beaten for longer does not answer."""
 MOST_RUNS = 200
+
+
+class LivingEngine(NamedTuple):
+    """One whose heart beats."""
+
+    name: str
+    started_at: float
+    version: int | None
+    """Of the weights that it served at its last heartbeat; None where it does not say."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,8 @@ class Work:
     is_cut: bool = False
     players: int = 0
     """Processes that play them."""
-    engines: tuple[tuple[str, float], ...] = ()
-    """(name, when it began) of the engines in processes of their own that live."""
+    engines: tuple[LivingEngine, ...] = ()
+    """In processes of their own."""
     problem: str = ""
 
 
@@ -86,7 +96,7 @@ class Works:
             return Work(engines=engines, problem=str(error))
 
 
-async def _counted(store: Store, engines: tuple[tuple[str, float], ...]) -> Work:
+async def _counted(store: Store, engines: tuple[LivingEngine, ...]) -> Work:
     counts = await store.counts()
     running = [one.call async for one in store.calls(state="running", limit=MOST_CALLS)]
     attempts = [call for call in running if call.parent is None]
@@ -105,13 +115,14 @@ async def _counted(store: Store, engines: tuple[tuple[str, float], ...]) -> Work
     )
 
 
-def _engines(view: RunView, known: _Known) -> tuple[tuple[str, float], ...]:
+def _engines(view: RunView, known: _Known) -> tuple[LivingEngine, ...]:
     folder = view.source.file("engines")
     if folder is None or not folder.is_dir():
         return ()
     if known.directory is None:
         known.directory = EngineDirectory(folder)
     try:
-        return tuple((one.name, one.started_at) for one in known.directory.living(LIVING_S))
+        living = known.directory.living(LIVING_S)
+        return tuple(LivingEngine(one.name, one.started_at, one.version) for one in living)
     except OSError:  # the folder has gone
         return ()
