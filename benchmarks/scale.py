@@ -5,7 +5,8 @@
 `make test-vllm` makes that environment. `vllm_through_serve` is tokens/s of `agentevo serve` with
 `engine.type=vllm`, asked by our client, over those of vLLM's own server on the same weights, asked
 at its token-in, token-out route by aiohttp (as vLLM's own benchmark does). Both keep the same
-log-probs, cache and limits, take the same prompts and seeds in turns, and are idle while the other
+log-probs, cache and limits (no prompt is cut into pieces, at which vLLM's worker ends on a CPU when
+requests have seeds), take the same prompts and seeds in turns, and are idle while the other
 is timed; both must complete every request to its last token, else there is no figure.
 """
 
@@ -115,6 +116,7 @@ def bare_server(loaded: LoadedModel, scratch: Path) -> Iterator[str]:
         *("--max-num-seqs", str(RECIPE["engine"]["max_running"])),
         *("--kv-cache-memory-bytes", str(int(RECIPE["engine"]["kv_cache_gb"] * 2**30))),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),  # else it dies: seeds
         *("--disable-log-stats", "--enable-scale-out", "--uvicorn-log-level", "warning"),
     ]
 

@@ -39,6 +39,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "mask_truncated_completions": "algorithm.drop_truncated=true",
         "entropy_coef": "algorithm.entropy_coef",
         "entropy_target": "algorithm.entropy_target",
+        "use_vllm": "engine.type=vllm",
         "vllm_importance_sampling_correction": (
             "algorithm.old_logprobs=recomputed, algorithm.importance=token_tis"
         ),
