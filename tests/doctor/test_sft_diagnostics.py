@@ -60,7 +60,9 @@ def test_too_little_memory_names_the_key_that_helps(tmp_path, monkeypatch):
 
     def asked(free: float):
         monkeypatch.setattr(
-            psutil, "virtual_memory", lambda: type("Memory", (), {"available": free})()
+            psutil,
+            "virtual_memory",
+            lambda: type("Memory", (), {"available": free, "total": free})(),
         )
         return check_sft_recipe(
             recipe(tmp_path, different, "sft.prefix_merging=false", "sft.batch_conversations=64")
