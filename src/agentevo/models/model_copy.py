@@ -13,9 +13,13 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from agentevo.models.sharded import copy_sharded, is_sharded, like, whole
+
 
 def copy_policy(policy: PreTrainedModel) -> PreTrainedModel:
     """A copy of the policy as it is now that shares every parameter without gradient."""
+    if is_sharded(policy):
+        return copy_sharded(policy)
     return copy.deepcopy(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
 
 
@@ -27,8 +31,8 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def weights_of(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The copy's own weights, for a checkpoint."""
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    """The copy's own weights, for a checkpoint; see `whole` for a sharded one."""
+    return {name: whole(parameter.detach()) for name, parameter in parameters.items()}
 
 
 @torch.no_grad()
@@ -37,4 +41,4 @@ def load_weights(
 ) -> None:
     """The inverse of `weights_of`; other names in `weights` are ignored."""
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(like(weights[name], parameter))

@@ -49,13 +49,49 @@ def check_parts(
         resolve(config.reward_model.name)
 
 
-def check_processes(config: RunConfig) -> None:
+def check_processes(config: RunConfig, *, sampled: bool = True) -> None:
     """Raises ConfigError where trainer.parallel asks for other numbers of processes than a
-    launcher has started."""
+    launcher has started, and for what several processes can't train together. `sampled`: attempts
+    are what is trained on."""
+    parallel, world = config.trainer.parallel, int(os.environ.get("WORLD_SIZE") or 1)
     try:
-        config.trainer.parallel.replicas(int(os.environ.get("WORLD_SIZE") or 1))
+        parallel.replicas(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    for name in ("tensor", "context", "expert"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(
+                f"trainer.parallel.{name}: agentevo train and learn share a model by "
+                f"trainer.parallel.shard alone: set trainer.parallel.{name}=1"
+            )
+    algorithm, memory = config.algorithm, config.memory
+    several = {
+        "conversations (agentevo sft)": not sampled,
+        "preferences (algorithm.name)": sampled and algorithm.preference() is not None,
+        "a cold start (cold_start.episodes)": sampled and config.cold_start.episodes > 0,
+        "several policies (agents)": len(config.agents) > 0,
+        "a profile (profile)": config.profile.enabled,
+    }
+    sharded = {
+        "adapters (model.lora)": config.model.lora.enabled,
+        "8-bit moments (memory.optimizer)": memory.optimizer != "adamw",
+        "offloading (memory.offload_optimizer, offload_activations)": len(memory.offloads) > 0,
+    }
+    if algorithm.preference() is None:
+        own = config.critic.trunk == "own"
+        sharded |= {
+            "a critic of its own (critic.trunk=own)": own and "values" in algorithm.needs,
+            "a process reward (prime)": "process_rewards" in algorithm.needs,
+        }
+    for what in [what for what, is_asked in several.items() if is_asked and world > 1]:
+        raise ConfigError(
+            f"{what}: {world} processes can't train on that together: start one, without torchrun"
+        )
+    for what in [what for what, is_asked in sharded.items() if is_asked and parallel.shard > 1]:
+        raise ConfigError(
+            f"{what}: not with weights in parts: leave trainer.parallel.shard out, and every "
+            "process has the whole model"
+        )
 
 
 def check_agent(
@@ -76,7 +112,7 @@ def check_agent(
 
 def check_sft_parts(config: RunConfig, resume: bool) -> None:
     """The same for `agentevo sft`, whose environment is optional."""
-    check_processes(config)
+    check_processes(config, sampled=False)
     check_tracking(config)
     check_sft_data(config)
     check_memory(config)

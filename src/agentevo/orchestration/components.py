@@ -69,6 +69,8 @@ class Components:
     calls: CallLog
     note: Callable[[str], None] = to_stderr
     """Hears what somebody should know."""
+    checkpoint: Path | None = None
+    """What the model was loaded from; None for the recipe's own."""
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
     """By name, those of a rollout of several agents, the main one among them; empty where there is
     but one."""
@@ -218,6 +220,7 @@ async def open_components(
             tasks=TaskSource(config, tasks),
             agent=player,
             note=note,
+            checkpoint=checkpoint,
             policies=policies,
         )
         if player is not None:
@@ -228,10 +231,12 @@ async def open_components(
         yield parts
 
 
-def load_token_reward_model(parts: Components) -> TokenRewardModel | None:
+def load_token_reward_model(
+    config: RunConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> TokenRewardModel | None:
     """The model that adds to the environment's rewards; None for a recipe without one."""
-    section = parts.config.reward_model
+    section = config.reward_model
     if section.name is None:
         return None
-    model = load_reward_model(section.name, parts.model, parts.tokenizer)
+    model = load_reward_model(section.name, policy, tokenizer)
     return TokenRewardModel(prepare(model), section)

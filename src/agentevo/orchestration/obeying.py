@@ -7,10 +7,9 @@ and samplers play until as much waits as the recipe allows. A signal ends a paus
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +27,7 @@ if TYPE_CHECKING:
 def asked_through(
     folder: Path, stop_signals: list[int], view: LiveView
 ) -> AbstractContextManager[RunControl | None]:
-    """Around a run's steps. To stop is what SIGTERM does. None where several processes train
-    together: they would have to agree on the step, as they do by signals to all of them."""
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        return nullcontext()
+    """Around a run's steps. To stop is what SIGTERM does."""
 
     def stop() -> None:
         stop_signals.append(signal.SIGTERM)

@@ -32,6 +32,7 @@ from agentevo.orchestration.components import (
 from agentevo.orchestration.conversations import read_sft_data
 from agentevo.orchestration.obeying import asked_through
 from agentevo.orchestration.progress import summary_of
+from agentevo.orchestration.ranks import follow, follows, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
 from agentevo.orchestration.submissions import Submissions
@@ -77,6 +78,9 @@ def train(
         check_sft_parts(config, resume)
     else:
         check_parts(config, tasks, resume)
+    if follows():
+        follow(config)
+        return
     if resume and is_given_up(config.run_dir):
         view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
         resume = False
@@ -113,8 +117,9 @@ async def run_training(
 ) -> None:
     """What `train` does after its checks. `submissions`: those of a program's own loop."""
     folder = config.run_dir
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
+        ranks = stack.enter_context(joined(config))
         stopped, start = lambda: bool(stop_signals), ResumePoint()
         view.phase("loading", config.model.name)
         if resume:
@@ -143,7 +148,15 @@ async def run_training(
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
             run = TrainingRun(
-                parts, conversations, checkpoints, view, stopped, command, processes, submissions
+                parts,
+                conversations,
+                checkpoints,
+                view,
+                stopped,
+                command,
+                processes,
+                submissions,
+                ranks,
             )
             write_config(config, kind_of(command))
             make_final()

@@ -7,12 +7,11 @@ from functools import partial
 
 from agentevo.config.named_agents import policy_of, trained_policies
 from agentevo.models.adapters import num_parameters
-from agentevo.models.grammar import Grammars
-from agentevo.orchestration.agent_policies import AgentPolicy
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
-from agentevo.orchestration.components import Components, load_token_reward_model
+from agentevo.orchestration.components import Components
 from agentevo.orchestration.conversations import ConversationBatches, SFTData
 from agentevo.orchestration.preference_data import given_pairs, solver_answers
+from agentevo.orchestration.ranks import LeadingTrainer, Ranks, policy_trainer
 from agentevo.orchestration.rollout_sources import (
     ColocatedRollouts,
     DisaggregatedRollouts,
@@ -25,7 +24,6 @@ from agentevo.training.agent_trainers import AgentTrainers
 from agentevo.training.learner import Learner, RolloutTrainer
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
-from agentevo.training.trainer import Trainer
 
 
 def make_rollouts(
@@ -52,9 +50,13 @@ def make_rollouts(
 
 
 def make_trainer(
-    parts: Components, rollouts: RolloutSource, conversations: SFTData | None = None
+    parts: Components,
+    rollouts: RolloutSource,
+    conversations: SFTData | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Learner, BatchSource]:
-    """Who trains the policy by the recipe's algorithm, and where its batches come from."""
+    """Who trains the policy by the recipe's algorithm, and where its batches come from. `ranks`:
+    with whom, if anybody."""
     config, model = parts.config, parts.model
     if conversations is not None:
         batches = ConversationBatches(config, conversations, model)
@@ -82,30 +84,24 @@ def make_trainer(
         if pairs is not None:
             return trainer, GivenPairs(config, pairs)
     elif parts.policies:
+        names = trained_policies(config)
         trainer = AgentTrainers(
-            {name: _trainer(parts, parts.policies[name]) for name in trained_policies(config)},
+            {
+                name: policy_trainer(config, policy.model, policy.tokenizer)
+                for name, policy in ((name, parts.policies[name]) for name in names)
+            },
             partial(policy_of, config),
         )
     else:
-        trainer = _trainer(parts, AgentPolicy(model, parts.tokenizer, parts.engine))
+        trainer = (
+            policy_trainer(config, model, parts.tokenizer)
+            if ranks is None
+            else LeadingTrainer(ranks, config, model, parts.tokenizer, parts.checkpoint)
+        )
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
     tasks, store, note = parts.tasks, parts.store, parts.note
     return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, tasks.stages, note)
-
-
-def _trainer(parts: Components, policy: AgentPolicy) -> Trainer:
-    config = parts.config
-    return Trainer(
-        policy.model,
-        config.trainer,
-        config.algorithm,
-        critic=config.critic,
-        process_reward=config.process_reward,
-        reward_model=load_token_reward_model(parts),
-        memory=config.memory,
-        grammars=Grammars.of(policy.model, policy.tokenizer),
-    )
 
 
 def training_notes(parts: Components) -> list[str]:

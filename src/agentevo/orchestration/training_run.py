@@ -26,6 +26,7 @@ from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.obeying import obey
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress
+from agentevo.orchestration.ranks import Ranks
 from agentevo.orchestration.resume import ResumePoint, replay_steps
 from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor
 from agentevo.orchestration.step_metrics import (
@@ -62,10 +63,11 @@ class TrainingRun:
         command: Command,
         processes: Supervisor | None,
         submissions: Submissions | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
         is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
-        those of a program's own loop."""
+        those of a program's own loop. `ranks`: with whom it trains."""
         self.parts, self.checkpoints, self.view = parts, checkpoints, view
         self.is_stopped, self.command = is_stopped, command
         self.control: RunControl | None = None
@@ -82,7 +84,7 @@ class TrainingRun:
         )
         if submissions is not None:
             submissions.save = self.keep_checkpoint
-        self.trainer, self.source = make_trainer(parts, self.rollouts, conversations)
+        self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, ranks)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
         folder, config = parts.config.run_dir, parts.config
         self.log = MetricsLog(folder / "metrics.jsonl")

@@ -11,6 +11,7 @@ from agentevo.observability import LiveView
 from agentevo.orchestration.checks import check_parts
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.players import find_agent
+from agentevo.orchestration.ranks import follow, follows
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import ensure_run_folder
 
@@ -35,6 +36,9 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
     check_one_policy(config)
     find_agent(config, None)
     check_parts(config, None, resume=False, apart=True)
+    if follows():
+        follow(config)
+        return
     new = not (config.run_dir / "config.yaml").is_file()
     loaded = load_policy(config) if new else None
     ensure_run_folder(config)

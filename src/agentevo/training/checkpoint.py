@@ -25,7 +25,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -40,14 +40,16 @@ from agentevo.training import manifest
 from agentevo.training.manifest import Manifest, TornError
 from agentevo.training.parallel import on_first
 
+T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 class Checkpoints:
     """The checkpoint folder of one run."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
-        self.folder, self.keep_last = folder, keep_last
+    def __init__(self, folder: Path, keep_last: int, *, alone: bool = False) -> None:
+        """`alone`: of several processes that train together only this one calls."""
+        self.folder, self.keep_last, self._alone = folder, keep_last, alone
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
@@ -104,17 +106,20 @@ class Checkpoints:
         behind and the older ones as they were. Where several processes train, all of them call it,
         and the first one writes.
         """
-        sha256 = on_first(
+        sha256 = self._on_first(
             lambda: self._write(
                 step, {"": (model, tokenizer), **beside}, trainer_state, run_state, value
             )
         )
-        self.best_value, self.best_step = on_first(self._best)
+        self.best_value, self.best_step = self._on_first(self._best)
         if prune:
             self.prune()
         else:
-            on_first(self._write_index)
+            self._on_first(self._write_index)
         return self.path(step), sha256
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        return work() if self._alone else on_first(work)
 
     def _write(
         self,
@@ -148,7 +153,7 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Deletes the checkpoints that need not be kept; `save` says who calls it."""
-        on_first(self._prune)
+        self._on_first(self._prune)
 
     def _prune(self) -> None:
         steps = self.steps()

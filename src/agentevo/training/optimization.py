@@ -15,9 +15,11 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
+from agentevo.models.sharded import like, whole
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, sum_gradients
 from agentevo.training.phases import phase
@@ -103,6 +105,11 @@ class Optimization:
         self.layouts = layouts
         self.steps = 0
         self.leave_out(0)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the parameters lie in parts on several processes; these are the masters then."""
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters)
 
     @cached_property
     def masters(self) -> MasterWeights | None:
@@ -195,9 +202,11 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         masters = None if self.masters is None else self.masters.state_dict()
+        if self.sharded:
+            masters = whole([parameter.detach() for parameter in self.parameters])
         return {
             "kind": self.memory.optimizer,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": whole(self.optimizer.state_dict()),
             "masters": masters,
             "steps": self.steps,
         }
@@ -213,10 +222,28 @@ class Optimization:
                 f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with "
                 f"memory.optimizer={kind}"
             )
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(self._spread(state["optimizer"]))
+        if self.sharded and state.get("masters") is not None:
+            with torch.no_grad():
+                for parameter, saved in zip(self.parameters, state["masters"], strict=True):
+                    parameter.copy_(like(saved, parameter))
         if self.masters is not None and state.get("masters") is not None:
             self.masters.load_state_dict(state["masters"])
         self.steps = state["steps"]
+
+    def _spread(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state, of which this process takes its own part."""
+        if not self.sharded:
+            return state
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        moments = {
+            index: {
+                name: like(value, stepped[index]) if isinstance(value, torch.Tensor) else value
+                for name, value in of_parameter.items()
+            }
+            for index, of_parameter in state["state"].items()
+        }
+        return {**state, "state": moments}
 
 
 def minibatches(items: Sequence[T], section: TrainerSection) -> Iterator[list[T]]:

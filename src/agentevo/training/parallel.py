@@ -14,9 +14,11 @@ and each find its loss: a part of it, `loss_share`, counts, and gradients are su
 What FSDP has sharded, it has summed over data-parallel ranks itself.
 
 Store and disk belong to one process, the first of all: `on_first` is around what writes there
-(checkpoints in `checkpoint.py`). The loop, which talks to the store, is one process today.
+(checkpoints in `checkpoint.py`). In a run the loop is one process, which tells the others what to
+compute (orchestration/ranks.py).
 
-A process that raises leaves the others waiting for as long as the process group's timeout allows.
+A process that ends breaks its connections, on which the others fail; one that hangs leaves them
+waiting for as long as the process group's timeout allows.
 """
 
 from __future__ import annotations

@@ -52,10 +52,14 @@ class MinibatchLoss:
 
     @torch.no_grad()
     def statistics(
-        self, model: PreTrainedModel, batches: Sequence[PackedBatch]
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[PackedBatch],
+        nulls: Sequence[PackedBatch] = (),
     ) -> dict[str, float]:
         """What the policy loss has to know of the whole minibatch beforehand. Most losses need
-        nothing, and one micro-batch is the whole minibatch: then nothing is computed."""
+        nothing, and one micro-batch is the whole minibatch: then nothing is computed. `nulls`: see
+        `null_batches`."""
         if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
             return {}
         own = []
@@ -64,6 +68,8 @@ class MinibatchLoss:
                 logp, _ = token_logprobs(model, batch)
             tables = (batch.table(logp), batch.old_logprobs, batch.advantages, batch.mask)
             own.append([table.cpu() for table in tables])
+        for batch in nulls:
+            token_logprobs(model, batch)
         parts = [part for of_rank in gathered(own) for part in of_rank]
         width = max(part[0].shape[1] for part in parts)
         whole = [

@@ -24,9 +24,9 @@ from agentevo.config import (
 )
 from agentevo.models.grammar import Grammars
 from agentevo.progress import Bar, bar
-from agentevo.training.batching.passes import device_of, micro_batches
+from agentevo.training.batching.passes import device_of, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
-from agentevo.training.kernels.output_layer import Listener
+from agentevo.training.kernels.output_layer import Listener, token_logprobs
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.parallel import gathered, summed
@@ -168,6 +168,7 @@ class Trainer:
         batches = micro_batches(
             samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
         )
+        nulls = null_batches(samples, len(batches), device_of(self.model))
         critic, metrics = self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([batch for _, batch in batches])
@@ -180,7 +181,7 @@ class Trainer:
         if joint is not None:
             metrics["critic/lr"] = joint.optimization.begin()
         weights = self.objective.row_weights(samples)
-        statistics = self.objective.statistics(self.model, [batch for _, batch in batches])
+        statistics = self.objective.statistics(self.model, [batch for _, batch in batches], nulls)
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
         num_tokens = sum(s.num_trained for s in samples)
@@ -208,6 +209,8 @@ class Trainer:
             for key, value in token_sums.items():
                 sums[key] += value
             passed.advance(len(indices))
+        for batch in nulls:
+            self.optimization.backward(0.0 * token_logprobs(self.model, batch)[0].sum())
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from agentevo.models.sharded import any_sharded
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -32,6 +33,19 @@ def micro_batches(
     ]
 
 
+def null_batches(
+    samples: Sequence[Sample], made: int, device: torch.device, *, merge: bool = True
+) -> list[PackedBatch]:
+    """What this rank, after `made` passes over its micro-batches, has still to pass through a
+    sharded model so that all ranks make as many; what comes of it counts 0 times. Called by all
+    ranks; empty where no model is sharded."""
+    if not any_sharded():
+        return []
+    missing = max(gathered(made)) - made
+    shortest = min(samples, key=lambda sample: len(sample.ids))
+    return [pack([shortest], device, merge=merge)] * missing
+
+
 @torch.no_grad()
 def token_tables(
     samples: Sequence[Sample],
@@ -47,11 +61,14 @@ def token_tables(
     Row s holds the trained tokens of sample s from the left, then zeros.
     """
     width = max(s.num_trained for s in samples)
+    batches = micro_batches(samples, max_tokens, device, merge=merge)
     parts = [
         (name, indices, batch.table(values.float()).cpu())
-        for indices, batch in micro_batches(samples, max_tokens, device, merge=merge)
+        for indices, batch in batches
         for name, values in compute(batch).items()
     ]
+    for batch in null_batches(samples, len(batches), device, merge=merge):
+        compute(batch)
     tables: dict[str, torch.Tensor] = {}
     for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:
         table = tables.setdefault(name, torch.zeros(len(samples), width))

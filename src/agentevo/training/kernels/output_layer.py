@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentevo.models.linear import FastLinear, PackedWeights
@@ -262,8 +263,8 @@ def _is_one_product(layer: nn.Module) -> bool:
         or "forward" in vars(layer)
     ):
         return False
-    weight = layer._parameters["weight"]
-    return type(weight) is nn.Parameter and len(weight) >= len(PROBES)
+    weight: Any = layer._parameters["weight"]
+    return type(weight) in (nn.Parameter, DTensor) and weight.shape[0] >= len(PROBES)
 
 
 def causal_model(model: PreTrainedModel) -> Any:

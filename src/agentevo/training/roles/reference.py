@@ -16,6 +16,7 @@ from agentevo.models.model_copy import (
     trained_parameters,
     weights_of,
 )
+from agentevo.models.sharded import changed
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
 
@@ -57,6 +58,7 @@ class Reference:
             theirs = trained_parameters(policy)
             for name, ours in self.weights.items():
                 ours.lerp_(theirs[name], share)
+            changed(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         return weights_of(self.weights)

@@ -1,0 +1,169 @@
+"""A model whose weights lie in parts on several processes (FSDP, `torch.distributed.fsdp`).
+
+Each decoder layer is one group, whose weights are gathered while it computes; embeddings, the last
+norm and the output layer are the root's group, which stays gathered until the backward pass is
+over, so that the chunked output layer has its whole weight. Gradients are added up over ranks, as
+losses are parts of the whole minibatch's. The shards are float32 whatever the model computes in:
+they are the master weights.
+
+Every pass is one that all ranks make together, so each makes as many as the others
+(`passes.null_batches`). Weights and moments become whole tensor by tensor, on the first process.
+
+Layers that keep packed copies of their weights (models/linear.py, models/fused.py) become plain
+ones: gathered weights come and go.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentevo.errors import ModelError
+from agentevo.models.activations import CheckpointedLayer
+from agentevo.models.fused import FusedLayer
+from agentevo.models.linear import FastLinear
+
+
+@dataclass(frozen=True, eq=False)
+class _Sharding:
+    skeleton: PreTrainedModel
+    """The model as it was before it was sharded, without its weights."""
+    mesh: DeviceMesh
+    dtype: torch.dtype
+    """What it computes in."""
+
+
+_SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+    """Shards the model in place over the mesh, of the dimensions (replicate and) shard; every
+    process calls it with the same weights. Raises ModelError for a model with weights that are not
+    trained, and for one without decoder layers of transformers' kind."""
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "trainer.parallel.shard: a model of which only a part is trained (adapters) is not "
+            "sharded: leave trainer.parallel.shard out, and every process has the whole base"
+        )
+    if not _layers(model):
+        raise ModelError(
+            f"{type(model).__name__} has no decoder layers that can be sharded one by one: leave "
+            "trainer.parallel.shard out"
+        )
+    make_plain(model)
+    hollow = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()}
+    skeleton = copy.deepcopy(model, cast(dict[int, Any], hollow))
+    sharding = _Sharding(skeleton, mesh, next(model.parameters()).dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return _apply(model, sharding)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return model in _SHARDED
+
+
+def any_sharded() -> bool:
+    """Whether this process has a part of any model, so that passes need all ranks."""
+    return len(_SHARDED) > 0
+
+
+@torch.no_grad()
+def copy_sharded(policy: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a sharded model as it is now, sharded alike: each process copies its own part."""
+    sharding, device = _SHARDED[policy], next(policy.parameters()).device
+    twin = copy.deepcopy(sharding.skeleton)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.float()
+    buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+    _apply(twin, sharding)
+    cast(nn.Module, twin).to_empty(device=device)
+    for name, buffer in twin.named_buffers():
+        buffer.copy_(buffers[name])
+    for ours, theirs in zip(twin.parameters(), policy.parameters(), strict=True):
+        ours.copy_(theirs)
+    return twin
+
+
+@torch.no_grad()
+def gather_into(model: nn.Module, target: nn.Module | None) -> None:
+    """Writes the weights of a sharded model into a whole one of the same names, tensor by tensor;
+    called by all processes, of which those without a target only give their parts."""
+    targets = None if target is None else dict(target.named_parameters())
+    for name, parameter in model.named_parameters():
+        tensor = cast(DTensor, parameter.detach()).full_tensor()
+        if targets is not None:
+            targets[name].copy_(tensor)
+
+
+def whole(value: Any) -> Any:
+    """The value with each sharded tensor in it whole and on the CPU on the first process, and an
+    empty one in its place on the others; called by all."""
+    if isinstance(value, DTensor):
+        tensor = cast(DTensor, value.detach()).full_tensor()
+        return tensor.cpu() if distributed.get_rank() == 0 else torch.empty(0)
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list) else value
+
+
+def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, which every process has, as a shard of the parameter's kind; as it is beside
+    a parameter that is whole."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    placed = tensor.to(parameter.device)
+    return distribute_tensor(
+        placed, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+def changed(model: nn.Module) -> None:
+    """What has been gathered is out of date: its shards have been written to."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
+    low = sharding.dtype if sharding.dtype.itemsize < torch.float32.itemsize else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    groups = [*_layers(model), model]
+    for module in groups:
+        fully_shard(module, mesh=sharding.mesh, mp_policy=policy)
+    for module in groups:
+        group = cast(FSDPModule, module)
+        group.set_force_sum_reduction_for_comms(True)
+        group.set_gradient_divide_factor(1.0)
+    _SHARDED[model] = sharding
+    return model
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def make_plain(model: nn.Module) -> None:
+    """Replaces, in place, the layers that keep packed copies of their weights. They round
+    differently, which AdamW's first steps make visible."""
+    for parent in list(model.modules()):
+        stand_in = vars(parent).get("forward")
+        if isinstance(stand_in, FusedLayer):
+            del parent.forward
+        elif isinstance(stand_in, CheckpointedLayer):
+            stand_in.inner = None
+        for name, child in list(parent.named_children()):
+            if type(child) is FastLinear:
+                plain = nn.Linear(1, 1, bias=child.bias is not None, device="meta")
+                plain.in_features, plain.out_features = child.in_features, child.out_features
+                plain.weight, plain.bias = child.weight, child.bias
+                setattr(parent, name, plain)

@@ -1,0 +1,70 @@
+"""A model that is sharded over processes ends with the weights of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fsdp_runs as runs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return runs.trained(None)
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (2, 4)], ids=["2 shards", "2 shards, 2 replicas"])
+def found(request, alone, tmp_path_factory):
+    shard, world = request.param
+    folder = tmp_path_factory.mktemp("fsdp")
+    torch.save(alone, folder / "meeting.state")
+    outs = [folder / f"{process}.pt" for process in range(world)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                runs.__file__,
+                *map(str, (shard, process, world, folder / "meeting", out)),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process, out in enumerate(outs)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    return [torch.load(out) for out in outs]
+
+
+def check_weights(found, expected):
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_weights_and_metrics_are_those_of_one_process(found, alone):
+    for one in found:
+        check_weights(one["after"], alone["after"])
+        for ours, theirs in zip(one["metrics"], alone["metrics"], strict=True):
+            for key in ("actor/grad_norm", "actor/kl_loss", "actor/pg_loss", "actor/entropy"):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), key
+
+
+def test_each_process_holds_its_part(found, alone):
+    assert all(one["held"] <= alone["held"] / 2 + 64 for one in found)
+
+
+def test_one_processes_state_goes_on_over_several(found, alone):
+    for one in found:
+        check_weights(one["resumed"], alone["after"])
+
+
+def test_the_state_of_several_processes_goes_on_in_one(found, alone):
+    check_weights(runs.trained(None, found[0])["after"], alone["after"])
