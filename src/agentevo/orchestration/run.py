@@ -147,17 +147,8 @@ async def run_training(
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
-            run = TrainingRun(
-                parts,
-                conversations,
-                checkpoints,
-                view,
-                stopped,
-                command,
-                processes,
-                submissions,
-                ranks,
-            )
+            given = (checkpoints, view, stopped, command, processes, submissions, ranks)
+            run = TrainingRun(parts, conversations, *given)
             write_config(config, kind_of(command))
             make_final()
             run.control = stack.enter_context(asked_through(folder, stop_signals, view))

@@ -24,6 +24,7 @@ from agentevo.config import (
 )
 from agentevo.models.grammar import Grammars
 from agentevo.progress import Bar, bar
+from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import Listener, token_logprobs
@@ -169,9 +170,9 @@ class Trainer:
             samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
         )
         nulls = null_batches(samples, len(batches), device_of(self.model))
-        critic, metrics = self.roles.critic, {}
+        parts, critic, metrics = [batch for _, batch in batches], self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
-            metrics = critic.update([batch for _, batch in batches])
+            metrics = critic.update(parts)
             for indices, batch in batches if not critic.shared else ():
                 self.flops.trained([samples[i] for i in indices], batch)
         if self.pretraining:
@@ -180,11 +181,10 @@ class Trainer:
         joint = critic if critic is not None and critic.shared else None
         if joint is not None:
             metrics["critic/lr"] = joint.optimization.begin()
-        weights = self.objective.row_weights(samples)
-        statistics = self.objective.statistics(self.model, [batch for _, batch in batches], nulls)
-        sums: dict[str, float] = defaultdict(float)
-        largest_diff = 0.0
         num_tokens = sum(s.num_trained for s in samples)
+        weights = self.objective.row_weights(samples)
+        statistics = self.objective.statistics(self.model, parts, nulls)
+        sums, largest_diff = defaultdict[str, float](float), 0.0
         for indices, batch in batches:
             self.flops.trained([samples[i] for i in indices], batch)
             with (
@@ -209,8 +209,7 @@ class Trainer:
             for key, value in token_sums.items():
                 sums[key] += value
             passed.advance(len(indices))
-        for batch in nulls:
-            self.optimization.backward(0.0 * token_logprobs(self.model, batch)[0].sum())
+        self._keep_pace(nulls)
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
@@ -224,6 +223,11 @@ class Trainer:
             | self.flops.take()
             | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
         )
+
+    def _keep_pace(self, nulls: Sequence[PackedBatch]) -> None:
+        """Makes the passes that other ranks make of a sharded model, for nothing."""
+        for batch in nulls:
+            self.optimization.backward(0.0 * token_logprobs(self.model, batch)[0].sum())
 
     def _entropy_coef(self) -> float:
         """The present weight of the entropy bonus; see AlgorithmSection.entropy_target."""
