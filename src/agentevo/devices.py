@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import distributed
 from torch.cuda import profiler as cuda_profiler
 
 from agentevo.errors import ModelError
@@ -64,6 +65,20 @@ def is_there(kind: str) -> bool:
 def is_accelerator(device: torch.device) -> bool:
     """Whether memory, kernels and seeds are not the CPU's."""
     return device.type != "cpu"
+
+
+def take(device: torch.device, number: int) -> None:
+    """From now on this process computes on the device of that number, of those of its kind."""
+    if is_accelerator(device):
+        _module(device).set_device(number)
+
+
+def collectives(device: torch.device) -> str:
+    """The back ends over which processes exchange tensors of this device and of the CPU, as
+    torch.distributed names them."""
+    if not is_accelerator(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
 
 
 def synchronize(device: torch.device) -> None:

@@ -63,7 +63,7 @@ def test_a_sharded_run_is_one_processs_and_goes_on_in_one(tmp_path):
 def test_what_fails_on_the_first_process_ends_all(tmp_path):
     """A gradient that is not finite ends the run with the trainer's own words."""
     code, said = launched(
-        tmp_path / "run", 2, "trainer.parallel.shard=2", "trainer.learning_rate=1e30"
+        tmp_path / "run", 2, "trainer.parallel.shard=2", "trainer.learning_rate=1e9"
     )
     assert code == 1
     assert "lower trainer.learning_rate" in said

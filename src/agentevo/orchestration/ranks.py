@@ -27,13 +27,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-import torch
 from torch import distributed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agentevo import devices
 from agentevo.config import RunConfig
 from agentevo.models.grammar import Grammars
-from agentevo.models.load import find_device
 from agentevo.models.sharded import gather_into, is_sharded, shard
 from agentevo.orchestration.components import load_policy, load_token_reward_model
 from agentevo.training.checkpoint import Checkpoints
@@ -90,13 +89,11 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
     if world_size() == 1:
         yield None
         return
-    on_gpu = find_device(config.model.device).type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    distributed.init_process_group(backend, timeout=COMPUTING)
+    device = devices.find(config.model.device)
+    devices.take(device, int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(devices.collectives(device), timeout=COMPUTING)
     try:
-        meshes = make_meshes(config.trainer.parallel, "cuda" if on_gpu else "cpu")
+        meshes = make_meshes(config.trainer.parallel, device.type)
         calls = distributed.new_group(backend="gloo", timeout=SAMPLING)
         ranks = Ranks(meshes, calls)
         yield ranks
