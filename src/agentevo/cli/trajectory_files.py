@@ -14,11 +14,15 @@ from agentevo.progress import bar
 if TYPE_CHECKING:
     from agentevo.store import Store
 
+MOST = 1_000_000_000
+"""A number that every store can hold."""
+
 
 def html(
     run_dir: RunDir,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="The attempts of this step alone.")
+        int | None,
+        typer.Option(metavar="N", min=-MOST, max=MOST, help="The attempts of this step alone."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -29,10 +33,13 @@ def html(
         ),
     ] = None,
     every: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Every so many steps; the last one always.")
+        int,
+        typer.Option(
+            metavar="N", min=1, max=MOST, help="Every so many steps; the last one always."
+        ),
     ] = 4,
     per_step: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Most attempts of a step.")
+        int, typer.Option(metavar="N", min=1, max=MOST, help="Most attempts of a step.")
     ] = 32,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Write into a folder that has other things, too.")
