@@ -60,7 +60,29 @@ def test_a_heart_says_that_its_node_was_stopped_where_it_fails(tmp_path):
     path = tmp_path / "run.launch" / "1.json"
     with pytest.raises(RuntimeError), Heart(path):
         raise RuntimeError
-    assert HeadWatch(path).poll() == 143
+    assert json.loads(path.read_text())["code"] == 143
+
+
+def test_a_replaced_node_does_not_end_by_the_former_end(tmp_path):
+    path = tmp_path / "1.json"
+    path.write_text(json.dumps({"count": 3, "code": 143}))
+    watch = HeadWatch(path)
+    assert watch.poll() is None
+    assert watch.poll() is None
+    path.write_text(json.dumps({"count": 0}))
+    assert watch.poll() is None
+    path.write_text(json.dumps({"count": 3, "code": 143}))
+    path.write_text(json.dumps({"count": 4, "code": 0}))
+    assert watch.poll() == 0
+
+
+def test_an_end_that_stays_is_believed(tmp_path):
+    path = tmp_path / "1.json"
+    path.write_text(json.dumps({"count": 3, "code": 0}))
+    watch = HeadWatch(path, old_s=0.05)
+    assert watch.poll() is None
+    time.sleep(0.1)
+    assert watch.poll() == 0
 
 
 def test_devices_are_named_to_their_process_alone():
@@ -91,6 +113,23 @@ def test_two_nodes_do_one_run_and_end_together(tmp_path):
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     names = sorted(path.name for path in (run / "logs").glob("*.log"))
     assert [name.partition("-")[0] for name in names] == ["engine", "engine", "sampler"]
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_end_by_the_code_of_the_first(tmp_path):
+    """The trainer samples by itself, and ends after its step; the other rank is sent home."""
+    folder = written(tmp_path, "trainer.steps=400", "rollout.staleness=0", trainer_nodes=2)
+    nodes = [start(folder, rank) for rank in (0, 1)]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.is_file() and metrics.read_text().count("\n") > 1):
+        assert time.monotonic() < deadline
+        assert [node.poll() for node in nodes] == [None, None]
+        time.sleep(0.2)
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    assert nodes[0].wait(timeout=300) == 143
+    assert nodes[1].wait(timeout=300) == 0
 
 
 @pytest.mark.slow

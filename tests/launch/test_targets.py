@@ -12,7 +12,9 @@ from agentevo.launch.plan import read_plan
 from agentevo.launch.targets import fleet_of, make
 
 STORE = "store.url=postgresql://me:${env:PW}@db/x"
-APART = ["rollout.staleness=1", "rollout.policy=mask", "model.name=tiny", STORE]
+APART = [
+    "rollout.staleness=1", "rollout.policy=mask", "model.name=tiny", "cold_start.episodes=0", STORE
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +95,7 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
     (devices,) = services["run"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices["count"] == 2
     assert services["run"]["environment"]["PW"].startswith("${PW:?")
-    assert services["ui"]["volumes"] == ["./runs:/runs:ro"]
+    assert services["ui"]["volumes"] == ["../runs:/runs:ro"]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,8 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
         (["slurm", "coins", "--set", "partitoin=a"], "did you mean partition?"),
         (["slurm", "coins", "--set", "gpus=many"], "slurm.gpus"),
         (["slurm", "coins", "run.overwrite=true"], "run.overwrite"),
+        (["slurm", "coins", "--out", "my launch"], "no blank"),
+        (["slurm", "frozen_lake", "--set", "gpus=2"], "a cold start"),
         (["slurm", "coins", "rollout.samplers=2", "rollout.staleness=1"], "rollout.samplers=2"),
         (
             ["slurm", "coins", "rollout.staleness=1", "--set", "gpus=1", "--set", "engines=1",
@@ -127,6 +131,13 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, capsys):
     assert main(["launch", "slurm", "coins"]) == 2
     assert "holds something else" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "launch").iterdir()] == ["thesis.tex"]
+
+
+def test_what_else_lies_in_the_folder_stays(tmp_path):
+    folder = made("slurm", tmp_path).folder
+    (folder / "17.log").write_text("a job's")
+    made("slurm", tmp_path, partition="b")
+    assert (folder / "17.log").read_text() == "a job's"
 
 
 def test_values_come_from_a_file_and_words_win(tmp_path):

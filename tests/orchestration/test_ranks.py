@@ -60,6 +60,18 @@ def test_a_sharded_run_is_one_processs_and_goes_on_in_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_processes_with_fewer_passes_keep_pace(tmp_path, dtype):
+    """Three attempts on two processes, each a pass of its own; the tables of values, too."""
+    code, said = launched(
+        tmp_path / "run", 2, "trainer.parallel.shard=2", "trainer.micro_batch_tokens=64",
+        "trainer.groups_per_step=1", "trainer.group_size=3", "algorithm.name=ppo",
+        "critic.trunk=shared", f"model.dtype={dtype}",
+    )  # fmt: skip
+    assert code == 0, said
+
+
+@pytest.mark.slow
 def test_what_fails_on_the_first_process_ends_all(tmp_path):
     """A gradient that is not finite ends the run with the trainer's own words."""
     code, said = launched(

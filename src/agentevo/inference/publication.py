@@ -57,7 +57,7 @@ class Publication:
         """See WeightSender.publish. What a trainer before
         this one has published of this version or a later one stays, if it is whole. What can't be
         written now, `look_after` writes later."""
-        self._version, self._latest = version, self._announced()
+        self._version, self._latest = version, await in_thread(self._announced)
         if self._latest is not None and self._latest.version < version:
             self._latest = None
         await self.look_after()
@@ -67,7 +67,7 @@ class Publication:
         every VERIFY_S."""
         if self._latest is not None:
             late = time.monotonic() - self._verified_at >= VERIFY_S
-            state = self._folder.state(self._latest.version)
+            state = await in_thread(self._folder.state, self._latest.version)
             if state == self._looked_whole and not late:
                 return
             try:

@@ -371,9 +371,11 @@ class SglangEngine:
         """See UpdatableEngine.forget_cache."""
         async with self._changing:
             await self._client.pause()
-            await self._client.flush()
-            if not self.asleep:
-                await self._client.go_on()
+            try:
+                await self._client.flush()
+            finally:
+                if not self.asleep:
+                    await self._client.go_on()
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
         """See SleepingEngine.sleep. The weights stay, so that others may be published."""

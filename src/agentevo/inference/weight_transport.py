@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 
@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+LAST_VERSION = 2**53
+"""Larger ones than a run can reach are no names of folders."""
+
+
 class Latest(msgspec.Struct, frozen=True):
     """What a WeightSource has newest."""
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
     sha256: str
     """Checksum of that version's weights."""
 

@@ -331,7 +331,8 @@ class WeightVersions(ABC):
             self._compare(manifest.version, part, hashlib.sha256(content).hexdigest())
             try:
                 return load(content)
-            except SafetensorError as error:
+            # The others are for dtypes and shapes that this torch does not know.
+            except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise EngineError(
                     f"{self._name(manifest.version)}/{part.file} is no safetensors file ({error})"
                 ) from error

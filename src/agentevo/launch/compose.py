@@ -22,8 +22,8 @@ class ComposeFleet(Fleet):
     """An image with agentevo (deploy/docker)."""
     shared_memory: str = "8gb"
     """Size of /dev/shm, which ranks exchange data through."""
-    runs: str = "./runs"
-    """The folder of this machine that holds the runs."""
+    runs: str = "../runs"
+    """The folder of this machine that holds the runs, from the launch's folder."""
     ui_port: int = 8765
     """The port of this machine, on loopback, on which the dashboard is."""
 
@@ -43,7 +43,7 @@ def compose(launch: Launch, fleet: ComposeFleet) -> dict[str, str]:
         "network_mode": "host",
         "shm_size": fleet.shared_memory,
         "stop_grace_period": f"{int(GRACE_S) + 60}s",
-        "restart": "on-failure",
+        "restart": "on-failure:3",
     }
     if launch.variables:
         run["environment"] = {

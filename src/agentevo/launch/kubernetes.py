@@ -19,6 +19,8 @@ from agentevo.launch.plan import NODES_FILE, Launch
 
 MANIFEST = "manifest.yaml"
 LAUNCH, RUNS = "/launch", "/runs"
+USER = 1000
+"""Whose group may write to the volume: the image's user."""
 LARGEST_CONFIG = 1_000_000
 """Bytes; Kubernetes takes a ConfigMap of 1 MiB."""
 ID_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"
@@ -121,6 +123,7 @@ def _job(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "subdomain": launch.name,
+        "securityContext": {"fsGroup": USER},
         "terminationGracePeriodSeconds": int(GRACE_S) + 60,
         "containers": [_container(launch, fleet)],
         "volumes": [

@@ -39,8 +39,12 @@ LOOK_S = 0.2
 BEAT_S = 5.0
 LOST_S = 900.0
 """Longer than a node takes to be replaced."""
+OLD_S = 120.0
+"""An end that was there before this node began counts after so long."""
 GRACE_S = 240.0
 """For the trainer to end after its step."""
+SOON_S = 15.0
+"""For the ranks beside one that failed."""
 STOPPED = 143
 """Exit code of who was asked to end."""
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
@@ -85,7 +89,7 @@ def run_node(
         else:
             trainer, ended = None, HeadWatch(beat).poll
         _look_after(node, words, run_dir, len(plan.nodes) > 1, ended, stop, note)
-        code = trainer.end() if trainer is not None else ended()
+        code = trainer.end() if trainer is not None else _end_of_head(ended)
         if heart is not None:
             heart.code = code
         return STOPPED if code is None else code
@@ -113,6 +117,15 @@ def _look_after(
     with Children(_children(node, words, run_dir, is_shared), note, run_dir / "logs") as children:
         while goes_on():
             children.check()
+
+
+def _end_of_head(ended: Callable[[], int | None]) -> int | None:
+    """The trainer's exit code, for which a node that was asked to end waits: one that ends first
+    would take the trainer's node with it, where the cluster ends a job with its first node."""
+    deadline = time.monotonic() + GRACE_S
+    while (code := ended()) is None and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return code
 
 
 def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> list[Child]:
@@ -150,46 +163,66 @@ def visible(devices: tuple[int, ...]) -> dict[str, str]:
 
 
 class _Trainer:
-    """The trainer's ranks on this node; they are ended with the context."""
+    """The trainer's ranks on this node, which are ended with the context. Only the first of all is
+    asked to end: it stops after its step and sends the others home."""
 
     def __init__(self, plan: Plan, rank: int, head: str, words: list[str], run_dir: Path) -> None:
-        node = plan.nodes[rank]
         command = ["learn", *words]
         if not plan.is_apart:
             going_on = (run_dir / "config.yaml").is_file()
             command = ["train", *words, *(["--resume"] if going_on else [])]
-        launcher = [sys.executable]
-        if plan.ranks > 1:
-            launcher += ["-m", "torch.distributed.run", f"--nnodes={plan.trainer_nodes}"]
-            launcher += [f"--nproc-per-node={node.trainer}", f"--node-rank={rank}"]
-            launcher += [f"--master-addr={head}", f"--master-port={plan.port}"]
-        self._command = [*launcher, "-m", "agentevo", *command]
-        self._environment = {**os.environ, **visible(node.trainer_devices)}
+        self._command = [sys.executable, "-m", "agentevo", *command]
+        node = plan.nodes[rank]
+        before = sum(other.trainer for other in plan.nodes[:rank])
+        self._environments = [
+            {
+                **os.environ,
+                **visible(node.trainer_devices),
+                "RANK": str(before + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(plan.ranks),
+                "LOCAL_WORLD_SIZE": str(node.trainer),
+                "MASTER_ADDR": head,
+                "MASTER_PORT": str(plan.port),
+            }
+            for local in range(node.trainer)
+        ]
+        self._leads = rank == 0
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            self._command, env=self._environment, start_new_session=True
-        )
+        self._processes = [
+            subprocess.Popen(self._command, env=environment, start_new_session=True)
+            for environment in self._environments
+        ]
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.end()
 
     def poll(self) -> int | None:
-        return _exit_code(self._process.poll())
+        """None while they go on. One that failed ends it: the others wait for it in vain."""
+        codes = [_exit_code(process.poll()) for process in self._processes]
+        failed = next((code for code in codes if code), None)
+        return codes[0] if failed is None else failed
 
     def end(self) -> int:
-        """Asks it to end after its step; kills it after GRACE_S."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        """Waits for the ranks for as long as the first one may take to end after its step; kills
+        what is left then. Returns the exit code of the first one, or of the one that failed."""
+        if self._leads and self.poll() is None:
+            self._processes[0].terminate()
+        failed = self.poll()
+        deadline = time.monotonic() + (GRACE_S if not failed else SOON_S)
+        for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        code = _exit_code(self._process.wait())
-        assert code is not None
-        return code
+                process.wait(max(deadline - time.monotonic(), 0.01))
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        codes = [_exit_code(process.wait()) for process in self._processes]
+        first = failed or (codes[0] if self._leads else next((c for c in codes if c), 0))
+        assert first is not None
+        return first
 
 
 def _exit_code(code: int | None) -> int | None:
@@ -228,18 +261,23 @@ class Heart:
 class HeadWatch:
     """What other nodes know of node 0."""
 
-    def __init__(self, path: Path, *, lost_s: float = LOST_S) -> None:
-        self._path, self._lost_s = path, lost_s
+    def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
+        self._path, self._lost_s, self._old_s = path, lost_s, old_s
         self._seen: Beat | None = None
+        self._old: Beat | None = None
+        """How node 0 had ended when this node began: perhaps it is about to begin again."""
         self._changed = time.monotonic()
 
     def poll(self) -> int | None:
         """The trainer's exit code, once it has ended. Raises LostNodeError."""
         with suppress(OSError, msgspec.DecodeError):
             beat = msgspec.json.decode(self._path.read_bytes(), type=Beat)
+            if self._seen is None and beat.code is not None:
+                self._old = beat
             if beat != self._seen:
                 self._seen, self._changed = beat, time.monotonic()
-            if beat.code is not None:
+            is_old = beat == self._old and time.monotonic() - self._changed < self._old_s
+            if beat.code is not None and not is_old:
                 return beat.code
         if time.monotonic() - self._changed > self._lost_s:
             raise LostNodeError(

@@ -122,6 +122,9 @@ def _job_name(name: str) -> str:
 
 
 def _check(config: RunConfig, fleet: Fleet, nodes: tuple[Node, ...]) -> None:
+    from agentevo.orchestration.checks import check_processes
+
+    check_processes(config, world=sum(node.trainer for node in nodes))
     if config.run.overwrite:
         raise ConfigError(
             "run.overwrite deletes the run's folder whenever a job starts again: leave it out"

@@ -7,10 +7,12 @@ node that fails ends the job, and Slurm puts it into the queue again (`--requeue
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from pydantic import Field
 
+from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.node import GRACE_S, STOPPED
 from agentevo.launch.plan import NODES_FILE, Launch
@@ -42,7 +44,11 @@ class SlurmFleet(Fleet):
 
 
 def script(launch: Launch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
-    """The batch script by its name. `folder`: that of the launch, as the nodes see it."""
+    """The batch script by its name. `folder`: that of the launch, as the nodes see it.
+
+    Raises ConfigError for a folder that no line of sbatch can name."""
+    if re.search(r"[\s%]", folder):
+        raise ConfigError(f"--out {folder!r}: sbatch's own lines take no blank and no %")
     options = {
         "job-name": launch.name,
         "nodes": str(len(launch.nodes)),
@@ -70,7 +76,7 @@ def script(launch: Launch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
         if fleet.requeue
         else ""
     )
-    text = "\n".join(["#!/bin/bash", *lines, "set -uo pipefail", fleet.setup, *checks])
+    text = "\n".join(["#!/bin/bash", *lines, fleet.setup, "set -uo pipefail", *checks])
     return {
         SCRIPT: f"""{text}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -79,7 +85,7 @@ srun --kill-on-bad-exit=1 bash -c 'exec agentevo launch node "$0" --rank "$SLURM
     --head "$1" --id "$2"' {nodes} "$head" "$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" &
 step=$!
 trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
-code=1
+wait "$step"; code=$?
 while kill -0 "$step" 2> /dev/null; do wait "$step"; code=$?; done
 {again}exit "$code"
 """

@@ -12,7 +12,7 @@ import pydantic
 
 from agentevo.config.entry_problems import entry_problem
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.files import atomic_folder
+from agentevo.files import must_write, write_atomic
 from agentevo.launch import compose, kubernetes, skypilot, slurm
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, Launch
@@ -51,15 +51,17 @@ def fleet_of(target: str, values: Mapping[str, Any]) -> Fleet:
 
 
 def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path) -> Made:
-    """Writes the folder, which replaces one of an earlier launch. Raises ConfigError for a recipe
-    that can't run there, and a folder that holds something else."""
+    """Writes the folder; files of an earlier launch are replaced, others (logs) stay.
+
+    Raises ConfigError for a recipe that can't run there, and a folder that holds something else.
+    """
     _check_folder(folder)
     shown = str(folder)
     if isinstance(fleet, slurm.SlurmFleet):
         launch = Launch(recipe, overrides, fleet)
         files, submit = launch.files() | slurm.script(launch, fleet, shown), slurm.command(shown)
     else:
-        name = Launch(recipe, overrides, fleet).config.run.name
+        name = Launch(recipe, overrides, fleet).config.run_dir.name
         launch = Launch(recipe, overrides, fleet, run_dir=f"/runs/{name}")
         files, submit = launch.files(), []
         if isinstance(fleet, kubernetes.KubernetesFleet):
@@ -71,9 +73,10 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
         elif isinstance(fleet, compose.ComposeFleet):
             files |= compose.compose(launch, fleet)
             submit = compose.command(shown)
-    with atomic_folder(folder) as staging:
+    with must_write(folder, "give another --out"):
+        folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            (staging / file).write_text(text, encoding="utf-8")
+            write_atomic(folder / file, text)
     return Made(folder, submit)
 
 

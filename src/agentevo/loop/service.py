@@ -45,6 +45,7 @@ from agentevo.observability import LiveView
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.checks import check_parts
 from agentevo.orchestration.components import Components
+from agentevo.orchestration.ranks import world_size
 from agentevo.orchestration.run import run_training
 from agentevo.orchestration.submissions import KEY, Submission, Submissions
 from agentevo.rollout.failures import failure_words
@@ -440,6 +441,11 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
     ):
         if given:
             raise ConfigError(f"{key}: {why}: leave it out")
+    if world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()}: a program's own loop is one process: start it without "
+            "torchrun"
+        )
     check_parts(config, None, resume)
     if resume and not is_given_up(config.run_dir):
         check_resume(config, "loop")

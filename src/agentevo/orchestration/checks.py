@@ -49,11 +49,12 @@ def check_parts(
         resolve(config.reward_model.name)
 
 
-def check_processes(config: RunConfig, *, sampled: bool = True) -> None:
+def check_processes(config: RunConfig, *, sampled: bool = True, world: int | None = None) -> None:
     """Raises ConfigError where trainer.parallel asks for other numbers of processes than a
-    launcher has started, and for what several processes can't train together. `sampled`: attempts
-    are what is trained on."""
-    parallel, world = config.trainer.parallel, int(os.environ.get("WORLD_SIZE") or 1)
+    launcher has started (or `world`), and for what several processes can't train together.
+    `sampled`: attempts are what is trained on."""
+    parallel = config.trainer.parallel
+    world = world if world is not None else int(os.environ.get("WORLD_SIZE") or 1)
     try:
         parallel.replicas(world)
     except ValueError as error:
@@ -82,6 +83,8 @@ def check_processes(config: RunConfig, *, sampled: bool = True) -> None:
         sharded |= {
             "a critic of its own (critic.trunk=own)": own and "values" in algorithm.needs,
             "a process reward (prime)": "process_rewards" in algorithm.needs,
+            "pretraining of the critic (critic.pretrain_steps)": "values" in algorithm.needs
+            and config.critic.pretrain_steps > 0,
         }
     for what in [what for what, is_asked in several.items() if is_asked and world > 1]:
         raise ConfigError(

@@ -169,7 +169,9 @@ class Trainer:
         batches = micro_batches(
             samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
         )
-        nulls = null_batches(samples, len(batches), device_of(self.model))
+        nulls = null_batches(
+            samples, len(batches), device_of(self.model), merge=section.prefix_merging
+        )
         parts, critic, metrics = [batch for _, batch in batches], self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update(parts)

@@ -38,7 +38,8 @@ def null_batches(
 ) -> list[PackedBatch]:
     """What this rank, after `made` passes over its micro-batches, has still to pass through a
     sharded model so that all ranks make as many; what comes of it counts 0 times. Called by all
-    ranks; empty where no model is sharded."""
+    ranks, before the first pass: the passes are collectives, too. Empty where no model is
+    sharded."""
     if not any_sharded():
         return []
     missing = max(gathered(made)) - made
@@ -62,12 +63,13 @@ def token_tables(
     """
     width = max(s.num_trained for s in samples)
     batches = micro_batches(samples, max_tokens, device, merge=merge)
+    nulls = null_batches(samples, len(batches), device, merge=merge)
     parts = [
         (name, indices, batch.table(values.float()).cpu())
         for indices, batch in batches
         for name, values in compute(batch).items()
     ]
-    for batch in null_batches(samples, len(batches), device, merge=merge):
+    for batch in nulls:
         compute(batch)
     tables: dict[str, torch.Tensor] = {}
     for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:

@@ -77,7 +77,7 @@ class Critic:
     def values_of(self, hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """[M] float32: the values from the policy's last hidden states [R, H] at the nodes that
         predict."""
-        return self.head(hidden).squeeze(-1)[batch.rows].float()
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)[batch.rows].float()
 
     def loss(
         self, values: torch.Tensor, batch: PackedBatch, num_tokens: int
