@@ -50,7 +50,7 @@ PHASES = {
     "replay": ["agentevo.orchestration.resume:_replay_step"],
     "collect": ["agentevo.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
-    "reserve": ["agentevo.orchestration.run:reserve"],
+    "reserve": ["agentevo.orchestration.training_run:reserve"],
     "train": ["agentevo.training.trainer:Trainer.step"],
     "evaluate": [_LOOP + "evaluate"],
     "checkpoint": ["agentevo.training.checkpoint:Checkpoints.save"],
