@@ -166,12 +166,9 @@ class Trainer:
     def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         section = self.section
-        batches = micro_batches(
-            samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
-        )
-        nulls = null_batches(
-            samples, len(batches), device_of(self.model), merge=section.prefix_merging
-        )
+        device, merge = device_of(self.model), section.prefix_merging
+        batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
+        nulls = null_batches(samples, len(batches), device, merge=merge)
         parts, critic, metrics = [batch for _, batch in batches], self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update(parts)
