@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu", "mps"]
 """`cuda` is NVIDIA's, and AMD's with PyTorch for ROCm; `npu` Huawei's Ascend; `xpu` Intel's; `mps`
 Apple's. `auto` takes the first of cuda, npu and xpu that is there, else the CPU."""
+VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Environment variables by which a process sees some of a machine's devices."""
+
+
+def visible(devices: Sequence[int]) -> dict[str, str]:
+    """The environment in which a process sees these devices alone; empty for a CPU's."""
+    names = ",".join(str(device) for device in devices)
+    return dict.fromkeys(VISIBILITY, names) if devices else {}

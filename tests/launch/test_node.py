@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from agentevo.device_names import visible
 from agentevo.errors import ConfigError
-from agentevo.launch.node import HeadWatch, Heart, LostNodeError, run_node, visible
+from agentevo.launch.node import HeadWatch, Heart, LostNodeError, run_node
 from agentevo.launch.targets import fleet_of, make
 
 SMALL = [

@@ -35,56 +35,24 @@ Out = Annotated[
 Submit = Annotated[bool, typer.Option("--submit", help="Hand it over at once.")]
 
 
-@launch.command()
-def slurm(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    set_: Set = None,
-    values: Values = None,
-    out: Out = Path("launch"),
-    submit: Submit = False,
-) -> None:
-    """Write a batch script, for sbatch. Relative paths start where sbatch is called."""
-    _launch("slurm", recipe, overrides, set_, values, out, submit)
+def _add(target: str, about: str) -> None:
+    def command(
+        recipe: Recipe,
+        overrides: Overrides = None,
+        set_: Set = None,
+        values: Values = None,
+        out: Out = Path("launch"),
+        submit: Submit = False,
+    ) -> None:
+        _launch(target, recipe, overrides, set_, values, out, submit)
+
+    launch.command(target, help=about)(command)
 
 
-@launch.command()
-def kubernetes(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    set_: Set = None,
-    values: Values = None,
-    out: Out = Path("launch"),
-    submit: Submit = False,
-) -> None:
-    """Write a manifest, for kubectl: a Job with its volume, service and configuration."""
-    _launch("kubernetes", recipe, overrides, set_, values, out, submit)
-
-
-@launch.command()
-def skypilot(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    set_: Set = None,
-    values: Values = None,
-    out: Out = Path("launch"),
-    submit: Submit = False,
-) -> None:
-    """Write a task, for sky."""
-    _launch("skypilot", recipe, overrides, set_, values, out, submit)
-
-
-@launch.command()
-def compose(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    set_: Set = None,
-    values: Values = None,
-    out: Out = Path("launch"),
-    submit: Submit = False,
-) -> None:
-    """Write a compose file, for docker on one machine: the run, and the dashboard beside it."""
-    _launch("compose", recipe, overrides, set_, values, out, submit)
+_add("slurm", "Write a batch script, for sbatch. Relative paths start where sbatch is called.")
+_add("kubernetes", "Write a manifest, for kubectl: a Job with its volume and configuration.")
+_add("skypilot", "Write a task, for sky.")
+_add("compose", "Write a compose file, for docker on one machine: the run, and the dashboard.")
 
 
 @launch.command()

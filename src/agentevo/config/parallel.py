@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 from pydantic import Field
 
 from agentevo.config.section import Section
+
+
+def world_size() -> int:
+    """The processes that a launcher has started to train together: 1 where none has."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 class ParallelSection(Section):

@@ -49,7 +49,7 @@ from agentevo.inference.sglang_wire import (
     launch_config,
     unsupported,
 )
-from agentevo.inference.verified import VerifiedWeights, verify_weights
+from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.parameters import trained_weights
 from agentevo.types import Completion, SamplingParams
 
@@ -245,19 +245,17 @@ class SglangEngine:
         as long as the server's disk."""
         if weights is None:
             weights = trained_weights(self._model)
-        given = weights
-        if not isinstance(weights, VerifiedWeights):
-            given = await in_thread(self.verify, weights)
+        verified = (
+            weights
+            if isinstance(weights, VerifiedWeights)
+            else await in_thread(self.verify, weights)
+        )
         try:
             async with self._changing:
-                if version <= self._version:
-                    raise EngineError(
-                        f"weights version {version} is not newer than {self._version}: versions "
-                        "only grow"
-                    )
+                check_publish(version, self._version, verified, self._model)
                 self._check_alive()
                 until = time.monotonic() + deadline_s if in_flight == "finish" else None
-                await self._swap(version, self._new_label(version), given, until)
+                await self._swap(version, self._new_label(version), verified, until)
         except BaseException:
             self._refused_publishes += 1
             raise

@@ -46,7 +46,7 @@ from agentevo.inference.requests import Request
 from agentevo.inference.sampling import draw_with_alternatives
 from agentevo.inference.scheduler import Scheduler, Sequence
 from agentevo.inference.scores import score_request, scored_completion, take_scores
-from agentevo.inference.verified import VerifiedWeights, verify_weights
+from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.adapters import adapter_names, use_adapter
 from agentevo.models.invariance import company_matters
 from agentevo.models.linear import drop_packed
@@ -277,15 +277,7 @@ class TorchEngine:
     def _check_publish(
         self, version: int, weights: VerifiedWeights | None, adapter: str | None
     ) -> None:
-        if version <= self._version:
-            raise EngineError(
-                f"weights version {version} is not newer than {self._version}: versions only grow"
-            )
-        if weights is not None and weights.model is not self.model:
-            raise EngineError(
-                "weights refused, nothing changed: they were verified for another engine's "
-                "model: verify them on this engine"
-            )
+        check_publish(version, self._version, weights, self.model)
         if adapter is not None and adapter not in adapter_names(self.model):
             raise EngineError(
                 f"the model has no adapter {adapter!r} (it has: "

@@ -44,6 +44,22 @@ class VerifiedWeights(Mapping[str, torch.Tensor]):
             own[name].copy_(tensor)
 
 
+def check_publish(
+    version: int, serving: int, weights: VerifiedWeights | None, model: PreTrainedModel
+) -> None:
+    """Raises EngineError for a version that is not newer than the one that serves, and for weights
+    that were verified for another model than the engine's. None: they were changed in place."""
+    if version <= serving:
+        raise EngineError(
+            f"weights version {version} is not newer than {serving}: versions only grow"
+        )
+    if weights is not None and weights.model is not model:
+        raise EngineError(
+            "weights refused, nothing changed: they were verified for another engine's model: "
+            "verify them on this engine"
+        )
+
+
 def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
     """Raises EngineError for weights that the model can't take over: unknown or missing names,
     other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters

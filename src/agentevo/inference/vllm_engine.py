@@ -41,7 +41,7 @@ from agentevo.inference.engine import (
 )
 from agentevo.inference.listening import tell
 from agentevo.inference.requests import completes_stop_string
-from agentevo.inference.verified import VerifiedWeights, verify_weights
+from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
 from agentevo.inference.vllm_options import VllmOptions, read_options
 from agentevo.inference.vllm_weights import (
     adapter_refusal,
@@ -282,16 +282,7 @@ class VllmEngine:
         published = False
         try:
             async with self._publishing:
-                if version <= self._version:
-                    raise EngineError(
-                        f"weights version {version} is not newer than {self._version}: versions "
-                        "only grow"
-                    )
-                if verified.model is not self._like:
-                    raise EngineError(
-                        "weights refused, nothing changed: they were verified for another engine's "
-                        "model: verify them on this engine"
-                    )
+                check_publish(version, self._version, verified, self._like)
                 await self._swap(version, verified, in_flight, deadline_s)
                 self._publishes += 1
                 published = True

@@ -28,7 +28,7 @@ class ComposeFleet(Fleet):
     """The port of this machine, on loopback, on which the dashboard is."""
 
 
-def compose(launch: Launch, fleet: ComposeFleet) -> dict[str, str]:
+def compose(launch: Launch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
     """The compose file by its name. Raises ConfigError for more than one node."""
     if len(launch.nodes) > 1:
         raise ConfigError(
@@ -62,6 +62,6 @@ def compose(launch: Launch, fleet: ComposeFleet) -> dict[str, str]:
     return {FILE: yaml.safe_dump({"services": {"run": run, "ui": ui}}, sort_keys=False)}
 
 
-def command(folder: str) -> list[str]:
+def command(launch: Launch, folder: str) -> list[str]:
     """What submits it."""
     return ["docker", "compose", "--file", f"{folder}/{FILE}", "up", "--detach"]

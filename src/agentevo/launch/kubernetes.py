@@ -68,8 +68,9 @@ class KubernetesFleet(Fleet):
     """How often pods may be replaced before the Job fails."""
 
 
-def manifest(launch: Launch, fleet: KubernetesFleet, files: dict[str, str]) -> dict[str, str]:
+def manifest(launch: Launch, fleet: KubernetesFleet, folder: str) -> dict[str, str]:
     """The manifest by its name. Raises ConfigError for files that no ConfigMap can hold."""
+    files = launch.files()
     if sum(len(text.encode()) for text in files.values()) > LARGEST_CONFIG:
         raise ConfigError(
             "import: the recipe and the files that it imports are over 1 MB, which a ConfigMap "
@@ -193,6 +194,6 @@ def _container(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
     }
 
 
-def command(folder: str) -> list[str]:
+def command(launch: Launch, folder: str) -> list[str]:
     """What submits it."""
     return ["kubectl", "apply", "-f", f"{folder}/{MANIFEST}"]

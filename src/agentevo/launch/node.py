@@ -27,6 +27,7 @@ import msgspec
 
 from agentevo.config import load_config
 from agentevo.console import to_stderr
+from agentevo.device_names import visible
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
 from agentevo.inference.directory import EngineDirectory
@@ -47,7 +48,6 @@ SOON_S = 15.0
 """For the ranks beside one that failed."""
 STOPPED = 143
 """Exit code of who was asked to end."""
-DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 class Beat(msgspec.Struct):
@@ -154,12 +154,6 @@ def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> l
         child("sample", f"sampler-{machine}-{n}", [], (), False) for n in range(node.samplers)
     ]
     return engines + samplers
-
-
-def visible(devices: tuple[int, ...]) -> dict[str, str]:
-    """The environment in which a process sees these devices alone; empty for a CPU's."""
-    names = ",".join(str(device) for device in devices)
-    return dict.fromkeys(DEVICE_VARIABLES, names) if devices else {}
 
 
 class _Trainer:

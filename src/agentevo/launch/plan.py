@@ -57,19 +57,17 @@ class Plan(pydantic.BaseModel, extra="forbid", frozen=True):
 class Launch:
     """What a kind of cluster is told: the plan, and the files of its folder."""
 
-    def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, run_dir: str = "") -> None:
-        """`run_dir`: where the run's folder lies on the machines, if not where the recipe says.
+    def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, runs: str = "") -> None:
+        """`runs`: the folder of the machines in which the run's folder lies, if not as the recipe
+        says.
         Raises ConfigError for a recipe that can't run on these nodes."""
         self.config = load_config(recipe, overrides)
         self.nodes = placed(fleet)
         self.name = _job_name(self.config.run.name)
         _check(self.config, fleet, self.nodes)
-        moved = (f"run.dir={run_dir}",) if run_dir else (f"run.dir={self.config.run_dir}",)
-        self.plan = Plan(name=self.name, recipe=RECIPE_FILE, overrides=moved, nodes=self.nodes)
-
-    @property
-    def run_dir(self) -> str:
-        return self.plan.overrides[0].removeprefix("run.dir=")
+        own = self.config.run_dir
+        place = f"run.dir={f'{runs}/{own.name}' if runs else own}"
+        self.plan = Plan(name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes)
 
     @property
     def variables(self) -> list[str]:

@@ -79,7 +79,7 @@ def task(launch: Launch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
     return {TASK: yaml.safe_dump({**tree, "setup": fleet.setup, "run": RUN}, sort_keys=False)}
 
 
-def command(folder: str, launch: Launch) -> list[str]:
+def command(launch: Launch, folder: str) -> list[str]:
     """What submits it."""
     secrets = [word for name in launch.variables for word in ("--secret", name)]
     return ["sky", "launch", "--yes", "--cluster", launch.name, *secrets, f"{folder}/{TASK}"]

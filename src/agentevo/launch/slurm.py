@@ -92,6 +92,6 @@ while kill -0 "$step" 2> /dev/null; do wait "$step"; code=$?; done
     }
 
 
-def command(folder: str) -> list[str]:
+def command(launch: Launch, folder: str) -> list[str]:
     """What submits it."""
     return ["sbatch", f"{folder}/{SCRIPT}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,17 +32,32 @@ class SubmitError(AgentEvoError):
     """The cluster's tool refused."""
 
 
-FLEETS: Mapping[str, type[Fleet]] = {
-    "slurm": slurm.SlurmFleet,
-    "kubernetes": kubernetes.KubernetesFleet,
-    "skypilot": skypilot.SkyPilotFleet,
-    "compose": compose.ComposeFleet,
+class Target(NamedTuple):
+    """A kind of cluster."""
+
+    fleet: type[Fleet]
+    """What it is asked for."""
+    write: Callable[[Launch, Any, str], dict[str, str]]
+    """(the launch, what is asked for, the folder) -> the files that its tool reads, by name."""
+    command: Callable[[Launch, str], list[str]]
+    """(the launch, the folder) -> what submits it."""
+    runs: str = ""
+    """The folder of runs in its containers."""
+
+
+TARGETS: Mapping[str, Target] = {
+    "slurm": Target(slurm.SlurmFleet, slurm.script, slurm.command),
+    "kubernetes": Target(
+        kubernetes.KubernetesFleet, kubernetes.manifest, kubernetes.command, kubernetes.RUNS
+    ),
+    "skypilot": Target(skypilot.SkyPilotFleet, skypilot.task, skypilot.command, skypilot.RUNS),
+    "compose": Target(compose.ComposeFleet, compose.compose, compose.command, compose.RUNS),
 }
 
 
 def fleet_of(target: str, values: Mapping[str, Any]) -> Fleet:
     """Raises ConfigError for unknown keys and values that don't fit."""
-    model = FLEETS[target]
+    model = TARGETS[target].fleet
     try:
         return model.model_validate(dict(values))
     except pydantic.ValidationError as error:
@@ -56,28 +71,14 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
     Raises ConfigError for a recipe that can't run there, and a folder that holds something else.
     """
     _check_folder(folder)
-    shown = str(folder)
-    if isinstance(fleet, slurm.SlurmFleet):
-        launch = Launch(recipe, overrides, fleet)
-        files, submit = launch.files() | slurm.script(launch, fleet, shown), slurm.command(shown)
-    else:
-        name = Launch(recipe, overrides, fleet).config.run_dir.name
-        launch = Launch(recipe, overrides, fleet, run_dir=f"/runs/{name}")
-        files, submit = launch.files(), []
-        if isinstance(fleet, kubernetes.KubernetesFleet):
-            files |= kubernetes.manifest(launch, fleet, files)
-            submit = kubernetes.command(shown)
-        elif isinstance(fleet, skypilot.SkyPilotFleet):
-            files |= skypilot.task(launch, fleet, shown)
-            submit = skypilot.command(shown, launch)
-        elif isinstance(fleet, compose.ComposeFleet):
-            files |= compose.compose(launch, fleet)
-            submit = compose.command(shown)
+    kind = TARGETS[target]
+    launch = Launch(recipe, overrides, fleet, kind.runs)
+    files = launch.files() | kind.write(launch, fleet, str(folder))
     with must_write(folder, "give another --out"):
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             write_atomic(folder / file, text)
-    return Made(folder, submit)
+    return Made(folder, kind.command(launch, str(folder)))
 
 
 def submitted(made: Made) -> str:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from agentevo.agents.policy import Door, Policy
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
+from agentevo.config.parallel import world_size
 from agentevo.errors import (
     AgentEvoError,
     CheckpointError,
@@ -45,7 +46,6 @@ from agentevo.observability import LiveView
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.checks import check_parts
 from agentevo.orchestration.components import Components
-from agentevo.orchestration.ranks import world_size
 from agentevo.orchestration.run import run_training
 from agentevo.orchestration.submissions import KEY, Submission, Submissions
 from agentevo.rollout.failures import failure_words

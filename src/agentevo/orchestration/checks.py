@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
 
 from agentevo.config import RunConfig
 from agentevo.config.credit import find_credit
+from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError
 from agentevo.inference.engines import check_engine
 from agentevo.inference.transports import check_transport
@@ -54,7 +54,7 @@ def check_processes(config: RunConfig, *, sampled: bool = True, world: int | Non
     launcher has started (or `world`), and for what several processes can't train together.
     `sampled`: attempts are what is trained on."""
     parallel = config.trainer.parallel
-    world = world if world is not None else int(os.environ.get("WORLD_SIZE") or 1)
+    world = world if world is not None else world_size()
     try:
         parallel.replicas(world)
     except ValueError as error:

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo import devices
 from agentevo.config import RunConfig
+from agentevo.config.parallel import world_size
 from agentevo.models.grammar import Grammars
 from agentevo.models.sharded import gather_into, is_sharded, shard
 from agentevo.orchestration.components import load_policy, load_token_reward_model
@@ -71,11 +72,6 @@ class Ranks:
         if config.trainer.parallel.shard > 1:
             model = shard(model, self._meshes.data)
         return policy_trainer(config, model, tokenizer)
-
-
-def world_size() -> int:
-    """The processes that a launcher has started."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def follows() -> bool:
