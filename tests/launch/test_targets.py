@@ -163,3 +163,9 @@ def test_submit_shows_what_the_tool_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
     assert main(["launch", "slurm", "coins", "--submit"]) == 1
     assert "invalid partition" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["slurm", "coins", "--values"], ["node", "--rank=0"]])
+def test_a_device_without_an_end_is_no_file_of_a_launch(words, capsys):
+    assert main(["launch", *words, "/dev/zero"]) == 2
+    assert "give a file" in capsys.readouterr().err

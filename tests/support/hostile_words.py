@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import sqlite3
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,12 @@ class Hostile:
     def pick(self, options: Any) -> Any:
         return self.random.choice(list(options))
 
+    def steady(self, options: Any) -> Any:
+        """As `pick`, and a further option changes few picks (rendezvous hashing): a new command or
+        key leaves most cases as they were."""
+        draw = self.random.getrandbits(32)
+        return max(options, key=lambda option: zlib.crc32(f"{draw} {option}".encode()))
+
     def number(self) -> str:
         sign = self.pick(["", "", "", "-", "+"])
         exponent = self.random.randrange(0, 40)
@@ -264,7 +271,7 @@ class Hostile:
         return str(self.pick([explanation.default or "null", self.pick(PATHS), "null"]))
 
     def key(self) -> str:
-        key = str(self.pick(LEAVES if self.chance(0.8) else KEYS.names()))
+        key = str(self.steady(LEAVES if self.chance(0.8) else KEYS.names()))
         kind = self.random.random()
         if kind < 0.7 or kind > self.wild:
             return key
@@ -292,7 +299,7 @@ class Hostile:
         return [f"{name}={value}"] if self.chance(0.3) else [name, value]
 
     def command_line(self) -> list[str]:
-        words = self.pick(COMMANDS)
+        words = self.steady(COMMANDS)
         command = COMMANDS[words]
         line = [self.mangled(word) if self.chance(0.03 * self.wild) else word for word in words]
         for parameter in command.params:

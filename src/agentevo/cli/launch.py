@@ -97,11 +97,11 @@ def _launch(
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    from agentevo.parsing import ParseError, parse_yaml
+    from agentevo.parsing import ParseError, parse_yaml, read_text
 
     try:
-        given = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ParseError) as error:
+        given = parse_yaml(read_text(path))
+    except ParseError as error:
         raise ConfigError(f"--values {path}: {error}: give a file of YAML") from error
     if not isinstance(given, dict):
         raise ConfigError(f"--values {path}: this is no mapping of keys to values")

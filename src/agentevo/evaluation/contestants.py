@@ -82,6 +82,8 @@ def find_contestants(
             check_served(one.remote, one.config.remote_models[one.remote])
         elif one.checkpoint is None and one.config.model.name != TINY:
             resolve(one.config.model.name)
+        elif one.checkpoint is not None and not _holds_adapter(one.checkpoint):
+            resolve(str(one.checkpoint))
     return found
 
 
@@ -134,7 +136,7 @@ def _other(word: str, base: RunConfig) -> Contestant:
         model = load_config(word).model
         return Contestant(word, base.model_copy(update={"model": model}))
     folder = Path(word).expanduser()
-    if os.path.isfile(folder / "adapter_config.json"):
+    if _holds_adapter(folder):
         return Contestant(word, base, folder)
     model = ModelSection(name=word, dtype=base.model.dtype, device=base.model.device)
     return Contestant(word, base.model_copy(update={"model": model}))
@@ -176,6 +178,10 @@ def _checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
         known = ", ".join(map(str, checkpoints.steps())) or "none"
         raise ConfigError(f"{run}@{which}: the run has no such checkpoint: its steps are {known}")
     return checkpoints.path(int(which))
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return os.path.isfile(folder / "adapter_config.json")
 
 
 def _is_url(word: str) -> bool:

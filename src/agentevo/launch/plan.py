@@ -19,7 +19,7 @@ from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, Node, placed
-from agentevo.parsing import ParseError, parse_yaml
+from agentevo.parsing import ParseError, parse_yaml, read_text
 
 NODES_FILE, RECIPE_FILE = "nodes.yaml", "recipe.yaml"
 LONGEST_NAME = 50
@@ -94,7 +94,7 @@ class Launch:
                     f"import: two files are called {path.name}: rename one of them, they go into "
                     "one folder"
                 )
-            found[path.name] = path.read_text(encoding="utf-8")
+            found[path.name] = read_text(path)
             imports.append(f"./{path.name}")
         tree["import"] = imports
         recipe = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
@@ -103,10 +103,10 @@ class Launch:
 
 def read_plan(path: Path) -> Plan:
     """Raises ConfigError for what is no plan."""
+    text = read_text(path)
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"))
-        return Plan.model_validate(tree)
-    except (OSError, UnicodeDecodeError, ParseError, pydantic.ValidationError) as error:
+        return Plan.model_validate(parse_yaml(text))
+    except (ParseError, pydantic.ValidationError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
             f"{path}: this is no nodes.yaml of `agentevo launch` ({first}): write the folder again"
