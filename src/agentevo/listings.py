@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 Row = tuple[str, str]
 
@@ -88,8 +89,7 @@ def recipes() -> list[Row]:
 
     rows = []
     for name, path in packaged_recipes().items():
-        first = path.read_text(encoding="utf-8").lstrip().splitlines()[:1]
-        about = first[0].lstrip("# ") if first and first[0].startswith("#") else ""
+        about = _first_comment(path)
         sweep = load_sweep(name)
         rows.append(
             (
@@ -100,6 +100,20 @@ def recipes() -> list[Row]:
             )
         )
     return rows
+
+
+def pipelines() -> list[Row]:
+    """Packaged pipelines; the line is the first comment of each file."""
+    from agentevo.pipeline import packaged_pipelines
+
+    return [(name, _first_comment(path)) for name, path in packaged_pipelines().items()]
+
+
+def stages() -> list[Row]:
+    """Kinds of stages."""
+    from agentevo.pipeline import stage_kinds
+
+    return [(name, stage_kinds.get(name).about) for name in stage_kinds.names()]
 
 
 def engines() -> list[Row]:
@@ -160,6 +174,8 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "algorithms": algorithms,
     "models": models,
     "recipes": recipes,
+    "pipelines": pipelines,
+    "stages": stages,
     "engines": engines,
     "transports": transports,
     "stores": stores,
@@ -174,6 +190,8 @@ KINDS: Mapping[str, str] = {
     "algorithms": "how training learns from attempts: algorithm.name, and its parts",
     "models": "the policy: model.name",
     "recipes": "complete recipes, for `agentevo train NAME`",
+    "pipelines": "several runs as one, for `agentevo pipeline NAME`",
+    "stages": "what a stage of a pipeline does: its kind",
     "engines": "what generates: engine.type",
     "transports": "how trained weights reach the engines: rollout.transport",
     "stores": "where trajectories go: store.url",
@@ -181,6 +199,11 @@ KINDS: Mapping[str, str] = {
     "trackers": "where a run's numbers go beside its folder: tracking.backends",
 }
 """The kinds, with what they are for."""
+
+
+def _first_comment(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").lstrip().splitlines()[:1]
+    return first[0].lstrip("# ") if first and first[0].startswith("#") else ""
 
 
 def _first_paragraph(text: str) -> str:

@@ -94,6 +94,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.tool_servers.listening.listen",
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.processes.sweep._run_members",
+        "agentevo.pipeline.runner._Life.run",
         "agentevo.models.resolve.cached",
         "huggingface_hub.snapshot_download",
     ):

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 from agentevo.config.sources import packaged_recipes
+from agentevo.pipeline import packaged_pipelines
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,9 +20,17 @@ def test_every_recipe_lies_beside_a_readme_that_names_its_command():
         assert f"agentevo train {name}" in readme or f"agentevo sft {name}" in readme, name
 
 
+def test_every_pipeline_lies_beside_a_readme_that_names_its_command():
+    pipelines = packaged_pipelines()
+    assert {"r1_zero", "r1", "ragen", "spin", "sppo", "rlhf"} <= set(pipelines)
+    for name, path in pipelines.items():
+        readme = (path.parent / "README.md").read_text(encoding="utf-8")
+        assert f"agentevo pipeline {name}" in readme, name
+
+
 def test_no_two_recipes_share_a_name():
     files = list((ROOT / "recipes").glob("*/*.yaml"))
-    assert len(files) == len(packaged_recipes())
+    assert len(files) == len({*packaged_recipes(), *packaged_pipelines()})
 
 
 def test_the_wheel_carries_every_recipe_inside_the_package(tmp_path):

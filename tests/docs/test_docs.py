@@ -10,6 +10,7 @@ import pytest
 from agentevo.config import config_keys, load_config
 from agentevo.config.sources import OVERRIDE, packaged_recipes
 from agentevo.config.sweep import load_sweep
+from agentevo.pipeline import load_pipeline, packaged_pipelines
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
@@ -102,7 +103,9 @@ def test_printed_commands_have_recipes_and_keys_that_exist(name):
             for before, word in zip(["", *words], words, strict=False)
             if OVERRIDE.fullmatch(word) and before != "--set"  # its values are of a cluster
         ]
-        if words[0] in ("train", "sft", "learn", "sample", "serve") and words[1][0] not in "-$":
+        if words[0] == "pipeline" and words[1] in packaged_pipelines():
+            assert load_pipeline(words[1], overrides), line
+        elif words[0] in ("train", "sft", "learn", "sample", "serve") and words[1][0] not in "-$":
             recipe = words[1]
             if recipe in packaged_recipes():
                 assert load_sweep(recipe, overrides) or load_config(recipe, overrides), line

@@ -34,6 +34,7 @@ from agentevo.cli import (
     launch,
     mcp,
     names,
+    pipeline,
     processes,
     results,
     retriever,
@@ -72,6 +73,7 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(train.sft)
 app.command()(train.rm)
+app.command()(pipeline.pipeline)
 app.command()(processes.learn)
 app.command()(processes.sample)
 app.command()(processes.serve)

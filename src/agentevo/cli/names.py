@@ -27,8 +27,8 @@ def list_names(
         str,
         typer.Argument(
             metavar="[KIND]",
-            help="environments, agents, tools, rewards, algorithms, models, recipes, engines, "
-            "transports, stores, sandboxes or trackers. Without it, the kinds.",
+            help="environments, agents, tools, rewards, algorithms, models, recipes, pipelines, "
+            "stages, engines, transports, stores, sandboxes or trackers. Without it, the kinds.",
         ),
     ] = "",
     recipe: Annotated[

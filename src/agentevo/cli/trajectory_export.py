@@ -13,10 +13,13 @@ from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from agentevo.data import RowReport
+    from agentevo.runs.sft_export import Read
     from agentevo.store import Store
 
 _HERE = "trajectories export"
 FORMATS = ("trajectories", "otlp", "spans")
+_NO_CHOICE = ("train", None, None)
+"""Of split, reward and model."""
 
 
 Out = Annotated[
@@ -49,6 +52,20 @@ Sft = Annotated[
         help="Write what was said in the good attempts as conversations for `agentevo sft`.",
     ),
 ]
+Pairs = Annotated[
+    bool,
+    typer.Option(
+        "--pairs",
+        help="Write better and worse attempts at a task as pairs for `agentevo rm` and "
+        "data.pairs: of each group the best against the worst.",
+    ),
+]
+Margin = Annotated[
+    float,
+    typer.Option(
+        metavar="REWARD", min=0, help="With --pairs: by more than this the rewards differ."
+    ),
+]
 Split = Annotated[
     str,
     typer.Option(metavar="SPLIT", help="With --sft: attempts of training or of evaluations."),
@@ -61,7 +78,11 @@ MinReward = Annotated[
 ]
 PerTask = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="With --sft: most attempts at one task, the best first."),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="With --sft: most attempts at one task, the best first; with --pairs: most pairs.",
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -83,10 +104,23 @@ def export(
     min_reward: MinReward = None,
     per_task: PerTask = None,
     model: Model = None,
+    pairs: Pairs = False,
+    margin: Margin = 0.0,
     wait: Wait = None,
 ) -> None:
     """Write every trajectory of a run to a file, token ids and log-probs included; or its calls as
-    spans of OpenTelemetry; or, with --sft, the conversations of its good attempts."""
+    spans of OpenTelemetry; or, with --sft, the conversations of its good attempts; or, with
+    --pairs, better and worse ones."""
+    if pairs:
+        if sft or form != FORMATS[0] or contents or (split, min_reward, model) != _NO_CHOICE:
+            raise ConfigError(
+                f"{_HERE}: --pairs compares the attempts of a group: give --per-task and --margin "
+                "with it, and no other option"
+            )
+        _export_pairs(run_dir, out, margin, per_task or 1, wait)
+        return
+    if margin:
+        raise ConfigError(f"{_HERE}: --margin is for pairs: add --pairs")
     if sft:
         if form != FORMATS[0] or contents:
             raise ConfigError(f"{_HERE}: --sft writes conversations: leave --format out")
@@ -142,19 +176,13 @@ def _export_sft(
 
     if split not in SPLITS:
         raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
-    from agentevo.runs.folder import read_store, remote_model_names, saved_tokenizer
-    from agentevo.runs.sft_export import POLICY, answer_reader, export_sft
+    from agentevo.runs.folder import read_store, remote_model_names
+    from agentevo.runs.sft_export import POLICY, export_sft
 
     known = [POLICY, *remote_model_names(run_dir)]
     if model is not None and model not in known:
         raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
-    tokenizer = saved_tokenizer(run_dir)
-    if tokenizer is None:
-        read = answer_reader(None)
-    else:
-        from agentevo.models.chat import ChatFormat
-
-        read = answer_reader(ChatFormat(tokenizer))
+    read = _reader(run_dir)
 
     async def work(store: Store) -> RowReport:
         return await export_sft(
@@ -168,3 +196,30 @@ def _export_sft(
         )
 
     tell_of_rows(read_store(run_dir, work, wait_s=wait), out)
+
+
+def _export_pairs(
+    run_dir: Path, out: Path, margin: float, per_group: int, wait: float | None
+) -> None:
+    from agentevo.runs.folder import read_store
+    from agentevo.runs.pair_export import export_pairs
+
+    read = _reader(run_dir)
+
+    async def work(store: Store) -> RowReport:
+        return await export_pairs(store, out, read, margin=margin, per_group=per_group)
+
+    tell_of_rows(read_store(run_dir, work, wait_s=wait), out, "pairs")
+
+
+def _reader(run_dir: Path) -> Read:
+    """Takes the policy's text apart, as its model's family writes it."""
+    from agentevo.runs.folder import saved_tokenizer
+    from agentevo.runs.sft_export import answer_reader
+
+    tokenizer = saved_tokenizer(run_dir)
+    if tokenizer is None:
+        return answer_reader(None)
+    from agentevo.models.chat import ChatFormat
+
+    return answer_reader(ChatFormat(tokenizer))

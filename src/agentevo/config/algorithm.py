@@ -70,6 +70,9 @@ class AlgorithmKeys(Section):
     """The reference policy: as it was at the start of RL, the policy of up to reference_every steps
     ago, a running average, or with model.lora the base model, that is the policy with its adapters
     off (no copy is kept)."""
+    reference_model: str | None = None
+    """Folder of the model that the reference begins as, of the policy's own architecture, such as a
+    checkpoint. Default: the policy as it is when RL starts."""
     reference_every: int = Field(default=10, ge=1)
     """RL steps after which a synced reference becomes the policy as it is then."""
     reference_decay: float = Field(default=0.99, ge=0, le=1)

@@ -31,7 +31,7 @@ OF_RL = (
 )
 """Keys of the algorithm section that only advantages and policy losses have a use for."""
 OF_PREFERENCE = ("preference_loss", "pairs", "pairs_per_group", "pair_margin")
-OF_REFERENCE = ("reference", "reference_every", "reference_decay")
+OF_REFERENCE = ("reference", "reference_model", "reference_every", "reference_decay")
 
 
 def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorithm | None) -> None:

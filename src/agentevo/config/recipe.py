@@ -225,6 +225,16 @@ def _of_the_training(config: RunConfig) -> list[str]:
             "ratio assumes whole: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
+    if trainer.optimizer_from is not None and (config.agents or config.cold_start.episodes):
+        problems.append(
+            "trainer.optimizer_from goes on with one policy's optimizer: leave agents and "
+            "cold_start out"
+        )
+    if trainer.epochs == 0 and config.data.given:
+        problems.append(
+            "trainer.epochs=0 only samples, and data.pairs or data.pairs_from is given to train "
+            "on: set trainer.epochs=1, or remove it"
+        )
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
         if config.algorithm.within_group:
             problems.append(

@@ -223,10 +223,15 @@ class TrainerSection(Section):
     """Gradients are scaled down to this global L2 norm."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per epoch over one batch of trajectories."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over each batch of trajectories."""
+    epochs: int = Field(default=1, ge=0)
+    """Passes over each batch of trajectories. 0 trains on none: attempts are sampled, scored and
+    kept, for `data.best_of` and `data.pairs_from` of another run."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
+    optimizer_from: Path | None = None
+    """Folder of a checkpoint whose optimizer this run goes on with (AdamW's moments; the learning
+    rate begins its own schedule). Its weights are what the run starts from, by model.name. Default:
+    a fresh optimizer."""
     prefix_merging: bool = True
     """Compute what several samples begin with once for all of them; the result does not depend on
     it. Off, every sample is computed whole, as most trainers do: slower, for comparison."""

@@ -28,14 +28,20 @@ OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """The file of every packaged recipe, by its name, in the order of the names.
+    """The file of every packaged recipe of a run, by its name, in the order of the names."""
+    return packaged_files(".yaml")
+
+
+def packaged_files(ending: str) -> dict[str, Path]:
+    """Packaged files NAME and `ending` (of which NAME has no more dots), by NAME, in order.
 
     A wheel carries the folder `recipes/` inside the package; in a checkout it lies beside `src/`.
     """
     package = Path(__file__).parent.parent
     inside, beside = package / "recipes", package.parent.parent / "recipes"
-    paths = list(inside.glob("*/*.yaml")) or list(beside.glob("*/*.yaml"))
-    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
+    paths = list(inside.glob(f"*/*{ending}")) or list(beside.glob(f"*/*{ending}"))
+    found = {path.name.removesuffix(ending): path for path in paths}
+    return {name: found[name] for name in sorted(found) if "." not in name}
 
 
 def recipe_names() -> list[str]:

@@ -88,7 +88,7 @@ class SweepSection(Section):
                     f"got the name {name!r}; it becomes a folder: use letters, digits, and `_ . "
                     "+ -` after the first"
                 )
-            leaves = sources.leaves(_nested(changes))
+            leaves = sources.leaves(nested(changes))
             taken = [
                 key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)
             ]
@@ -276,7 +276,7 @@ def _member_configs(
     for variant in section.chosen:
         try:
             tree = sources.overlay(
-                {"run": {"threads": 1}}, _with_changes(base, _nested(section.variants[variant]))
+                {"run": {"threads": 1}}, with_changes(base, nested(section.variants[variant]))
             )
             configs[variant] = build_config(
                 tree,
@@ -314,8 +314,8 @@ def _of_variants(
     ]
 
 
-def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """{"trainer.steps": 3} -> {"trainer": {"steps": 3}}."""
+def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as mappings: {"trainer.steps": 3} -> {"trainer": {"steps": 3}}."""
     tree: dict[str, Any] = {}
     for key, value in changes.items():
         for part in reversed(str(key).split(".")):
@@ -324,7 +324,7 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe with a variant's changes. The options of an environment or agent mean nothing to
     one of another type, so they go with it."""
     replaced = [key for key in ("environment", "agent") if _is_other_type(base, changes, key)]

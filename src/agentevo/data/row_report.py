@@ -24,6 +24,7 @@ REASONS = {
     "unknown_characters": "characters that the tokenizer has no token for",
     "too_long": "too long",
     "low_reward": "attempt without success, or below the least reward",
+    "alike": "two attempts that are not told apart",
     "beyond_per_task": "attempt beyond those that are taken of a task",
     "attempt_failed": "attempt that failed or was broken off",
     "cut_off": "no answer that is whole",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
-from agentevo.orchestration.collect import Collected, Collector, StepTasks
+from agentevo.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.task_stages import TaskStages
@@ -103,6 +103,7 @@ class RolloutBatches(WithoutHeldOutData):
         """`note` hears of each of the stages that begins."""
         self.num_steps = config.trainer.steps
         self.collector = Collector(config, rollouts, tasks)
+        self._only_samples = config.trainer.epochs == 0
         self._stages, self._note, self._stage = stages or TaskStages((), lag=0), note, ""
         self._staleness, self._trainer, self._store = config.rollout.staleness, trainer, store
 
@@ -118,6 +119,8 @@ class RolloutBatches(WithoutHeldOutData):
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """Advantages, or pairs, of what was kept; nothing older than `rollout.staleness` is in
         it."""
+        if self._only_samples:
+            return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.kept})
         return self._trainer.prepare(
             collected.kept, collected.baselines, version=step - 1, bound=self._staleness
         )

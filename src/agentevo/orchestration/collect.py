@@ -31,6 +31,8 @@ from agentevo.types import Task, Trajectory
 
 NOT_TRAINED = "not-trained"
 """Drop reason of what an agent has said that is not trained."""
+ONLY_SAMPLED = "only-sampled"
+"""Drop reason of every attempt of a run that trains on none (trainer.epochs=0)."""
 STALE = "stale"
 """Drop reason of an attempt that has a token older than rollout.staleness allows."""
 

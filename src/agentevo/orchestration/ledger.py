@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.config import RunConfig
-from agentevo.orchestration.collect import NOT_TRAINED, Collected
+from agentevo.orchestration.collect import NOT_TRAINED, ONLY_SAMPLED, Collected
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE
 from agentevo.runs.chain import KEY as CHAIN
@@ -31,9 +31,9 @@ async def reserve(store: Store, step: int, collected: Collected, batch: Prepared
 
 def drop_reasons(collected: Collected, batch: PreparedBatch) -> dict[str, str]:
     """Id -> reason of each attempt that is not trained on, without those that never are: the greedy
-    ones, and what an agent says that does not learn."""
+    ones, what an agent says that does not learn, and all where the run only samples."""
     reasons = collected.dropped | batch.dropped
-    never = (BASELINE, NOT_TRAINED)
+    never = (BASELINE, NOT_TRAINED, ONLY_SAMPLED)
     return {name: reason for name, reason in reasons.items() if reason not in never}
 
 

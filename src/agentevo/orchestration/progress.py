@@ -54,13 +54,13 @@ class Progress(msgspec.Struct):
         self.equal_groups += round(groups * metrics.get("group/zero_std_ratio", 0.0))
         self.dropped = dict(Counter(self.dropped) + Counter(reasons.values()))
 
-    def shortcomings(self, num_steps: int) -> list[str]:
+    def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
         """What is to be said at the end of a run, after `num_steps` steps, that has not done what
-        its numbers suggest."""
+        its numbers suggest. `trains`: it was to train on something."""
         found: list[str] = []
         if self.step < num_steps:
             return found
-        if self.step and not self.updates:
+        if trains and self.step and not self.updates:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             found.append(
                 f"This run has trained on no token in {self.step} step{'s' * (self.step != 1)}, "

@@ -116,6 +116,9 @@ class TrainingRun:
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
             await teach(self, again=bool(start.steps))
+        if start.checkpoint is None and config.trainer.optimizer_from is not None:
+            trainer_state, _ = self.checkpoints.load(config.trainer.optimizer_from)
+            self.trainer.optimization.carry_on(trainer_state["optimization"])
         await replay_steps(self, start)
         for warning in start.warnings:
             self.warn(warning)
@@ -152,7 +155,8 @@ class TrainingRun:
         if self.progress.step > self.end.step:
             self._give_up_step(committed)
             return
-        for text in self.progress.shortcomings(self.source.num_steps):
+        trains = self.parts.config.trainer.epochs > 0
+        for text in self.progress.shortcomings(self.source.num_steps, trains=trains):
             self.warn(text)
         self.keep_checkpoint()
 

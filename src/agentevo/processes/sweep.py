@@ -9,8 +9,7 @@ are, one with a checkpoint goes on from it, any other starts again. No member's 
 under another configuration than the one it was run with.
 
 A lock on the sweep's folder is held by this process and by every run it starts, which inherit its
-file descriptor: a sweep whose runs outlived it (a killed parent) can't be started beside them. (The
-package filelock, which guards all other files here, does not hand its descriptor on.)
+file descriptor: a sweep whose runs outlived it (a killed parent) can't be started beside them.
 
 The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks the runs under way to stop
 cleanly after their step; a second kills them.
@@ -18,7 +17,6 @@ cleanly after their step; a second kills them.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -26,8 +24,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,6 +38,7 @@ from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.checks import check_parts
 from agentevo.paths import check_new_folder, short
+from agentevo.processes.members import held_lock, last_lines
 from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
 from agentevo.runs.result_table import check_page, write_sweep_table, write_table
 from agentevo.runs.resume_rules import changes
@@ -77,7 +75,8 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     view = view if view is not None else SweepView(sweep.name)
     starts = _check(sweep, resume)
     _prepare(sweep)
-    with view, collect_signals(*STOP_SIGNALS) as received, _lock(sweep.dir) as lock:
+    held = held_lock(sweep.dir, LOCK, "sweep")
+    with view, collect_signals(*STOP_SIGNALS) as received, held as lock:
         failures = _run_members(sweep, starts, view, received, lock)
         table = write_sweep_table(sweep.dir)
     if table is not None:
@@ -103,7 +102,7 @@ def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
     if sweep.section.table is not None:
         check_page(sweep.section.table)
     if (sweep.dir / LOCK).exists():
-        with _lock(sweep.dir):
+        with held_lock(sweep.dir, LOCK, "sweep"):
             pass
     if resume and not is_sweep_folder(sweep.dir):
         raise ConfigError(
@@ -212,7 +211,7 @@ def _run_members(
                 failures += [failure] if failure else []
             view.running(
                 {
-                    run.member.name: (time.monotonic() - run.since, _last_lines(run.log, 1))
+                    run.member.name: (time.monotonic() - run.since, last_lines(run.log, 1))
                     for run in under_way
                 }
             )
@@ -268,28 +267,5 @@ def _ended(run: _UnderWay, view: SweepView) -> str:
     how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
     view.ended(name, how, seconds, ok=False)
     return "\n    ".join(
-        [f"{name}: {how}; the end of {run.log}:", *_last_lines(run.log, REASON_LINES).splitlines()]
+        [f"{name}: {how}; the end of {run.log}:", *last_lines(run.log, REASON_LINES).splitlines()]
     )
-
-
-def _last_lines(log: Path, count: int) -> str:
-    """The last lines of a log that say something, as far as 4 KiB reach."""
-    with log.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
-        lines = [line.rstrip() for line in file.read().decode("utf-8", "replace").splitlines()]
-    return "\n".join([line for line in lines if line][-count:])
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[int]:
-    """File descriptor of the lock; it is free again when this process and every run that inherited
-    it have ended."""
-    with (folder / LOCK).open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"{folder}: runs of this sweep are under way (see logs/ there): wait for them, "
-                "or stop them"
-            ) from error
-        yield file.fileno()

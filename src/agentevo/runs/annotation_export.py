@@ -108,9 +108,9 @@ def _rows(
             if form == "sft":
                 yield from _sft_rows(one, trajectory, read)
             elif form == "pairs" and one.reply is not None:
-                original = _conversation(trajectory, read)
-                edited = _conversation(_edited(trajectory, one.reply), read)
-                yield {**_pair(edited, original), "trajectory_id": one.attempt}
+                original = conversation(trajectory, read)
+                edited = conversation(_edited(trajectory, one.reply), read)
+                yield {**pair_of(edited, original), "trajectory_id": one.attempt}
             elif form == "labels" and one.verdict:
                 yield _label_row(one, trajectory, read)
             elif form == "judge" and one.verdict:
@@ -123,8 +123,8 @@ def _rows(
                 raise LeftOutError(GONE)
             if two.better in held_out or two.worse in held_out:
                 raise LeftOutError(HELD_OUT)
-            sides = [_conversation(attempts[name], read) for name in (two.better, two.worse)]
-            yield {**_pair(*sides), "better": two.better, "worse": two.worse}
+            sides = [conversation(attempts[name], read) for name in (two.better, two.worse)]
+            yield {**pair_of(*sides), "better": two.better, "worse": two.worse}
         except LeftOutError as error:
             yield error
 
@@ -163,7 +163,7 @@ def _sft_rows(one: Annotation, trajectory: Trajectory, read: Read) -> Iterator[R
         yield {**row, "task_id": trajectory.task_id, "trajectory_id": trajectory.id}
 
 
-def _conversation(trajectory: Trajectory, read: Read, *, tools: bool = False) -> list[Row]:
+def conversation(trajectory: Trajectory, read: Read, *, tools: bool = False) -> list[Row]:
     """The messages up to the last answer."""
     rows = list(conversations_of(trajectory, read))
     if not rows:
@@ -177,7 +177,7 @@ def _first_answer(messages: Sequence[Row]) -> int:
     return next(i for i, message in enumerate(messages) if message["role"] == "assistant")
 
 
-def _pair(chosen: list[Row], rejected: list[Row]) -> Row:
+def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
     """From the first message in which two conversations differ; back to the answer before it, where
     that is none of the assistant's."""
     if chosen == rejected:
@@ -195,7 +195,7 @@ def _pair(chosen: list[Row], rejected: list[Row]) -> Row:
 
 
 def _label_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
-    messages = _conversation(trajectory, read)
+    messages = conversation(trajectory, read)
     first = _first_answer(messages)
     if first == 0:
         raise LeftOutError(OTHER_TASK)
@@ -211,7 +211,7 @@ def _judge_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
     return {
         "trajectory_id": one.attempt,
         "task_id": trajectory.task_id,
-        "messages": _conversation(trajectory, read, tools=True),
+        "messages": conversation(trajectory, read, tools=True),
         "label": one.verdict == RIGHT,
         "note": one.note,
         "reward": trajectory.reward,

@@ -80,6 +80,9 @@ def make_optimizer(
     )
 
 
+_OTHER = "they belong to another model, or to other trained parameters: remove the key"
+
+
 class Optimization:
     """`begin`, then backward passes that add up, then `finish`: one optimizer step.
 
@@ -230,6 +233,27 @@ class Optimization:
         if self.masters is not None and state.get("masters") is not None:
             self.masters.load_state_dict(state["masters"])
         self.steps = state["steps"]
+
+    def carry_on(self, state: dict[str, Any]) -> None:
+        """Takes the moments of another run's `state_dict`; learning rate, decay and schedule are
+        this run's own, from the beginning. Raises CheckpointError where they are not of these
+        parameters."""
+        own = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        steps = self.steps
+        try:
+            self.load_state_dict(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"trainer.optimizer_from: {error}: {_OTHER}") from error
+        for parameter, moments in self.optimizer.state.items():
+            shapes = {tuple(one.shape) for one in moments.values() if torch.is_tensor(one)}
+            if not shapes <= {tuple(parameter.shape), ()}:
+                raise CheckpointError(f"trainer.optimizer_from: moments of other shapes: {_OTHER}")
+        for group, kept in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(kept)
+        self.steps = steps
 
     def _spread(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state, of which this process takes its own part."""

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import AlgorithmSection
-from agentevo.errors import TrainingError
+from agentevo.errors import ModelError, TrainingError
+from agentevo.models.load import load_base
 from agentevo.models.model_copy import (
     copy_policy,
     load_weights,
@@ -36,8 +37,30 @@ class Reference:
             )
         self.model = policy if self.of_base else copy_policy(policy)
         self.weights = {} if self.of_base else trained_parameters(self.model)
+        if section.reference_model is not None:
+            self._begin_as(section.reference_model)
         for parameter in self.weights.values():
             parameter.requires_grad_(False)
+
+    def _begin_as(self, folder: str) -> None:
+        """Raises ModelError for a model of another shape, TrainingError for adapters."""
+        if self.of_base or hasattr(self.model, "disable_adapter"):
+            raise TrainingError(
+                "algorithm.reference_model is for whole models, and the policy has adapters: "
+                "remove it, or choose algorithm.reference=base"
+            )
+        theirs = dict(load_base(folder, {}).model.named_parameters())
+        other = [
+            name
+            for name, ours in self.weights.items()
+            if name not in theirs or theirs[name].shape != ours.shape
+        ]
+        if other:
+            raise ModelError(
+                f"algorithm.reference_model: {folder} has no {other[0]} of the policy's shape: "
+                "give a model of the policy's own architecture"
+            )
+        load_weights(self.weights, {name: theirs[name].detach() for name in self.weights})
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""`agentevo pipeline`: several runs as one, and `agentevo pipeline show` for where one stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo.cli.arguments import path_word
+from agentevo.cli.table import print_table
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.pipeline import Pipeline, StageState
+
+SHOW = "show"
+
+Word = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|NAME|show",
+        help="Path of a .yaml file, the name of a packaged pipeline (`agentevo list pipelines`), "
+        "or `show` and the folder of one, for where it stands.",
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[stage.key=value]...",
+        help="Changes, such as seed=3, rl.trainer.steps=10 or spin.repeat=5.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on: what is finished and unchanged is not run again.")
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STAGE", help="Run this stage only; repeatable."),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from", metavar="STAGE", help="Run this stage and all that follow from it again."
+    ),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STAGE", help="Leave this stage out; repeatable."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, list the stages, create nothing.")
+]
+
+
+def pipeline(
+    word: Word,
+    words: Words = None,
+    resume: Resume = False,
+    only: Only = None,
+    start: From = None,
+    skip: Skip = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run the stages of a pipeline (docs/pipelines.md), each a run with a folder of its own, and
+    measure what each has gained on fixed held-out tasks."""
+    if word == SHOW:
+        if resume or only or start or skip or dry_run or len(words or []) != 1:
+            raise ConfigError("pipeline show: give the folder of a pipeline, and nothing else")
+        _show(path_word((words or [""])[0]))
+        return
+    from agentevo.pipeline import Choice, load_pipeline, run_pipeline
+
+    loaded = load_pipeline(word, words or [])
+    if dry_run:
+        _list(loaded)
+        return
+    from agentevo.observability.sweep_view import SweepView
+
+    choice = Choice(tuple(only or ()), start, tuple(skip or ()))
+    run_pipeline(loaded, resume=resume, choice=choice, view=SweepView(loaded.config.name))
+
+
+def _list(loaded: Pipeline) -> None:
+    from agentevo.paths import short
+
+    seeds = loaded.config.seeds or (loaded.config.seed,)
+    print(
+        f"{short(loaded.dir)}: {len(loaded.plan.instances)} stages and measurements, seeds "
+        f"{', '.join(map(str, seeds))}, {loaded.config.parallel} at once"
+    )
+    print_table(
+        (
+            one.id,
+            ("measures" if one.measures is not None else one.stage.kind)
+            + (f", after {', '.join(one.needs)}" if one.needs else ""),
+        )
+        for one in loaded.plan.instances
+    )
+
+
+def _show(folder: Path) -> None:
+    from agentevo.console import format_duration
+    from agentevo.pipeline.state import STATE, is_pipeline_folder, read_state
+
+    if not is_pipeline_folder(folder):
+        raise ConfigError(f"{folder}: is not the folder of a pipeline (it has no {STATE})")
+    own = [folder] if (folder / STATE).is_file() else sorted(folder.glob(f"seed-*/{STATE}"))
+    for one in own:
+        state = read_state(one if one.is_dir() else one.parent)
+        print(
+            f"{state.name}, seed {state.seed}: {state.status}, {format_duration(state.wall_s)}, "
+            f"{state.tokens:,} tokens"
+        )
+        print_table((name, _words(stage)) for name, stage in state.stages.items())
+
+
+def _words(stage: StageState) -> str:
+    from agentevo.console import format_duration
+    from agentevo.pipeline.results import points, success
+
+    said: list[str] = [stage.status]
+    if "success" in stage.numbers:
+        said.append(success(stage.numbers))
+    if "gain" in stage.numbers:
+        said.append(points(stage.numbers))
+    if stage.wall_s:
+        said.append(format_duration(stage.wall_s))
+    return ", ".join([*said, *([stage.why[:200]] if stage.why else [])])

@@ -1,0 +1,36 @@
+"""Several runs as one: a small graph of stages, each an ordinary run with a folder of its own.
+
+    pipeline = load_pipeline("r1")                     # or a file; or build_pipeline(mapping)
+    results = run_pipeline(pipeline, resume=False)     # blocks; pipeline.json says where it stands
+
+`stage_kinds.register(NAME)` adds a kind of stage (see `StageKind`); another package may list one
+under the entry-point group `agentevo.stage_kinds`. More: docs/pipelines.md.
+"""
+
+from agentevo.pipeline.kinds import Job, Made, NoOptions, StageKind, stage_kinds
+from agentevo.pipeline.plan import Instance, Plan
+from agentevo.pipeline.reading import Pipeline, build_pipeline, load_pipeline, packaged_pipelines
+from agentevo.pipeline.runner import Choice, run_pipeline
+from agentevo.pipeline.schema import PipelineConfig, StageConfig
+from agentevo.pipeline.state import PipelineState, StageState, read_state
+
+__all__ = [
+    "Choice",
+    "Instance",
+    "Job",
+    "Made",
+    "NoOptions",
+    "Pipeline",
+    "PipelineConfig",
+    "PipelineState",
+    "Plan",
+    "StageConfig",
+    "StageKind",
+    "StageState",
+    "build_pipeline",
+    "load_pipeline",
+    "packaged_pipelines",
+    "read_state",
+    "run_pipeline",
+    "stage_kinds",
+]

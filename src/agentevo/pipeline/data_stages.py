@@ -1,0 +1,182 @@
+"""Stages that look at attempts: they measure, score, choose and compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from agentevo.config import Section
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.parsing import read_json_object
+from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
+
+
+class EvaluateOptions(Section):
+    """How `evaluate` plays."""
+
+    attempts: int = Field(default=1, ge=1, le=4096)
+    """Attempts at each task; one is greedy."""
+    temperature: float | None = Field(default=None, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
+    """Softmax temperature of several attempts. Default: evaluation.temperature."""
+    tasks: tuple[str, ...] = ()
+    """Files of tasks, in place of those that the recipe holds out."""
+
+
+class EvaluateStage(StageKind):
+    about: ClassVar[str] = "plays held-out or given tasks, as `agentevo eval --out`"
+    Options: ClassVar[type[Section]] = EvaluateOptions
+    makes_folder: ClassVar[bool] = True
+
+    def words(self, job: Job) -> list[str]:
+        options: EvaluateOptions = job.options
+        words = [*AGENTEVO, "eval", str(job.recipe), "--out", str(job.folder)]
+        words += ["--attempts", str(options.attempts)]
+        if job.model is not None:
+            words += ["--checkpoint", job.model]
+        if options.temperature is not None:
+            words += ["--temperature", str(options.temperature)]
+        for file in options.tasks:
+            words += ["--tasks", file]
+        return [*words, "--resume"] if job.resume else words
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "summary.json").is_file()
+
+    def can_resume(self, job: Job) -> bool:
+        return (job.folder / "eval.json").is_file()
+
+    def made(self, job: Job) -> Made:
+        return measured(job.folder)
+
+
+def measured(folder: Path) -> Made:
+    """What the evaluation in a folder came to. Raises ConfigError for one that was damaged."""
+    try:
+        model = read_json_object(folder / "summary.json")["models"][0]
+        numbers: dict[str, float] = {}
+        for name, one in (("success", model["pass_at"]["1"]), ("reward", model["reward"])):
+            if one is not None:
+                numbers |= {
+                    name: float(one["value"]),
+                    f"{name}_low": float(one["low"]),
+                    f"{name}_high": float(one["high"]),
+                }
+        tokens = round(float(model["tokens"] or 0.0) * int(model["attempts"]))
+        return Made({}, numbers, tokens, float(model["cost"]))
+    except (AgentEvoError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'summary.json'} is damaged: delete that folder") from error
+
+
+class ScoreOptions(Section):
+    """What `score` scores."""
+
+    source: str
+    """The folder of a stage of the kind `evaluate`."""
+    rewards: list[Any] = Field(min_length=1)
+    """The rewards, as a recipe has them."""
+
+
+class ScoreStage(StageKind):
+    about: ClassVar[str] = "scores kept attempts by other rewards, as `agentevo score`"
+    Options: ClassVar[type[Section]] = ScoreOptions
+    reads_recipe: ClassVar[bool] = False
+    makes_folder: ClassVar[bool] = True
+
+    def words(self, job: Job) -> list[str]:
+        import json
+
+        rewards = f"rewards={json.dumps(job.options.rewards)}"
+        return [*AGENTEVO, "score", job.options.source, rewards, "--out", str(job.folder)]
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "summary.json").is_file()
+
+    def made(self, job: Job) -> Made:
+        return measured(job.folder)
+
+
+class FilterOptions(Section):
+    """Which attempts `filter` takes."""
+
+    source: str
+    """The folder of a run, such as ${stages.NAME.folder}: its training attempts are chosen from."""
+    min_reward: float | None = None
+    """The least reward. Default: attempts that succeeded."""
+    per_task: int = Field(default=1, ge=1)
+    """Most attempts at one task, the best first."""
+    model: str | None = None
+    """Whose words: `policy` or a remote model."""
+
+
+class FilterStage(StageKind):
+    about: ClassVar[str] = "the best attempts of a run as conversations for `sft` (best of n)"
+    Options: ClassVar[type[Section]] = FilterOptions
+    reads_recipe: ClassVar[bool] = False
+    makes: ClassVar[tuple[str, ...]] = ("file",)
+
+    def words(self, job: Job) -> list[str]:
+        options: FilterOptions = job.options
+        out = str(job.folder / "rows.jsonl")
+        words = [*AGENTEVO, "trajectories", "export", options.source, out, "--sft"]
+        words += ["--per-task", str(options.per_task)]
+        if options.min_reward is not None:
+            words += ["--min-reward", str(options.min_reward)]
+        return words if options.model is None else [*words, "--model", options.model]
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "rows.jsonl").is_file()
+
+    def made(self, job: Job) -> Made:
+        file = job.folder / "rows.jsonl"
+        return Made({"file": file}, {"rows": float(_lines(file))})
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"file": folder / "rows.jsonl"}
+
+
+class PreferencesOptions(Section):
+    """Which attempts `preferences` compares."""
+
+    source: str
+    """The folder of a run: the groups of its training attempts are compared."""
+    min_margin: float = Field(default=0.0, ge=0)
+    """By how much more than this the chosen attempt's reward is higher."""
+    per_task: int = Field(default=1, ge=1)
+    """Most pairs of one group: the best against the worst, the second against the second worst."""
+
+
+class PreferencesStage(StageKind):
+    about: ClassVar[str] = "better and worse attempts of a run as pairs for `rm` and `data.pairs`"
+    Options: ClassVar[type[Section]] = PreferencesOptions
+    reads_recipe: ClassVar[bool] = False
+    makes: ClassVar[tuple[str, ...]] = ("file",)
+
+    def words(self, job: Job) -> list[str]:
+        options: PreferencesOptions = job.options
+        out = str(job.folder / "pairs.jsonl")
+        return [
+            *(*AGENTEVO, "trajectories", "export", options.source, out, "--pairs"),
+            *("--per-task", str(options.per_task), "--margin", str(options.min_margin)),
+        ]
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "pairs.jsonl").is_file()
+
+    def made(self, job: Job) -> Made:
+        file = job.folder / "pairs.jsonl"
+        return Made({"file": file}, {"rows": float(_lines(file))})
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"file": folder / "pairs.jsonl"}
+
+
+def _lines(file: Path) -> int:
+    with file.open("rb") as rows:
+        return sum(1 for line in rows if line.strip())
+
+
+EVALUATE, SCORE = EvaluateStage(), ScoreStage()
+FILTER, PREFERENCES = FilterStage(), PreferencesStage()

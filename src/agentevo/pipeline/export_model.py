@@ -1,0 +1,43 @@
+"""`python -m agentevo.pipeline.export_model SOURCE OUT`: a model's files without those of its
+training, in a folder that appears whole."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.files import atomic_folder, must_write
+
+OF_TRAINING = frozenset({"trainer.pt", "state.json", "checkpoint.json"})
+"""What a checkpoint has beside the model."""
+
+
+def export_model(source: Path, out: Path) -> None:
+    """Raises ConfigError for a source that is no model's folder."""
+    names = {path.name for path in source.iterdir()} if source.is_dir() else set()
+    if not names & {"config.json", "adapter_config.json"}:
+        raise ConfigError(f"{source}: there is no model: give the folder of a checkpoint")
+    with must_write(out), atomic_folder(out) as staging:
+        for path in source.iterdir():
+            if path.name in OF_TRAINING:
+                continue
+            if path.is_dir():
+                shutil.copytree(path, staging / path.name)
+            else:
+                shutil.copy2(path, staging / path.name)
+
+
+def main(words: list[str]) -> int:
+    try:
+        export_model(Path(words[0]), Path(words[1]))
+    except AgentEvoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(f"the model is in {words[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

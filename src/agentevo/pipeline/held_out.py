@@ -1,0 +1,71 @@
+"""What a stage has gained on the fixed held-out tasks: differences of the same tasks, played by the
+model that it began with and by the one that it made, with their intervals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentevo.errors import AgentEvoError
+from agentevo.pipeline.plan import HELD_OUT, START, Instance
+from agentevo.pipeline.references import references_in
+
+if TYPE_CHECKING:
+    from agentevo.pipeline.standing import Standing
+
+
+def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
+    """`gain` over the model that the measured stage began with, `gain_from_start` over the
+    pipeline's first one, each with `_low` and `_high`; nothing where there is no such
+    measurement."""
+    assert one.measures is not None
+    if one.measures == START:
+        return {}
+    numbers: dict[str, float] = {}
+    parent = parent_of(standing, one.measures)
+    for name, before in (("gain", parent), ("gain_from_start", START)):
+        state = standing.state.stages.get(f"{before}@{HELD_OUT}")
+        if state is None or state.status != "finished":
+            continue
+        folders = [standing.dir / HELD_OUT / which for which in (before, one.measures)]
+        found = gain_between(folders[0], folders[1])
+        if found is not None:
+            value, low, high = found
+            numbers |= {name: value, f"{name}_low": low, f"{name}_high": high}
+    return numbers
+
+
+def parent_of(standing: Standing, measured: str) -> str:
+    """The measured stage whose model a stage began with; START where there is none."""
+    for _ in standing.plan.instances:
+        one = standing.plan.by_id[measured]
+        given = [one.stage.model, one.stage.options.get("source")]
+        targets = [
+            target
+            for reference in references_in(given)
+            for target in standing.plan.targets(reference, one)
+            if standing.state.stages[target].status == "finished"
+        ]
+        if not targets:
+            return START
+        measured = targets[0]
+        if standing.plan.by_id[measured].is_measured:
+            return measured
+    return START
+
+
+def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None:
+    """By how much the share of successes is higher in the second folder of results, and the ends of
+    the interval; None where one can't be read, or has no task that the other has."""
+    from agentevo.evaluation.results import ResultsFolder
+    from agentevo.evaluation.summary import summarise
+
+    try:
+        lines = [list(ResultsFolder(path).attempts().values()) for path in (before, after)]
+    except (AgentEvoError, OSError):
+        return None
+    if not all(lines):
+        return None
+    found = summarise({"before": lines[0], "after": lines[1]}, 1, {})["differences"][0]
+    one = found["pass_at"]["1"]
+    return None if one is None else (one["value"], one["low"], one["high"])

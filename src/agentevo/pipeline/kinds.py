@@ -1,0 +1,128 @@
+"""What a stage does: a kind is a program that is run in a folder of the stage's own, and a look at
+what it has left there.
+
+A kind never keeps anything in memory: whether a stage is finished, can go on, and what it made, is
+read from its folder, also by a pipeline that is started again after it was killed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentevo.config import RunConfig, Section
+from agentevo.registry import Registry
+
+AGENTEVO = (sys.executable, "-m", "agentevo")
+"""How this version's commands are started."""
+
+
+class NoOptions(Section):
+    """A kind without keys of its own."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stage as it is to be run: every reference is resolved."""
+
+    id: str
+    """Its name, with the round of a repeated one: `rl`, `spin.2`, `improve.2.rl`."""
+    folder: Path
+    """Its own, absolute."""
+    options: Any
+    """The kind's `Options`."""
+    recipe: Path | None = None
+    """The file with the resolved recipe, of a kind that reads one."""
+    config: RunConfig | None = None
+    """What that file says."""
+    model: str | None = None
+    """The stage's `model`."""
+    resume: bool = False
+    """Go on with what an interrupted life has left in the folder."""
+    take: str = "last"
+    """Which checkpoint is passed on."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a finished stage has made."""
+
+    outputs: Mapping[str, Path]
+    """What others refer to by `${stages.NAME.KEY}`, beside `folder`: `checkpoint`, `file`."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What it came to; may be referred to as well."""
+    tokens: int = 0
+    """Generated and trained on, for the budget."""
+    cost: float = 0.0
+    """Money that it spent on remote models."""
+
+
+class StageKind:
+    """Base of every kind. `words` is run as a process; exit code 0 and `is_finished` are success,
+    130 and 143 a clean stop."""
+
+    about: ClassVar[str] = ""
+    """A line for `agentevo list stages`."""
+    Options: ClassVar[type[Section]] = NoOptions
+    """The keys under `options`."""
+    reads_recipe: ClassVar[bool] = True
+    """Whether it has a recipe: `recipe`, `config` and `model` mean something to it."""
+    needs_environment: ClassVar[bool] = True
+    """Whether that recipe must have an environment or tasks."""
+    makes_folder: ClassVar[bool] = False
+    """Whether its program makes the folder, as the commands that train do."""
+    makes: ClassVar[tuple[str, ...]] = ()
+    """Outputs that it always has."""
+    measured: ClassVar[bool] = False
+    """Whether its `checkpoint` is a policy, which is measured unless the stage says otherwise."""
+
+    def fixed(self, options: Any) -> Mapping[str, Any]:
+        """What it sets in its recipe, nested."""
+        return {}
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        """Raises ConfigError, before anything is created, for what it can't do. References stand
+        for paths at which nothing is yet."""
+
+    def words(self, job: Job) -> list[str]:
+        """The program with its arguments."""
+        raise NotImplementedError
+
+    def is_finished(self, job: Job) -> bool:
+        """Whether its work in the folder is whole."""
+        raise NotImplementedError
+
+    def can_resume(self, job: Job) -> bool:
+        """Whether `words` of a job with `resume` goes on with what is in the folder; if not, the
+        folder is emptied, and it begins again."""
+        return False
+
+    def made(self, job: Job) -> Made:
+        """What it made. Raises ConfigError for a folder that was damaged."""
+        raise NotImplementedError
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        """Where its outputs will be, for checks before it has run."""
+        return {name: folder / name for name in self.makes}
+
+
+stage_kinds: Registry[StageKind] = Registry(
+    "stage_kinds",
+    {
+        "train": "agentevo.pipeline.training_stages:TRAIN",
+        "sft": "agentevo.pipeline.training_stages:SFT",
+        "rm": "agentevo.pipeline.training_stages:REWARD_MODEL",
+        "sample": "agentevo.pipeline.training_stages:SAMPLE",
+        "evaluate": "agentevo.pipeline.data_stages:EVALUATE",
+        "score": "agentevo.pipeline.data_stages:SCORE",
+        "filter": "agentevo.pipeline.data_stages:FILTER",
+        "preferences": "agentevo.pipeline.data_stages:PREFERENCES",
+        "merge": "agentevo.pipeline.model_stages:MERGE",
+        "export": "agentevo.pipeline.model_stages:EXPORT",
+        "command": "agentevo.pipeline.model_stages:COMMAND",
+    },
+)
+"""Kinds of stages by name."""

@@ -1,0 +1,113 @@
+"""Stages that pass a model on, and the one that is any program."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from agentevo.config import RunConfig, Section
+from agentevo.errors import ConfigError
+from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+
+
+class SourceOptions(Section):
+    """What is passed on."""
+
+    source: str
+    """A model, such as ${stages.NAME.checkpoint}."""
+
+
+class MergeStage(StageKind):
+    about: ClassVar[str] = "one plain model of adapters and their base, as `agentevo merge`"
+    Options: ClassVar[type[Section]] = SourceOptions
+    reads_recipe: ClassVar[bool] = False
+    makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
+    measured: ClassVar[bool] = True
+
+    def words(self, job: Job) -> list[str]:
+        return [*AGENTEVO, "merge", job.options.source, str(job.folder / "model")]
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "model" / "config.json").is_file()
+
+    def made(self, job: Job) -> Made:
+        return Made({"checkpoint": job.folder / "model"})
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"checkpoint": folder / "model"}
+
+
+class ExportStage(StageKind):
+    about: ClassVar[str] = "a copy of a model without what its training needed"
+    Options: ClassVar[type[Section]] = SourceOptions
+    reads_recipe: ClassVar[bool] = False
+    makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
+    def words(self, job: Job) -> list[str]:
+        out = str(job.folder / "model")
+        return [sys.executable, "-m", "agentevo.pipeline.export_model", job.options.source, out]
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "model" / "config.json").is_file()
+
+    def made(self, job: Job) -> Made:
+        return Made({"checkpoint": job.folder / "model"})
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"checkpoint": folder / "model"}
+
+
+class CommandOptions(Section):
+    """A program, and what it makes."""
+
+    run: tuple[str, ...] = Field(min_length=1)
+    """The program with its arguments, such as [agentevo, optimize, ...]: `agentevo` is this
+    version's. It is started in the current folder, and may write into ${stage.folder}."""
+    file: str | None = None
+    """A file in the stage's folder that it makes: `${stages.NAME.file}`."""
+    checkpoint: str | None = None
+    """A folder in the stage's folder with a model that it makes: `${stages.NAME.checkpoint}`."""
+    resume: tuple[str, ...] | None = None
+    """Arguments that are added where it goes on with what an interrupted life left in its folder.
+    Default: its folder is emptied, and it begins again."""
+
+
+class CommandStage(StageKind):
+    about: ClassVar[str] = "any program: exit code 0 is success"
+    Options: ClassVar[type[Section]] = CommandOptions
+    reads_recipe: ClassVar[bool] = False
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        for key in ("file", "checkpoint"):
+            given = getattr(options, key)
+            if given is not None and (Path(given).is_absolute() or ".." in Path(given).parts):
+                raise ConfigError(f"options.{key}: {given} is not within the stage's own folder")
+
+    def words(self, job: Job) -> list[str]:
+        options: CommandOptions = job.options
+        program, *arguments = options.run
+        more = options.resume or () if job.resume else ()
+        first = list(AGENTEVO) if program == "agentevo" else [program]
+        return [*first, *arguments, *more]
+
+    def is_finished(self, job: Job) -> bool:
+        return all(path.exists() for path in self._outputs(job).values())
+
+    def can_resume(self, job: Job) -> bool:
+        return job.options.resume is not None
+
+    def made(self, job: Job) -> Made:
+        return Made(self._outputs(job))
+
+    def _outputs(self, job: Job) -> dict[str, Path]:
+        given = {key: getattr(job.options, key) for key in ("file", "checkpoint")}
+        return {key: job.folder / name for key, name in given.items() if name is not None}
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"file": folder / "file", "checkpoint": folder / "checkpoint"}
+
+
+MERGE, EXPORT, COMMAND = MergeStage(), ExportStage(), CommandStage()

@@ -1,0 +1,317 @@
+"""From named stages to what is run, in order: every round of a repeated stage is an instance of its
+own, and every model that is measured has one that measures it.
+
+    a stage         rl
+    a round         spin.2        of a group: improve.2.rl
+    a measurement   rl@held_out   of the model that the pipeline begins with: start@held_out
+
+Invariant: an instance stands behind all that it waits for. Nothing here looks at a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from agentevo.errors import ConfigError
+from agentevo.pipeline.kinds import StageKind, stage_kinds
+from agentevo.pipeline.references import Reference, ReferenceProblem, references_in
+from agentevo.pipeline.schema import PipelineConfig, StageConfig
+from agentevo.pipeline.when import condition
+from agentevo.registry import nearest
+
+HELD_OUT = "held_out"
+START = "start"
+"""The model that the pipeline begins with."""
+GAINS = ("success", "reward", "gain", "gain_from_start")
+"""Numbers that a measurement gives, beside the ends of their intervals."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One stage, or one round of one, or a measurement."""
+
+    id: str
+    path: tuple[str, ...]
+    """Where it is written: the names below `stages`."""
+    stage: StageConfig
+    kind: StageKind
+    group: str | None = None
+    """The repeated stage that it is a round of, or belongs to."""
+    round: int = 1
+    needs: tuple[str, ...] = ()
+    """Ids of what must be done, or left out, before."""
+    measures: str | None = None
+    """The id of the instance whose checkpoint it measures; START for the first model."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether another instance measures its model."""
+        wanted = self.stage.measure
+        return self.measures is None and (self.kind.measured if wanted is None else wanted)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All instances, each behind what it waits for."""
+
+    instances: tuple[Instance, ...]
+    by_id: Mapping[str, Instance] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_id", {one.id: one for one in self.instances})
+
+    def targets(self, reference: Reference, of: Instance) -> list[str]:
+        """Ids of the instances that a reference may mean, the first that is done counting; empty
+        where there can be none, as in the first round. Raises ReferenceProblem for a name that
+        there is not."""
+        if reference.scope in ("stage", "round"):
+            return []
+        if reference.scope == "previous":
+            return self._of_rounds(reference, of, of.group, of.round - 1)
+        names = reference.names
+        if of.group is not None and len(names) == 1:
+            inner = instance_id(of.group, of.round, names[0])
+            if inner in self.by_id:
+                return [inner]
+        if len(names) == 1 and names[0] in self.by_id:
+            return [names[0]]
+        return self._of_rounds(reference, of, names[0], None)
+
+    def _of_rounds(
+        self, reference: Reference, of: Instance, group: str | None, last: int | None
+    ) -> list[str]:
+        inner = reference.names[-1] if reference.scope == "previous" and reference.names else ""
+        if reference.scope == "stages" and len(reference.names) == 2:
+            inner = reference.names[1]
+        rounds = [
+            one
+            for one in self.instances
+            if one.group == group and group is not None and one.measures is None
+        ]
+        own = [one for one in rounds if one.id == instance_id(group or "", one.round, inner)]
+        if not own:
+            raise ReferenceProblem(_unknown(self, reference, of))
+        found = [one for one in own if last is None or one.round <= last]
+        return [one.id for one in sorted(found, key=lambda one: -one.round)]
+
+
+def _unknown(plan: Plan, reference: Reference, of: Instance) -> str:
+    if reference.scope == "previous" and of.group is None:
+        return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
+    known = list(dict.fromkeys(one.path[-1] for one in plan.instances if one.measures is None))
+    known += [one for one in dict.fromkeys(o.group for o in plan.instances) if one is not None]
+    wanted = ".".join(reference.names)
+    guess = nearest(reference.names[-1] if reference.names else "", known)
+    hint = f"did you mean {guess}? " if guess else ""
+    return (
+        f"${{{reference.text}}}: there is no such stage as {wanted or 'this'!r}: {hint}there are "
+        f"{', '.join(sorted(set(known)))}"
+    )
+
+
+def instance_id(group: str, round_: int, inner: str) -> str:
+    """`spin.2`, of a stage in a group `improve.2.rl`."""
+    return ".".join([group, str(round_), *([inner] if inner else [])])
+
+
+def make_plan(config: PipelineConfig, where: str) -> Plan:
+    """Raises ConfigError, a line for each problem: kinds, names and keys that there are not, and
+    stages that wait for one another."""
+    problems: list[str] = []
+    bare: list[Instance] = []
+    for name, stage in config.stages.items():
+        for number in range(1, stage.repeat + 1):
+            for inner, own in (stage.stages or {"": stage}).items():
+                path = (name, *(["stages", inner] if inner else []))
+                try:
+                    kind = stage_kinds.get(own.kind)
+                except ConfigError as error:
+                    problems.append(f"{_place(path)}.kind: {error}")
+                    continue
+                repeated = stage.is_repeated
+                id_ = instance_id(name, number, inner) if repeated else name
+                group = name if repeated else None
+                bare.append(Instance(id_, path, own, kind, group, number))
+    if not problems:
+        plan = Plan(tuple(bare))
+        needs = {one.id: _needs(plan, one, config, problems) for one in bare}
+        if not problems:
+            measured = tuple(_with_measurements(bare, needs, config))
+            return Plan(_in_order(measured, where))
+    lines = dict.fromkeys(problems)
+    raise ConfigError("\n".join(f"{where}: {line}" for line in lines))
+
+
+def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
+    """All texts of a stage in which there may be references, the pipeline's `config` too."""
+    stage = instance.stage
+    common = [config.config] if instance.kind.reads_recipe else []
+    reference = [] if stage.reference == "start" else [stage.reference]
+    return [*common, stage.config, stage.model, stage.options, list(stage.when), *reference]
+
+
+def _needs(
+    plan: Plan, one: Instance, config: PipelineConfig, problems: list[str]
+) -> dict[str, None]:
+    """Ids that it waits for, in order; appends what is wrong to `problems`."""
+    place, needs = _place(one.path), dict[str, None]()
+    try:
+        for text in one.stage.when:
+            condition(text)
+        for reference in references_in(written_in(one, config)):
+            needs |= _referred(plan, one, reference)
+    except (ReferenceProblem, ValueError) as error:
+        problems.append(f"{place}: {error}")
+    outer = config.stages[one.path[0]]
+    for name in dict.fromkeys([*one.stage.needs, *outer.needs]):
+        parts = tuple(name.split("."))
+        wanted = Reference("stages", parts[:2], "folder")
+        try:
+            needs |= dict.fromkeys(_all_of(plan, one, name) or plan.targets(wanted, one))
+        except ReferenceProblem as error:
+            problems.append(f"{place}.needs: {str(error).partition(': ')[2]}")
+    if one.round > 1:  # rounds follow one another
+        needs |= {
+            other.id: None
+            for other in plan.instances
+            if other.group == one.group and other.round == one.round - 1
+        }
+    if one.id in needs:
+        problems.append(f"{place}: refers to itself: name another stage, or ${{stage.folder}}")
+    return needs
+
+
+def _all_of(plan: Plan, of: Instance, name: str) -> list[str]:
+    """The last round of a group, whole."""
+    rounds = [one for one in plan.instances if one.group == name and name != of.group]
+    return [one.id for one in rounds if one.round == max(other.round for other in rounds)]
+
+
+def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None]:
+    """What a reference waits for, its fallback's too. Raises ReferenceProblem."""
+    needs: dict[str, None] = {}
+    if isinstance(reference.fallback, Reference):
+        needs |= _referred(plan, one, reference.fallback)
+    if reference.scope == "round" and one.group is None:
+        raise ReferenceProblem("${round}: only a repeated stage has rounds: set repeat")
+    if reference.scope in ("round", "stage"):
+        return needs
+    targets = plan.targets(reference, one)
+    if not targets and reference.fallback is None:
+        raise ReferenceProblem(
+            f"${{{reference.text}}}: the first round has none before it: write what counts there "
+            f"behind a bar, ${{{reference.text}|stages.NAME.{reference.key}}} or "
+            f"${{{reference.text}|MODEL}}"
+        )
+    for target in targets:
+        _check_key(plan.by_id[target], reference)
+        is_gain = reference.key.partition("_low")[0].partition("_high")[0] in GAINS
+        is_measured = is_gain and plan.by_id[target].is_measured
+        needs[f"{target}@{HELD_OUT}" if is_measured else target] = None
+    return needs
+
+
+def _check_key(target: Instance, reference: Reference) -> None:
+    """Raises ReferenceProblem for a key that the stage never has."""
+    kind, key = target.kind, reference.key
+    if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated(target)}:
+        made = ", ".join(["folder", *kind.makes, *_stated(target)])
+        raise ReferenceProblem(
+            f"${{{reference.text}}}: a stage of the kind {target.stage.kind} makes no {key}; "
+            f"it has {made}"
+        )
+    if key in GAINS and not target.is_measured and target.stage.kind not in ("evaluate", "score"):
+        raise ReferenceProblem(
+            f"${{{reference.text}}}: the stage is not measured on the held-out tasks: set "
+            "measure: true there"
+        )
+
+
+def _stated(target: Instance) -> list[str]:
+    """Outputs that the stage's own options name, as `command` does."""
+    return [key for key in ("checkpoint", "file") if target.stage.options.get(key) is not None]
+
+
+def _with_measurements(
+    bare: Sequence[Instance], needs: Mapping[str, Mapping[str, None]], config: PipelineConfig
+) -> Iterator[Instance]:
+    """The instances with what they need, and those that measure them."""
+    kind = stage_kinds.get("evaluate")
+    held_out = config.held_out is not None
+    measured = [one for one in bare if one.is_measured] if held_out else []
+    if measured:
+        yield Instance(f"{START}@{HELD_OUT}", (), StageConfig(), kind, measures=START)
+    by_id = {one.id: one for one in measured}
+    for one in bare:
+        own = {
+            need if need in needs or need.partition("@")[0] in by_id else need.partition("@")[0]: 0
+            for need in needs[one.id]
+        }
+        if one.round > 1 and config.stages[one.path[0]].stop is not None:
+            own |= {f"{need}@{HELD_OUT}": 0 for need in list(own) if need in by_id}
+        whole = Instance(
+            one.id, one.path, one.stage, one.kind, one.group, one.round, tuple(own), None
+        )
+        yield whole
+        if one.id in by_id:
+            waits = (one.id, f"{START}@{HELD_OUT}")
+            measurement = StageConfig(kind="evaluate")
+            yield Instance(
+                f"{one.id}@{HELD_OUT}",
+                one.path,
+                measurement,
+                kind,
+                one.group,
+                one.round,
+                waits,
+                one.id,
+            )
+
+
+def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
+    """Each behind what it waits for, otherwise as they are written. Raises ConfigError for a
+    ring."""
+    place = {one.id: number for number, one in enumerate(instances)}
+    waits = {one.id: {need for need in one.needs if need in place} for one in instances}
+    after: dict[str, list[str]] = {one.id: [] for one in instances}
+    for name, needs in waits.items():
+        for need in needs:
+            after[need].append(name)
+    ready: list[int] = []
+    for name, needs in waits.items():
+        if not needs:
+            heappush(ready, place[name])
+    ordered: list[Instance] = []
+    while ready:
+        one = instances[heappop(ready)]
+        ordered.append(one)
+        for name in after[one.id]:
+            waits[name].discard(one.id)
+            if not waits[name]:
+                heappush(ready, place[name])
+    if len(ordered) < len(instances):
+        ring = _ring({name: needs for name, needs in waits.items() if needs})
+        raise ConfigError(
+            f"{where}: stages: {' -> '.join(ring)} wait for one another: none can be first; take "
+            "one of these references or needs away"
+        )
+    return tuple(ordered)
+
+
+def _ring(waits: Mapping[str, set[str]]) -> list[str]:
+    """One ring of those that wait: each waits for the next."""
+    name, seen = next(iter(waits)), list[str]()
+    while name not in seen:
+        seen.append(name)
+        name = next(need for need in sorted(waits[name]) if need in waits)
+    return [*seen[seen.index(name) :], name]
+
+
+def _place(path: Sequence[str]) -> str:
+    return ".".join(["stages", *path])
+
+
+Lookup = Callable[[Reference], str | float]
+"""What a reference stands for."""

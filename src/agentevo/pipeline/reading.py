@@ -1,0 +1,291 @@
+"""Reading a pipeline: the file, what the command line changes in it, and every check that can be
+made before anything is created.
+
+    agentevo pipeline r1 seed=3 cold_start.sft.epochs=2 improve.rl.trainer.steps=5
+
+A word's first part is a key of the pipeline or the name of a stage; below a stage its own keys
+(`repeat`, `options`, ...), and everything else is of its recipe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from agentevo.config import RunConfig, sources
+from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
+from agentevo.parsing import ParseError, parse_yaml
+from agentevo.paths import name_problem
+from agentevo.pipeline.leaks import Leaks
+from agentevo.pipeline.plan import Instance, Plan, make_plan
+from agentevo.pipeline.recipes import Recipes
+from agentevo.pipeline.references import Reference, ReferenceProblem, references_in, replaced
+from agentevo.pipeline.schema import PipelineConfig, StageConfig
+from agentevo.registry import nearest
+
+ENDING = ".pipeline.yaml"
+"""How the file of a packaged pipeline ends."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A checked pipeline."""
+
+    config: PipelineConfig
+    where: str
+    """What a message calls its file."""
+    home: Path
+    """The folder that its paths are from."""
+    plan: Plan
+
+    @property
+    def dir(self) -> Path:
+        """Absolute."""
+        folder = self.config.dir if self.config.dir is not None else Path("runs") / self.config.name
+        return folder.absolute()
+
+    def recipes(self, seed: int) -> Recipes:
+        """Of one seed."""
+        return Recipes(self.config, self.where, self.home, seed)
+
+
+def packaged_pipelines() -> dict[str, Path]:
+    """The file of every packaged pipeline by its name."""
+    return sources.packaged_files(ENDING)
+
+
+def find_pipeline(word: str) -> Path:
+    """A YAML path, or the file of a packaged pipeline. Raises ConfigError."""
+    if problem := name_problem(word):
+        raise ConfigError(f"pipeline {sources.shortened(word)!r}: {problem}")
+    known = packaged_pipelines()
+    if word.endswith((".yaml", ".yml")):
+        if os.path.isfile(word):
+            return Path(word)
+        names = ", ".join(known)
+        raise ConfigError(f"pipeline {word}: no such file (packaged pipelines: {names})")
+    if word in known:
+        return known[word]
+    guess = nearest(word, list(known))
+    hint = f"did you mean {guess!r}? " if guess else ""
+    raise UnknownNameError(
+        f"no pipeline is called {sources.shortened(word)!r}: {hint}packaged pipelines: "
+        f"{', '.join(known)}; or give the path of a .yaml file"
+    )
+
+
+def load_pipeline(word: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
+    """Reads and checks a pipeline's file. Raises ConfigError with a line for each problem, before
+    anything is created."""
+    path = find_pipeline(str(word))
+    name = path.name.removesuffix(ENDING).removesuffix(".yaml").removesuffix(".yml")
+    tree = sources.read_yaml(path)
+    return build_pipeline(tree, overrides, where=str(path), folder=path.parent, name=name)
+
+
+def build_pipeline(
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "pipeline",
+    folder: Path | None = None,
+    name: str = "pipeline",
+) -> Pipeline:
+    """Like `load_pipeline`, from a mapping. `where` begins each line about a problem, `folder` is
+    where relative paths start (default: the current one), `name` is the default of its name."""
+    for override in overrides:
+        tree = _overridden(tree, override)
+    try:
+        config = PipelineConfig.model_validate({"name": name, **tree})
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_lines(error, where))) from error
+    home = (folder or Path.cwd()).absolute()
+    pipeline = Pipeline(config, where, home, make_plan(config, where))
+    _check_names(pipeline)
+    check_recipes(pipeline)
+    return pipeline
+
+
+def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
+    lines = []
+    for one in error.errors():
+        key = ".".join(str(part) for part in one["loc"])
+        what = one["msg"].removeprefix("Value error, ")
+        if one["type"] == "extra_forbidden":
+            model = StageConfig if one["loc"][0] == "stages" else PipelineConfig
+            guess = nearest(str(one["loc"][-1]), list(model.model_fields))
+            hint = f": did you mean {guess}?" if guess else ""
+            what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
+        lines.append(f"{where}: {sources.shortened(key or 'pipeline')}: {what}")
+    return lines
+
+
+def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """The tree with `first.more=value` on top. Raises ConfigError."""
+    key, text = sources.split_override(override)
+    try:
+        value = parse_yaml(text)
+    except ParseError as error:
+        raise ConfigError(f"override {sources.shortened(override)}: {error}") from error
+    parts = _full_key(tree, key.split("."), override)
+    for part in reversed(parts):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return sources.overlay(tree, value)
+
+
+def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[str]:
+    """`rl.trainer.steps` -> stages.rl.config.trainer.steps."""
+    first, stages = parts[0], tree.get("stages")
+    names = list(stages) if isinstance(stages, Mapping) else []
+    if first in PipelineConfig.model_fields and first not in names:
+        return parts if first != "stages" else _full_key(tree, parts[1:] or [""], override)
+    if first not in names:
+        guess = nearest(first, [*names, *PipelineConfig.model_fields])
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"override {sources.shortened(override)}: {first!r} is no stage and no key of a "
+            f"pipeline: {hint}the stages are {', '.join(names)}"
+        )
+    return ["stages", first, *_below_stage(stages[first], parts[1:], override)]  # type: ignore[index]
+
+
+def _below_stage(stage: Any, parts: list[str], override: str) -> list[str]:
+    inner = stage.get("stages") if isinstance(stage, Mapping) else None
+    if isinstance(inner, Mapping) and parts and parts[0] in inner:
+        return ["stages", parts[0], *_below_stage(inner[parts[0]], parts[1:], override)]
+    if not parts:
+        raise ConfigError(
+            f"override {sources.shortened(override)}: names a stage and no key of it: write "
+            "STAGE.repeat=3 or STAGE.trainer.steps=10"
+        )
+    is_own = parts[0] in StageConfig.model_fields and (parts[0] != "model" or len(parts) == 1)
+    if is_own or isinstance(inner, Mapping):
+        return parts
+    return ["config", *parts]
+
+
+def _check_names(pipeline: Pipeline) -> None:
+    """Raises ConfigError for folders that could not be made."""
+    from agentevo.paths import check_new_folder
+
+    check_new_folder(pipeline.dir, "dir")
+    config = pipeline.config
+    if config.overwrite and Path.cwd().is_relative_to(pipeline.dir):
+        raise ConfigError(
+            f"overwrite would delete {pipeline.dir}, where you are: give the pipeline a folder of "
+            "its own with dir"
+        )
+    if config.table is not None:
+        from agentevo.runs.result_table import check_page
+
+        check_page(config.table)
+
+
+def check_recipes(pipeline: Pipeline) -> None:
+    """Reads the recipe and the options of every stage, of repeated ones those of the first two
+    rounds, and compares held-out tasks with what is trained on. What other stages will make stands
+    for itself by its future path. Raises ConfigError."""
+    seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
+    recipes, leaks, problems = pipeline.recipes(seed), Leaks(), list[str]()
+    measured = False
+    for one in pipeline.plan.instances:
+        if one.round > 2 or (one.measures is not None and measured):
+            continue
+        measured = measured or one.measures is not None
+        place = f"{pipeline.where}: {recipes.place(one)}"
+        try:
+            config = checked_config(pipeline, recipes, one)
+            if config is not None:
+                trains = one.measures is None and one.stage.kind in ("train", "sft", "rm")
+                leaks.see(config, recipes.place(one), trains=trains, command=one.stage.kind)
+        except (AgentEvoError, ReferenceProblem) as error:
+            lines = str(error).splitlines()
+            problems += [
+                line if line.startswith((f"{pipeline.where}:", "override")) else f"{place}: {line}"
+                for line in lines
+            ]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
+    """The recipe of a stage before anything has run. Raises ConfigError."""
+    meaning = _Planned(pipeline, one)
+    kind, stage = one.kind, one.stage
+    options = read_options(one, replaced(stage.options, meaning))
+    model = replaced(stage.model, meaning) if stage.model is not None else None
+    if not kind.reads_recipe:
+        if stage.recipe or stage.config or stage.model:
+            raise ConfigError(
+                f"kind: {stage.kind} reads no recipe: leave recipe, config and model out"
+            )
+        kind.check(None, options, None)
+        return None
+    tree, folder = recipes.tree(one, model)
+    run_dir = stage_folder(pipeline.dir, one)
+    config = recipes.read(one, replaced(tree, meaning), folder, run_dir)
+    kind.check(config, options, model)
+    if stage.kind in ("train", "sample", "sft") and not list(references_in(tree)):
+        from agentevo.orchestration.checks import check_parts, check_sft_parts
+
+        later = bool(list(references_in(stage.model)))  # its model can't be looked at yet
+        if stage.kind == "sft":
+            check_sft_parts(config, resume=later)
+        else:
+            check_parts(config, None, resume=later)
+    return config
+
+
+def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
+    """The kind's own keys. Raises ConfigError."""
+    try:
+        return one.kind.Options.model_validate(given)
+    except pydantic.ValidationError as error:
+        lines = []
+        for wrong in error.errors():
+            key = ".".join(str(part) for part in wrong["loc"])
+            what = wrong["msg"].removeprefix("Value error, ")
+            if wrong["type"] == "extra_forbidden":
+                known = ", ".join(one.kind.Options.model_fields) or "none"
+                what = f"is no option of the kind {one.stage.kind}, which has {known}"
+            if wrong["type"] == "missing":
+                what = "must be given"
+            lines.append(f"options.{key}: {what}")
+        raise ConfigError("\n".join(lines)) from error
+
+
+def stage_folder(dir_: Path, one: Instance) -> Path:
+    """Of an instance, in the folder of a pipeline (of one seed)."""
+    if one.measures is not None:
+        return dir_ / "held_out" / one.measures
+    return dir_ / "stages" / one.id
+
+
+class _Planned:
+    """What references stand for before anything has run."""
+
+    def __init__(self, pipeline: Pipeline, one: Instance) -> None:
+        self.pipeline, self.one = pipeline, one
+
+    def __call__(self, reference: Reference) -> str | float:
+        if reference.scope == "round":
+            return self.one.round
+        if reference.scope == "stage":
+            return str(stage_folder(self.pipeline.dir, self.one))
+        targets = self.pipeline.plan.targets(reference, self.one)
+        if not targets:
+            fallback = reference.fallback
+            assert fallback is not None
+            return self(fallback) if isinstance(fallback, Reference) else fallback
+        target = self.pipeline.plan.by_id[targets[0]]
+        folder = stage_folder(self.pipeline.dir, target)
+        if reference.key == "folder":
+            return str(folder)
+        planned = target.kind.planned(folder)
+        return str(planned[reference.key]) if reference.key in planned else 0.0

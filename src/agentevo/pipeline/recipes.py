@@ -1,0 +1,148 @@
+"""The recipe of a stage: the pipeline's or its own, with what the pipeline and the stage change in
+it, and with what the pipeline decides for all (name, folder, seed).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentevo.config import RunConfig, build_config, sources
+from agentevo.config.sweep import nested, with_changes
+from agentevo.config.tasks import with_absolute_paths
+from agentevo.errors import ConfigError
+from agentevo.pipeline.plan import Instance
+from agentevo.pipeline.schema import HeldOutSection, PipelineConfig
+from agentevo.seeds import derive_seed
+
+OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "store.url", "sweep")
+"""What the pipeline decides, so that no stage may set it."""
+FILE_KEYS = {
+    "tasks": ("train", "eval"),
+    "data": ("train", "eval", "pairs", "pairs_from", "best_of"),
+    "rm": ("pairs", "eval"),
+}
+
+
+class Recipes:
+    """The recipes of one pipeline for one seed, read once."""
+
+    def __init__(self, config: PipelineConfig, where: str, home: Path, seed: int) -> None:
+        """`home`: the folder of the pipeline's file."""
+        self.config, self.where, self.home, self.seed = config, where, home, seed
+        self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
+
+    def tree(self, one: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
+        """The recipe's tree with `${...}` of the pipeline as they are written, and the folder from
+        which its own paths are. Raises ConfigError."""
+        changes: list[tuple[str, Mapping[str, Any]]] = [("config", self.config.config)]
+        if one.measures is not None:
+            assert self.config.held_out is not None
+            name = self.config.held_out.recipe or self.config.recipe
+            changes.append(("held_out.config", self.config.held_out.config))
+        else:
+            name = one.stage.recipe or self.config.recipe
+            changes.append((f"stages.{'.'.join(one.path)}.config", one.stage.config))
+        tree, folder = self._recipe(name)
+        for key, change in changes:
+            own = self._own(nested(change), key)
+            tree = with_changes(tree, own)
+        if one.measures is not None:
+            return self._for_held_out(tree, one), folder
+        tree = sources.overlay(tree, one.kind.fixed(None))
+        if model is not None:
+            tree = with_model(tree, model, nested(one.stage.config))
+        if one.stage.reference != "start":
+            given = {"reference_model": one.stage.reference}
+            tree = sources.overlay(tree, {"algorithm": given})
+        if one.stage.optimizer == "carried":
+            tree = sources.overlay(tree, {"trainer": {"optimizer_from": model}})
+        return tree, folder
+
+    def _recipe(self, name: str | None) -> tuple[dict[str, Any], Path]:
+        if name not in self._read:
+            if name is None:
+                self._read[name] = ({}, self.home)
+            else:
+                beside = self.home / os.path.expanduser(name)
+                path = beside if os.path.isfile(beside) else sources.find_recipe(name)
+                self._read[name] = (sources.read_yaml(path), path.parent)
+        return self._read[name]
+
+    def _own(self, change: dict[str, Any], key: str) -> dict[str, Any]:
+        """A change with the paths that are from the pipeline's own folder. Raises ConfigError for
+        what the pipeline decides."""
+        for leaf in sources.leaves(change):
+            taken = next((own for own in OWN_KEYS if f"{leaf}.".startswith(f"{own}.")), None)
+            if taken:
+                raise ConfigError(
+                    f"{self.where}: {key}: sets {leaf}, which the pipeline decides for each stage: "
+                    "remove it"
+                )
+        for section, keys in FILE_KEYS.items():
+            if section in change:
+                change[section] = with_absolute_paths(change[section], keys, self.home)
+        if isinstance(change.get("import"), list):
+            change["import"] = [self._imported(one) for one in change["import"]]
+        return change
+
+    def _imported(self, module: Any) -> Any:
+        path = self.home / str(module)
+        return str(path.resolve()) if str(module).endswith(".py") and path.is_file() else module
+
+    def _for_held_out(self, tree: dict[str, Any], one: Instance) -> dict[str, Any]:
+        held_out = self.config.held_out
+        assert isinstance(held_out, HeldOutSection)
+        return sources.overlay(tree, {"evaluation": {"tasks": held_out.tasks}})
+
+    def read(
+        self, one: Instance, tree: Mapping[str, Any], folder: Path, run_dir: Path
+    ) -> RunConfig:
+        """Checks a tree without references of the pipeline. Raises ConfigError."""
+        own = {
+            "run": {
+                "name": one.id.replace("@", "-"),
+                "dir": str(run_dir),
+                "seed": self.seed_of(one),
+                "overwrite": False,
+            }
+        }
+        if self.config.parallel > 1:
+            tree = sources.overlay({"run": {"threads": 1}}, tree)
+        return build_config(
+            sources.overlay(tree, own),
+            where=f"{self.where}: {self.place(one)}",
+            folder=folder,
+            needs_environment=one.kind.needs_environment,
+        )
+
+    def seed_of(self, one: Instance) -> int:
+        """run.seed of an instance."""
+        if one.measures is not None:
+            assert self.config.held_out is not None
+            return self.config.held_out.seed
+        return derive_seed(self.seed, "stage", one.id) % 2**31
+
+    def place(self, one: Instance) -> str:
+        """Where in the file it is written."""
+        return "held_out" if one.measures is not None else ".".join(["stages", *one.path])
+
+
+def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with another model to begin with: a tiny policy's shape goes with the name, unless
+    the stage gives one itself; adapters that are to be trained on go into model.lora.adapter."""
+    section = tree.get("model")
+    given = dict(section) if isinstance(section, Mapping) else {}
+    if model != "tiny" and not (isinstance(own.get("model"), Mapping) and "tiny" in own["model"]):
+        given.pop("tiny", None)
+    if os.path.isfile(os.path.join(model, "adapter_config.json")):
+        lora = given.get("lora")  # an adapter brings its own settings, but for those of the base
+        kept = (
+            {"quantize": lora["quantize"]} if isinstance(lora, dict) and "quantize" in lora else {}
+        )
+        given["lora"] = {**kept, "adapter": model}
+    else:
+        given["name"] = model
+    return {**tree, "model": given}

@@ -1,0 +1,103 @@
+"""`${...}` in a pipeline: what another stage made.
+
+    ${stages.NAME.KEY}            KEY of the stage NAME; of a repeated one that of its last round
+    ${stages.GROUP.NAME.KEY}      of a stage in a group, likewise
+    ${previous.KEY}               in a repeated stage: of the round before
+    ${previous.NAME.KEY}          in a group: of a stage of it, in the round before
+    ${round}  ${stage.folder}     the number of the round, the stage's own folder
+
+After `|` stands what counts where there is none (in the first round, or since the stage was left
+out): another reference without its `${}`, or a text. KEY is `folder`, `checkpoint`, `file`, or a
+number that the stage came to, such as `success`. Every other `${...}` is the recipe's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentevo.pipeline.schema import NAME
+
+_REFERENCE = re.compile(r"\$\{\s*(?P<text>(?:stages|previous|stage)\.[^{}]*|round)\s*\}")
+_BEGINS = ("stages.", "previous.", "stage.")
+
+
+class ReferenceProblem(ValueError):
+    """Why a reference can't be one."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference as it is written."""
+
+    scope: str
+    """`stages`, `previous`, `stage`, or `round`."""
+    names: tuple[str, ...]
+    """Of the stage, or of the group and a stage in it; empty where it is the own one."""
+    key: str
+    fallback: Reference | str | None = None
+    """What counts where there is none."""
+
+    @property
+    def text(self) -> str:
+        """As it was written, without fallback."""
+        return ".".join([self.scope, *self.names, *([self.key] if self.key else [])])
+
+
+def parsed(text: str) -> Reference:
+    """What stands within `${}`. Raises ReferenceProblem."""
+    written, bar, rest = (part.strip() for part in text.partition("|"))
+    fallback: Reference | str | None = None
+    if bar:
+        is_reference = rest.startswith(_BEGINS) or rest == "round"
+        fallback = parsed(rest) if is_reference else rest
+        if rest == "":
+            raise ReferenceProblem(f"${{{text[:80]}}} has nothing after `|`")
+    if written == "round":
+        return Reference("round", (), "", fallback)
+    scope, *parts = (part.strip() for part in written.split("."))
+    if scope == "stage" and parts == ["folder"]:
+        return Reference("stage", (), "folder", fallback)
+    most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
+    if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(one) for one in parts):
+        raise ReferenceProblem(
+            f"${{{text[:80]}}} is no reference: write ${{stages.NAME.checkpoint}}, "
+            "${previous.checkpoint}, ${stage.folder} or ${round}"
+        )
+    return Reference(scope, tuple(parts[:-1]), parts[-1], fallback)
+
+
+def references_in(value: Any) -> Iterator[Reference]:
+    """Those in a tree, in order. Raises ReferenceProblem."""
+    for text in texts_in(value):
+        for match in _REFERENCE.finditer(text):
+            yield parsed(match["text"])
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text of a tree of mappings, lists and single values."""
+    if isinstance(value, Mapping):
+        for one in value.values():
+            yield from texts_in(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from texts_in(one)
+    elif isinstance(value, str):
+        yield value
+
+
+def replaced(value: Any, meaning: Callable[[Reference], str | float]) -> Any:
+    """A copy of a tree in which each reference is what `meaning` says of it; a text that is
+    nothing else is its value."""
+    if isinstance(value, Mapping):
+        return {key: replaced(one, meaning) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replaced(one, meaning) for one in value]
+    if not isinstance(value, str):
+        return value
+    whole = _REFERENCE.fullmatch(value.strip())
+    if whole:
+        return meaning(parsed(whole["text"]))
+    return _REFERENCE.sub(lambda match: str(meaning(parsed(match["text"]))), value)

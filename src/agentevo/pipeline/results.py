@@ -1,0 +1,256 @@
+"""What a pipeline came to: a table of its stages, the same as JSON, and report.html.
+
+Of one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). Of n
+seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import yaml
+
+from agentevo.console import format_duration
+from agentevo.credentials import without_passwords
+from agentevo.files import must_write, write_atomic
+from agentevo.pages.still import render_still
+from agentevo.pipeline.plan import HELD_OUT, START
+from agentevo.pipeline.reading import Pipeline
+from agentevo.pipeline.standing import Standing
+from agentevo.pipeline.state import StageState
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t at 97.5% with 1 to 10 degrees of freedom; of more it is nearly the normal 1.96."""
+AGAIN = "make room there, or make it writable, and resume"
+
+
+class Figure(NamedTuple):
+    """A mean with its interval; `pages.intervals` draws it."""
+
+    value: float
+    low: float
+    high: float
+
+
+def over_seeds(values: Sequence[float]) -> Figure | None:
+    """The module's formula; of one value the interval is unknown: the whole line."""
+    if not values:
+        return None
+    mean = fmean(values)
+    if len(values) == 1:
+        return Figure(mean, -math.inf, math.inf)
+    place = len(values) - 2
+    t = T_975[place] if place < len(T_975) else 1.96 + 2.6 / (place + 1)
+    margin = t * stdev(values) / math.sqrt(len(values))
+    return Figure(mean, mean - margin, mean + margin)
+
+
+def figure(states: Sequence[StageState], name: str) -> Figure | None:
+    """A number of one stage, over its seeds."""
+    values = [state.numbers[name] for state in states if name in state.numbers]
+    if len(values) != 1 or len(states) != 1:
+        return over_seeds(values)
+    numbers = states[0].numbers
+    return Figure(values[0], numbers[f"{name}_low"], numbers[f"{name}_high"])
+
+
+def success(numbers: Mapping[str, float]) -> str:
+    """`41.0%`."""
+    return f"{100 * numbers['success']:.1f}%" if "success" in numbers else "no share"
+
+
+def points(numbers: Mapping[str, float]) -> str:
+    """`+3.1 points [-1.0, 7.2]`."""
+    value, low, high = (100 * numbers[f"gain{end}"] for end in ("", "_low", "_high"))
+    return f"{value:+.1f} points [{low:.1f}, {high:.1f}]"
+
+
+def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str, Any]:
+    """table.md, table.json and report.html in the pipeline's folder. Returns what table.json holds,
+    and the table. Raises DiskError."""
+    rows = stage_rows(pipeline, standings)
+    table = markdown(rows, standings)
+    found = {
+        "name": pipeline.config.name,
+        "seeds": [one.seed for one in standings],
+        "status": [one.state.status for one in standings],
+        "wall_s": sum(one.state.wall_s for one in standings),
+        "tokens": sum(one.state.tokens for one in standings),
+        "cost": sum(one.state.cost for one in standings),
+        "stages": [row.as_json() for row in rows],
+    }
+    with must_write(pipeline.dir, AGAIN):
+        write_atomic(pipeline.dir / "table.md", table)
+        write_atomic(pipeline.dir / "table.json", json.dumps(found, indent=1))
+        write_atomic(pipeline.dir / "report.html", report_html(pipeline, standings, rows))
+    return {**found, "table": table}
+
+
+class StageRow(NamedTuple):
+    """One stage over all seeds."""
+
+    id: str
+    kind: str
+    status: str
+    """Of all seeds, where they differ."""
+    success: Figure | None
+    gain: Figure | None
+    total: Figure | None
+    """Over the model that the pipeline began with."""
+    wall_s: float
+    """Of one seed, in the mean."""
+    tokens: float
+    num_seeds: int
+    """Of which there is a measurement."""
+    why: str
+    measures_start: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For files."""
+        figures = {"success": self.success, "gain": self.gain, "gain_from_start": self.total}
+        return {
+            "stage": self.id,
+            "kind": self.kind,
+            "status": self.status,
+            **{
+                name: None
+                if one is None
+                else {
+                    key: value if math.isfinite(value) else None
+                    for key, value in one._asdict().items()
+                }
+                for name, one in figures.items()
+            },
+            "wall_s": self.wall_s,
+            "tokens": self.tokens,
+            "seeds_measured": self.num_seeds,
+            "why": self.why,
+        }
+
+
+def stage_rows(pipeline: Pipeline, standings: Sequence[Standing]) -> list[StageRow]:
+    """A row for each stage and round, the first model before them."""
+    rows = []
+    for one in pipeline.plan.instances:
+        if one.measures not in (None, START):
+            continue
+        own = [standing.state.stages[one.id] for standing in standings]
+        name = f"{one.id}@{HELD_OUT}" if one.measures is None else one.id
+        all_measured = [standing.state.stages.get(name) for standing in standings]
+        measured = [state for state in all_measured if state and state.status == "finished"]
+        reasons = dict.fromkeys(state.why for state in own if state.why)
+        rows.append(
+            StageRow(
+                START if one.measures == START else one.id,
+                "" if one.measures == START else one.stage.kind,
+                ", ".join(dict.fromkeys(state.status for state in own)),
+                figure(measured, "success"),
+                figure(measured, "gain"),
+                figure(measured, "gain_from_start"),
+                fmean(state.wall_s for state in own),
+                fmean(float(state.tokens) for state in own),
+                len(measured),
+                "; ".join(reasons)[:300],
+                one.measures == START,
+            )
+        )
+    return rows
+
+
+def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
+    """The table, with a line that says what its numbers are."""
+    header = ["stage", "kind", "held-out success", "gain, points", "gain from start", "time"]
+    lines = [header, ["---"] * len(header)]
+    for row in rows:
+        state = "" if row.status == "finished" else f" ({row.status})"
+        lines.append(
+            [
+                f"{row.id}{state}",
+                row.kind,
+                _percent(row.success),
+                _points(row.gain),
+                _points(row.total),
+                format_duration(row.wall_s) if row.wall_s else "",
+            ]
+        )
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{text}\n\n{legend(standings)}\n"
+
+
+def legend(standings: Sequence[Standing]) -> str:
+    """What the numbers are."""
+    seeds = ", ".join(str(one.seed) for one in standings)
+    if len(standings) == 1:
+        return (
+            f"One seed ({seeds}). Intervals are those of a mean over the held-out tasks, and say "
+            "nothing of other seeds. The gain is over the model that the stage began with."
+        )
+    return (
+        f"Means over {len(standings)} seeds ({seeds}) with 95% intervals by Student's t. The gain "
+        "is over the model that the stage began with; time is that of one seed."
+    )
+
+
+def _percent(one: Figure | None) -> str:
+    if one is None:
+        return ""
+    return f"{100 * one.value:.1f}%" + _ends(one, 100 * one.low, 100 * one.high)
+
+
+def _points(one: Figure | None) -> str:
+    if one is None:
+        return ""
+    return f"{100 * one.value:+.1f}" + _ends(one, 100 * one.low, 100 * one.high)
+
+
+def _ends(one: Figure, low: float, high: float) -> str:
+    return f" [{low:.1f}, {high:.1f}]" if math.isfinite(one.low) else ""
+
+
+def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequence[StageRow]) -> str:
+    """The whole page."""
+    config = pipeline.config
+    states = [one.state for one in standings]
+    measured = [row for row in rows if row.success is not None]
+    facts = [
+        ("state", ", ".join(dict.fromkeys(one.status for one in states)), ""),
+        ("seeds", ", ".join(str(one.seed) for one in standings), ""),
+        ("stages", f"{len(pipeline.config.stages)}", ""),
+        ("time", format_duration(sum(one.wall_s for one in states)), ""),
+        ("tokens", f"{sum(one.tokens for one in states):,}", ""),
+    ]
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return render_still(
+        "pipeline_report.html",
+        name=config.name,
+        about=config.description,
+        made_at=time.time(),
+        facts=facts,
+        first=measured[0].success if measured else None,
+        last=measured[-1].success if len(measured) > 1 else None,
+        total=measured[-1].total if len(measured) > 1 else None,
+        rows=rows,
+        legend=legend(standings),
+        lineage=[lineage(one) for one in standings],
+        config=without_passwords(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)),
+    )
+
+
+def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
+    """Of one seed: which stage used what, and what it made, by digests."""
+    rows = []
+    for name, state in standing.state.stages.items():
+        if "@" in name or not state.digest:
+            continue
+        used = ", ".join(f"{one.stage}.{one.key} {one.sha256[:10]}" for one in state.inputs)
+        made = ", ".join(
+            f"{key} {one.sha256[:10]}" for key, one in state.outputs.items() if key != "folder"
+        )
+        seed = "" if state.seed is None else str(state.seed)
+        rows.append([name, seed, used, made, str(state.starts), state.digest[:10]])
+    return f"seed {standing.seed}", rows

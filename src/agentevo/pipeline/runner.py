@@ -1,0 +1,337 @@
+"""Runs a pipeline: stages as processes of their own, several at once where they need not wait for
+one another, until all are done, something failed, the budget is used, or somebody asks to stop.
+
+    DIR/pipeline.yaml   what is run      pipeline.json   where it stands   report.html   table.md
+    DIR/recipes/ID.yaml   logs/ID.log   stages/ID/ (a run's folder, or files)   held_out/ID/
+    of several seeds: DIR/pipeline.yaml   table.md   table.json   seed-N/ (each as above)
+
+A lock on the folder is held by this process and by every stage that it starts, which inherit its
+file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed beside them.
+The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
+cleanly; a second kills it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.files import must_write, write_atomic
+from agentevo.observability.sweep_view import SweepView
+from agentevo.paths import short
+from agentevo.pipeline.reading import Pipeline
+from agentevo.pipeline.results import points, success, write_results
+from agentevo.pipeline.standing import Choice, Decided, Standing, names_of
+from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
+from agentevo.processes.members import held_lock, last_lines
+from agentevo.registry import nearest
+from agentevo.signals import collect_signals, end_stopped
+
+POLL_S = 0.1
+SAVED_EVERY_S = 5.0
+"""How often pipeline.json gets the time that has passed."""
+REASON_LINES = 8
+"""Lines of a failed stage's log that are shown."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+__all__ = ["Choice", "run_pipeline"]
+
+
+@dataclass
+class _UnderWay:
+    standing: Standing
+    decided: Decided
+    process: subprocess.Popen[bytes]
+    log: Path
+    name: str
+    since: float = field(default_factory=time.monotonic)
+
+
+def run_pipeline(
+    pipeline: Pipeline,
+    *,
+    resume: bool = False,
+    choice: Choice | None = None,
+    view: SweepView | None = None,
+) -> dict[str, Any]:
+    """Runs what is not finished, and returns the results: what table.json holds. Blocks.
+
+    Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
+    a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
+    """
+    choice = choice or Choice()
+    view = view or SweepView(pipeline.config.name)
+    _check(pipeline, resume, choice)
+    if pipeline.config.overwrite and not resume and pipeline.dir.exists():
+        with held_lock(pipeline.dir, LOCK, "pipeline"):
+            pass
+        shutil.rmtree(pipeline.dir)
+    pipeline.dir.mkdir(parents=True, exist_ok=True)
+    with view, held_lock(pipeline.dir, LOCK, "pipeline") as lock:
+        standings = [Standing(pipeline, folder, seed, choice) for seed, folder in _seeds(pipeline)]
+        with collect_signals(*STOP_SIGNALS) as received:
+            _begin(pipeline, standings)
+            life = _Life(pipeline, standings, view, lock, received)
+            failures = life.run()
+        results = write_results(pipeline, standings)
+        view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
+    end_stopped(received)
+    if failures:
+        number = len(failures)
+        what = f"{number} stage{'s' * (number != 1)} failed; --resume tries again"
+        raise AgentEvoError("\n".join([what, *failures]))
+    if life.over:
+        view.note(f"stopped: {life.over}; a larger budget goes on with --resume")
+    elif pipeline.config.table is not None:
+        from agentevo.runs.result_table import write_table
+
+        write_table(pipeline.config.table, results["table"])
+    return results
+
+
+def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
+    seeds = pipeline.config.seeds
+    if not seeds:
+        return [(pipeline.config.seed, pipeline.dir)]
+    return [(seed, pipeline.dir / f"seed-{seed}") for seed in seeds]
+
+
+def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
+    """Raises ConfigError, before anything is created or deleted."""
+    folder, config = pipeline.dir, pipeline.config
+    holds = is_pipeline_folder(folder)
+    if resume and config.overwrite:
+        raise ConfigError(
+            "--resume goes on with the pipeline in the folder and overwrite deletes it: give only "
+            "one of the two"
+        )
+    if resume and not holds:
+        raise ConfigError(
+            f"{short(folder)}: there is no pipeline to resume: leave --resume out, or give its "
+            "folder with dir"
+        )
+    if holds and not resume and not config.overwrite:
+        raise ConfigError(
+            f"{short(folder)} holds a pipeline already: go on with it with --resume, give another "
+            "dir, or delete it with overwrite=true"
+        )
+    if not holds and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        raise ConfigError(f"{short(folder)} is not empty and no pipeline: give another dir")
+    if resume and bool(config.seeds) == (folder / STATE).is_file():
+        raise ConfigError(
+            f"{short(folder)} was begun {'without' if config.seeds else 'with'} seeds: resume it "
+            "so, or give another dir"
+        )
+    known = {name for one in pipeline.plan.instances for name in names_of(one)} - {""}
+    for name in (*choice.only, *choice.skip, *([choice.start] if choice.start else [])):
+        if name not in known:
+            guess = nearest(name, sorted(known))
+            hint = f"did you mean {guess}? " if guess else ""
+            stages = ", ".join(pipeline.config.stages)
+            raise ConfigError(f"no stage is called {name!r}: {hint}the stages are {stages}")
+
+
+def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
+    """Writes what is run, and where it stands."""
+    text = yaml.safe_dump(
+        pipeline.config.model_dump(mode="json", exclude_unset=True),
+        sort_keys=False,
+        allow_unicode=True,
+    )
+    with must_write(pipeline.dir):
+        write_atomic(pipeline.dir / FILE, text)
+        for one in standings:
+            (one.dir / "logs").mkdir(parents=True, exist_ok=True)
+            one.write()
+
+
+class _Life:
+    """One life of the runner: from where the pipelines stand to the end, or to a stop."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        standings: Sequence[Standing],
+        view: SweepView,
+        lock: int,
+        received: Sequence[int],
+    ) -> None:
+        self.pipeline, self.standings, self.view = pipeline, standings, view
+        self.lock, self.received = lock, received
+        self.under_way: list[_UnderWay] = []
+        self.failures: list[str] = []
+        self.over = ""
+        """What of the budget is used; empty while there is some left."""
+        self._heeded = 0
+        self._saved = self._clock = time.monotonic()
+
+    def run(self) -> list[str]:
+        """Returns when all is done or has stopped: a text for each stage that failed."""
+        instances = len(self.pipeline.plan.instances) * len(self.standings)
+        done = sum(
+            state.status == "finished"
+            for one in self.standings
+            for state in one.state.stages.values()
+        )
+        self.view.plan(instances, done)
+        try:
+            while self._go_on():
+                self._heed()
+                time.sleep(POLL_S)
+                for run in [one for one in self.under_way if one.process.poll() is not None]:
+                    self.under_way.remove(run)
+                    self._ended(run)
+                self._pass_time()
+                lines = {
+                    run.name: (time.monotonic() - run.since, last_lines(run.log, 1))
+                    for run in self.under_way
+                }
+                self.view.running(lines)
+        finally:
+            for run in self.under_way:
+                run.process.kill()
+                run.process.wait()
+        for one in self.standings:
+            one.state.status = self._status(one)
+            one.write()
+        return self.failures
+
+    def _go_on(self) -> bool:
+        """Starts what may start. False once nothing is under way and nothing more begins."""
+        waits = False
+        if not (self.received or self._over_budget()):
+            for standing in self.standings:
+                while len(self.under_way) < self.pipeline.config.parallel:
+                    decided = standing.next()
+                    self._tell(standing)
+                    if decided is None:
+                        break
+                    self._start(standing, decided)
+                waits = waits or not (standing.is_over or standing.running)
+        return bool(self.under_way) or waits
+
+    def _tell(self, standing: Standing) -> None:
+        prefix = self._prefix(standing)
+        for text in standing.notes:
+            self.view.note(f"{prefix}{text}")
+        standing.notes.clear()
+        self.failures += [f"{prefix}{text}" for text in standing.failures]
+        standing.failures.clear()
+
+    def _prefix(self, standing: Standing) -> str:
+        return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
+
+    def _start(self, standing: Standing, decided: Decided) -> None:
+        """In a session of its own, so that the terminal's Ctrl-C comes to it through us only, and
+        only once."""
+        job = standing.begin(decided)
+        log = standing.dir / "logs" / f"{decided.one.id}.log"
+        threads = job.config.run.threads if job.config is not None else None
+        more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        try:
+            with log.open("ab" if job.resume else "wb") as out:
+                process = subprocess.Popen(
+                    decided.one.kind.words(job),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | more,
+                    start_new_session=True,
+                    pass_fds=(self.lock,),
+                )
+        except (OSError, ValueError) as error:  # no such program
+            log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
+            standing.ended(decided, 127, 0.0)
+            self._failed(standing, decided, f"can't be started: {error}", log, 0.0)
+            return
+        name = f"{self._prefix(standing)}{decided.one.id}"
+        self.under_way.append(_UnderWay(standing, decided, process, log, name))
+        self.view.started(name, "resumed" if job.resume else "started")
+
+    def _ended(self, run: _UnderWay) -> None:
+        seconds = time.monotonic() - run.since
+        code = run.process.returncode
+        failure = run.standing.ended(run.decided, code, seconds, asked=self._heeded > 0)
+        if failure:
+            self._failed(run.standing, run.decided, failure, run.log, seconds)
+            return
+        state = run.standing.state.stages[run.decided.one.id]
+        if state.status == "stopped":
+            self.view.ended(run.name, "stopped", seconds, ok=False)
+            return
+        self.view.ended(
+            run.name, _outcome(state.numbers, measures=run.decided.one.measures), seconds, ok=True
+        )
+
+    def _failed(
+        self, standing: Standing, decided: Decided, how: str, log: Path, seconds: float
+    ) -> None:
+        name = f"{self._prefix(standing)}{decided.one.id}"
+        self.view.ended(name, how, seconds, ok=False)
+        end = last_lines(log, REASON_LINES).splitlines()
+        self.failures.append("\n    ".join([f"{name}: {how}; the end of {log}:", *end]))
+
+    def _heed(self) -> None:
+        """Asks what is under way to stop: after a signal, or when the time is over."""
+        wanted = len(self.received) or (1 if self.over.startswith("hours") else 0)
+        if wanted <= self._heeded:
+            return
+        self._heeded = wanted
+        for run in self.under_way:
+            run.process.send_signal(signal.SIGKILL if wanted > 1 else signal.SIGINT)
+        again = "" if wanted > 1 else " cleanly; press Ctrl-C again to stop at once"
+        self.view.note(f"stopping{again}")
+
+    def _pass_time(self) -> None:
+        """Adds the time that has passed, and looks what is left of it."""
+        now = time.monotonic()
+        for one in self.standings:
+            one.state.wall_s += (now - self._clock) / len(self.standings)
+        self._clock = now
+        self._over_budget()
+        if now - self._saved > SAVED_EVERY_S:
+            self._saved = now
+            for one in self.standings:
+                one.write()
+
+    def _over_budget(self) -> bool:
+        budget, states = self.pipeline.config.budget, [one.state for one in self.standings]
+        hours = sum(one.wall_s for one in states) / 3600
+        used = {
+            "hours": (budget.hours, hours),
+            "tokens": (budget.tokens, sum(one.tokens for one in states)),
+            "cost": (budget.cost, sum(one.cost for one in states)),
+        }
+        for name, (limit, value) in used.items():
+            if not self.over and limit is not None and value >= limit:
+                unfinished = [one for one in self.standings if not one.is_over]
+                if unfinished:
+                    self.over = f"{name} of the budget are used ({value:.6g} of {limit:g})"
+        return bool(self.over)
+
+    def _status(self, one: Standing) -> Any:
+        statuses = {state.status for state in one.state.stages.values()}
+        if "failed" in statuses:
+            return "failed"
+        if self.received:
+            return "stopped"
+        if self.over:
+            return "over budget"
+        return "stopped" if statuses & {"waiting", "stopped", "running"} else "finished"
+
+
+def _outcome(numbers: dict[str, float], *, measures: str | None) -> str:
+    if measures is None:
+        return "done"
+    gain = f", {points(numbers)}" if "gain" in numbers else ""
+    return f"{success(numbers)} of the held-out tasks{gain}"

@@ -1,0 +1,486 @@
+"""What is to be done next in one pipeline: which stages are ready, which are left out, and which
+stay as they are.
+
+Nothing is done twice: a stage that is finished, and whose setting and inputs are what they were, is
+never run again. Every decision follows from the plan, pipeline.json and the folders, so it is the
+same after a kill.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentevo.config import RunConfig, to_yaml
+from agentevo.errors import ConfigError
+from agentevo.files import must_write, write_atomic
+from agentevo.pipeline.held_out import add_gains
+from agentevo.pipeline.kinds import Job
+from agentevo.pipeline.leaks import Leaks
+from agentevo.pipeline.plan import HELD_OUT, START, Instance
+from agentevo.pipeline.reading import Pipeline, read_options, stage_folder
+from agentevo.pipeline.references import Reference, parsed, replaced
+from agentevo.pipeline.state import (
+    Input,
+    Output,
+    PipelineState,
+    StageState,
+    as_setting,
+    digest_of,
+    digest_of_path,
+    is_pipeline_folder,
+    read_state,
+    what_changed,
+    write_state,
+)
+from agentevo.pipeline.when import condition
+
+DONE = ("finished", "skipped")
+FILES = {"tasks": ("train", "eval"), "data": ("train", "eval", "pairs"), "rm": ("pairs", "eval")}
+"""Sections and keys of a recipe that name files from outside."""
+
+
+class NothingThereError(Exception):
+    """What a reference means was left out."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which stages a life of the pipeline is for."""
+
+    only: tuple[str, ...] = ()
+    """These, and no others."""
+    start: str | None = None
+    """This one and all that follow from it, again where they are finished."""
+    skip: tuple[str, ...] = ()
+    """Not these: what they made before counts."""
+
+
+@dataclass
+class Decided:
+    """A stage that is to be run now."""
+
+    one: Instance
+    job: Job
+    setting: dict[str, str]
+    inputs: list[Input]
+
+
+@dataclass
+class Standing:
+    """One pipeline with one seed, in its folder."""
+
+    pipeline: Pipeline
+    dir: Path
+    seed: int
+    choice: Choice = field(default_factory=Choice)
+
+    def __post_init__(self) -> None:
+        self.recipes = self.pipeline.recipes(self.seed)
+        self.plan = self.pipeline.plan
+        self.leaks = Leaks()
+        self.settled: set[str] = set()
+        """Ids whose fate in this life is known: finished, skipped, failed, or not chosen."""
+        self.running: set[str] = set()
+        self.notes: list[str] = []
+        """What people should be told."""
+        self.failures: list[str] = []
+        """What could not even begin, and why."""
+        self._again: set[str] = self._from(self.choice.start)
+        self.state = self._read()
+
+    def _read(self) -> PipelineState:
+        name = self.pipeline.config.name
+        before = read_state(self.dir) if is_pipeline_folder(self.dir) else None
+        state = before or PipelineState(name=name, seed=self.seed)
+        if state.seed != self.seed:
+            raise ConfigError(
+                f"{self.dir} was begun with seed={state.seed} and not {self.seed}: resume it so, "
+                "or give another dir"
+            )
+        kept = state.stages
+        fresh = {one.id: StageState(kind=one.stage.kind) for one in self.plan.instances}
+        state.stages = {name: kept.get(name, new) for name, new in fresh.items()}
+        state.status = "running"
+        return state
+
+    def write(self) -> None:
+        """pipeline.json."""
+        write_state(self.dir, self.state)
+
+    # What is next.
+
+    def next(self) -> Decided | None:
+        """A stage that can begin now; None while there is none. Settles what needs no process."""
+        for one in self.plan.instances:
+            if one.id in self.settled or one.id in self.running:
+                continue
+            if not all(need in self.settled for need in one.needs):
+                continue
+            decided = self._decide(one)
+            if decided is not None:
+                return decided
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every stage is settled."""
+        return len(self.settled) == len(self.plan.instances)
+
+    def _decide(self, one: Instance) -> Decided | None:
+        state = self.state.stages[one.id]
+        failed = [need for need in one.needs if self.state.stages[need].status not in DONE]
+        if failed or not self._is_chosen(one):
+            if state.status == "finished" or not failed:
+                self._settle(one)  # as it is: its own time has not come
+                return None
+            if state.status != "failed":
+                state.status, state.why = "waiting", f"waits for {failed[0]}"
+            self._settle(one)
+            return None
+        try:
+            reason = self._left_out(one)
+            if not reason:
+                return self._ready(one, state)
+        except NothingThereError as error:
+            reason = str(error)
+        except ConfigError as error:
+            state.status, state.why = "failed", str(error)
+            self.failures.append(f"{one.id}: {error}")
+            self._settle(one)
+            return None
+        if state.status != "skipped":
+            self.notes.append(f"{one.id}: left out: {reason}")
+        self.state.stages[one.id] = StageState(
+            kind=one.stage.kind, status="skipped", why=reason, starts=state.starts
+        )
+        self._settle(one)
+        return None
+
+    def _settle(self, one: Instance) -> None:
+        self.settled.add(one.id)
+        self.write()
+
+    def _is_chosen(self, one: Instance) -> bool:
+        own = names_of(one)
+        choice = self.choice
+        if choice.only:
+            return bool(own & set(choice.only)) or one.measures == START
+        return choice.start is None or one.id in self._again or self._is_unfinished(one)
+
+    def _is_unfinished(self, one: Instance) -> bool:
+        return self.state.stages[one.id].status not in DONE
+
+    def _from(self, start: str | None) -> set[str]:
+        """Ids of a stage and of all that follow from it."""
+        found: set[str] = set()
+        for one in self.plan.instances:
+            if start is not None and (start in names_of(one) or found & set(one.needs)):
+                found.add(one.id)
+        return found
+
+    def _left_out(self, one: Instance) -> str:
+        """Why the stage is not run, by the pipeline's own rules or as asked; empty where it is."""
+        if names_of(one) & set(self.choice.skip) and self._is_unfinished(one):
+            return "as asked by --skip"
+        outer = self.pipeline.config.stages.get(one.path[0]) if one.path else None
+        if outer is not None and outer.stop is not None and one.round > 1:
+            reason = self._stopped(one.group, one.round, outer.stop)
+            if reason:
+                return reason
+        for text in one.stage.when:
+            test = condition(text)
+            reference = parsed(test.left.removeprefix("${").removesuffix("}"))
+            value = self._meaning(one, reference, [])
+            if not isinstance(value, (int, float)) or not test.holds(float(value)):
+                return f"{text} does not hold ({value})"
+        return ""
+
+    def _stopped(self, group: str | None, round_: int, rule: Any) -> str:
+        """Why the rounds of a group end before this one; empty where they go on."""
+        best = self._success(f"{START}@{HELD_OUT}")
+        without = 0
+        for number in range(1, round_):
+            ids = [
+                one.id
+                for one in self.plan.instances
+                if one.group == group and one.round == number and one.measures is not None
+            ]
+            found = [value for name in ids if (value := self._success(name)) is not None]
+            if not found:
+                continue
+            if best is None or found[-1] > best + rule.min_gain:
+                best, without = found[-1], 0
+            else:
+                without += 1
+            if without >= rule.rounds_without_gain:
+                return (
+                    f"rounds {number - without + 1} to {number} brought no gain of more than "
+                    f"{100 * rule.min_gain:g} points over {100 * best:.1f}% of the held-out tasks"
+                )
+        return ""
+
+    def _success(self, name: str) -> float | None:
+        state = self.state.stages.get(name)
+        return None if state is None else state.numbers.get("success")
+
+    # Whether it is as it was.
+
+    def _ready(self, one: Instance, state: StageState) -> Decided | None:
+        inputs: list[Input] = []
+        job, setting = self._job(one, inputs)
+        if job.config is not None:
+            trains = one.measures is None and one.stage.kind in ("train", "sft", "rm")
+            place = f"{self.pipeline.where}: {self.recipes.place(one)}"
+            self.leaks.see(job.config, place, trains=trains, command=one.stage.kind)
+        digest = digest_of(setting)
+        is_same = state.digest == digest and one.id not in self._again
+        if state.status == "finished" and is_same and self._is_whole(state):
+            self._settle(one)
+            return None
+        if is_same and state.status in ("running", "stopped", "failed"):
+            if one.kind.is_finished(job):  # a kill came between its end and our record of it
+                self.finished(one, job, inputs)
+                return None
+            job = Job(**{**job.__dict__, "resume": one.kind.can_resume(job)})
+        elif state.status != "waiting" and state.digest:
+            self.notes.append(f"{one.id}: is run again: {self._why_again(one, state, setting)}")
+        self._again.discard(one.id)
+        return Decided(one, job, setting, inputs)
+
+    def _why_again(self, one: Instance, state: StageState, setting: Mapping[str, str]) -> str:
+        if state.digest != digest_of(setting):
+            return what_changed(state.setting, setting)
+        return "as asked" if one.id in self._again else "what it made is gone, or was changed"
+
+    def _is_whole(self, state: StageState) -> bool:
+        """Whether everything that it made is still there."""
+        return all(self.path_of(output).exists() for output in state.outputs.values())
+
+    def path_of(self, output: Output) -> Path:
+        """Absolute."""
+        return self.dir / output.path
+
+    def _job(self, one: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
+        """The stage with every reference resolved, and what it is made of. Raises
+        NothingThereError, ConfigError."""
+        stage, folder = one.stage, stage_folder(self.dir, one)
+        digests = {str(folder): "stage.folder"}
+
+        def meaning(reference: Reference) -> str | float:
+            before = len(inputs)
+            value = self._meaning(one, reference, inputs)
+            for used in inputs[before:]:
+                digests[str(value)] = f"{used.stage}:{used.sha256}"
+            return value
+
+        model: Any = self._measured_model(one, inputs)
+        if stage.model is not None:
+            model = str(replaced(stage.model, meaning))
+        written = self._options(one)
+        options = read_options(one, replaced(written, meaning))
+        config: RunConfig | None = None
+        tree: Mapping[str, Any] = {}
+        if one.kind.reads_recipe:
+            begun, home = self.recipes.tree(one, model if one.measures is None else None)
+            tree = replaced(begun, meaning)
+            config = self.recipes.read(one, tree, home, folder)
+            one.kind.check(config, options, model)
+        recipe = self.dir / "recipes" / f"{one.id}.yaml" if config is not None else None
+        job = Job(one.id, folder, options, recipe, config, model, take=stage.take)
+        setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
+        setting |= dict(as_setting(replaced_texts(replaced(written, meaning), digests), "options"))
+        setting |= {"kind": stage.kind, "take": stage.take, **_files_outside(config, self.dir)}
+        if config is not None:
+            setting["run.seed"] = str(config.run.seed)
+        for used in inputs:
+            setting[f"input.{used.stage}.{used.key}"] = used.sha256
+        return job, setting
+
+    def _options(self, one: Instance) -> Mapping[str, Any]:
+        if one.measures is None:
+            return one.stage.options
+        held_out = self.pipeline.config.held_out
+        assert held_out is not None
+        return {"attempts": held_out.attempts, "temperature": held_out.temperature}
+
+    def _measured_model(self, one: Instance, inputs: list[Input]) -> str | None:
+        """The checkpoint of a measurement; None for the recipe's own model."""
+        if one.measures in (None, START):
+            return None
+        assert one.measures is not None
+        return str(self._output(one.measures, "checkpoint", inputs))
+
+    def _meaning(self, one: Instance, reference: Reference, inputs: list[Input]) -> str | float:
+        """Raises NothingThereError."""
+        if reference.scope == "round":
+            return one.round
+        if reference.scope == "stage":
+            return str(stage_folder(self.dir, one))
+        for target in self.plan.targets(reference, one):
+            if self.state.stages[target].status == "finished":
+                return self._output(target, reference.key, inputs)
+        if isinstance(reference.fallback, Reference):
+            return self._meaning(one, reference.fallback, inputs)
+        if reference.fallback is None:
+            raise NothingThereError(f"${{{reference.text}}} was left out")
+        return reference.fallback
+
+    def _output(self, target: str, key: str, inputs: list[Input]) -> str | float:
+        """What a finished stage made, and its digest as it is now."""
+        state = self.state.stages[target]
+        if key == "folder":
+            folder = stage_folder(self.dir, self.plan.by_id[target])
+            name = state.outputs["folder"].sha256 if "folder" in state.outputs else state.digest
+            inputs.append(Input(stage=target, key=key, sha256=name))
+            return str(folder)
+        if key in state.outputs:
+            path = self.path_of(state.outputs[key])
+            inputs.append(Input(stage=target, key=key, sha256=digest_of_path(path) or "missing"))
+            return str(path)
+        measurement = self.state.stages.get(f"{target}@{HELD_OUT}")
+        numbers = {**(measurement.numbers if measurement else {}), **state.numbers}
+        if key not in numbers:
+            known = ", ".join(sorted({*state.outputs, *numbers}))
+            raise ConfigError(
+                f"{self.pipeline.where}: ${{stages.{target}.{key}}}: {target} has no {key}: it "
+                f"has {known}"
+            )
+        return numbers[key]
+
+    # What becomes of it.
+
+    def begin(self, decided: Decided) -> Job:
+        """Makes the folder and the recipe's file, and records that the stage runs."""
+        one, job = decided.one, decided.job
+        if not job.resume and job.folder.exists():
+            shutil.rmtree(job.folder)
+        with must_write(job.folder):
+            if job.recipe is not None and job.config is not None:
+                job.recipe.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(job.recipe, to_yaml(job.config))
+            if not one.kind.makes_folder:
+                job.folder.mkdir(parents=True, exist_ok=True)
+        before = self.state.stages[one.id]
+        self.state.stages[one.id] = StageState(
+            kind=one.stage.kind,
+            status="running",
+            digest=digest_of(decided.setting),
+            setting=decided.setting,
+            inputs=decided.inputs,
+            seed=None if job.config is None else job.config.run.seed,
+            starts=before.starts + 1,
+            began_at=before.began_at if job.resume else time.time(),
+            wall_s=before.wall_s if job.resume else 0.0,
+        )
+        self.running.add(one.id)
+        self.write()
+        return job
+
+    def ended(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
+        """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
+        and may have ended by the signal itself."""
+        one, state = decided.one, self.state.stages[decided.one.id]
+        state.wall_s += seconds
+        self.running.discard(one.id)
+        how = ""
+        if code == 0 and one.kind.is_finished(decided.job):
+            try:
+                self.finished(one, decided.job, decided.inputs)
+                return ""
+            except ConfigError as error:
+                how = str(error)
+        state.ended_at = time.time()
+        if code in (130, 143) or (asked and code < 0):
+            state.status, state.why = "stopped", ""
+            self._settle(one)
+            return ""
+        if code:
+            how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+        elif not how:
+            how = f"ended well, but has not made what a stage of the kind {one.stage.kind} makes"
+        state.status, state.why = "failed", how
+        self._settle(one)
+        return how
+
+    def finished(self, one: Instance, job: Job, inputs: list[Input]) -> None:
+        """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
+        state = self.state.stages[one.id]
+        made = one.kind.made(job)
+        outputs = {"folder": Output(path=self._within(job.folder), sha256=uuid.uuid4().hex)}
+        for key, path in made.outputs.items():
+            outputs[key] = Output(path=self._within(path), sha256=digest_of_path(path) or "")
+        state.numbers = dict(made.numbers)
+        if one.measures is not None:
+            state.numbers |= add_gains(self, one)
+        state.outputs, state.inputs = outputs, inputs
+        state.tokens, state.cost = made.tokens, made.cost
+        state.status, state.why, state.ended_at = "finished", "", time.time()
+        self._settle(one)
+
+    def _within(self, path: Path) -> str:
+        return os.path.relpath(path, self.dir)
+
+
+def names_of(one: Instance) -> set[str]:
+    """What a person may call an instance: its id, its name, its group."""
+    whose = one.measures if one.measures is not None else one.id
+    return {
+        one.id,
+        whose,
+        whose.partition(".")[0],
+        ".".join(part for part in one.path if part != "stages"),
+    }
+
+
+def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
+    """A tree in which paths of other stages are the digests of what lies there."""
+    if isinstance(value, Mapping):
+        return {key: replaced_texts(one, texts) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replaced_texts(one, texts) for one in value]
+    if isinstance(value, str):
+        for path, digest in texts.items():
+            value = value.replace(path, digest)
+    return value
+
+
+def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe in which files from outside have their names only: what is in them counts, and not
+    where they lie."""
+    found = dict(tree)
+    for section, keys in FILES.items():
+        given = found.get(section)
+        if isinstance(given, Mapping):
+            found[section] = {
+                key: _named(value) if key in keys else value for key, value in given.items()
+            }
+    if "import" in found:
+        found["import"] = _named(found["import"])
+    return found
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_named(one) for one in value]
+    is_path = isinstance(value, str) and "/stages/" not in value
+    return Path(value).name if is_path else value
+
+
+def _files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
+    """Digests of the files that a recipe names and that no stage has made."""
+    found: dict[str, str] = {}
+    for section, keys in FILES.items() if config is not None else ():
+        for key in keys:
+            given = getattr(getattr(config, section), key)
+            for source in given if isinstance(given, tuple) else [given]:
+                path = Path(str(source))
+                if source is not None and path.exists() and not path.is_relative_to(dir_):
+                    found[f"file.{section}.{key}.{path.name}"] = digest_of_path(path) or ""
+    return found

@@ -1,0 +1,174 @@
+"""Where a pipeline stands: `pipeline.json` in its folder, which is written whole at every change.
+
+    waiting -> running -> finished | failed | stopped
+    waiting -> skipped
+
+What a stage was made of is its `digest`: kind, recipe, options, files from outside, and the digest
+of every output of another stage that it used (`inputs`). A stage is run again when that differs,
+and never otherwise. `made_by` of an output is the digest of the stage that made it, so the file
+holds the lineage of every model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.errors import ConfigError
+from agentevo.files import must_write, write_atomic
+
+STATE, FILE, LOCK = "pipeline.json", "pipeline.yaml", ".lock"
+Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
+OF_TRAINING = frozenset({"trainer.pt", "state.json", "checkpoint.json"})
+"""Files of a checkpoint that say nothing about the model."""
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """What a stage has made."""
+
+    path: str
+    """Within the pipeline's folder, where it lies in it."""
+    sha256: str
+    """Of its content; of a whole folder of a run a name that no other run has."""
+
+
+class Input(msgspec.Struct, kw_only=True):
+    """What a stage has used of another one."""
+
+    stage: str
+    key: str
+    sha256: str
+
+
+class StageState(msgspec.Struct, kw_only=True):
+    """One stage, round or measurement."""
+
+    kind: str
+    status: Status = "waiting"
+    why: str = ""
+    """Of one that was skipped, failed, or run again: the reason."""
+    digest: str = ""
+    """Of all that it is made of."""
+    setting: dict[str, str] = {}
+    """What `digest` is of, by its key."""
+    inputs: list[Input] = []
+    outputs: dict[str, Output] = {}
+    numbers: dict[str, float] = {}
+    seed: int | None = None
+    starts: int = 0
+    """Processes that have worked on it."""
+    began_at: float | None = None
+    ended_at: float | None = None
+    wall_s: float = 0.0
+    """Time of all its processes."""
+    tokens: int = 0
+    cost: float = 0.0
+
+
+class PipelineState(msgspec.Struct, kw_only=True):
+    """The contents of pipeline.json."""
+
+    name: str
+    seed: int
+    status: Literal["running", "finished", "failed", "stopped", "over budget"] = "running"
+    wall_s: float = 0.0
+    """Time that the pipeline was under way, in all lives."""
+    stages: dict[str, StageState] = {}
+    """By id, in the order of the plan."""
+    version: Literal[1] = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of all stages."""
+        return sum(one.tokens for one in self.stages.values())
+
+    @property
+    def cost(self) -> float:
+        """Likewise."""
+        return sum(one.cost for one in self.stages.values())
+
+
+def is_pipeline_folder(path: Path) -> bool:
+    """Whether one pipeline, or one for several seeds, has its state there."""
+    return os.path.isfile(path / STATE) or os.path.isfile(path / FILE)
+
+
+def read_state(folder: Path) -> PipelineState:
+    """Raises ConfigError for a folder without one, or a file that was damaged."""
+    path = folder / STATE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PipelineState)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder}: there is no pipeline (no {STATE}): give its folder"
+        ) from error
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} can't be read ({error}): restore it, or begin again with overwrite=true"
+        ) from error
+
+
+def write_state(folder: Path, state: PipelineState) -> None:
+    """Raises DiskError."""
+    content = msgspec.json.format(msgspec.json.encode(state), indent=1)
+    with must_write(folder / STATE):
+        write_atomic(folder / STATE, content, durable=True)
+
+
+def digest_of(setting: Mapping[str, str]) -> str:
+    """One digest of all that a stage is made of."""
+    return hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
+
+
+def as_setting(tree: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Every value of a tree by its dotted key, as JSON."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from as_setting(value, f"{prefix}.{key}")
+    else:
+        yield prefix, json.dumps(tree, sort_keys=True, default=str)
+
+
+def digest_of_path(path: Path) -> str | None:
+    """sha256 of a file, or of the files of a model's folder with their names; None where there is
+    nothing."""
+    if path.is_file():
+        return _digest_of_file(path)
+    if not path.is_dir():
+        return None
+    whole = hashlib.sha256()
+    found = False
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and file.name not in OF_TRAINING:
+            found = True
+            whole.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
+            whole.update(_digest_of_file(file).encode())
+    return whole.hexdigest() if found else None
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def what_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first keys in which two settings differ, in words."""
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys.sort(key=lambda key: not key.startswith(("input.", "file.")))
+    shown = [
+        f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}" for key in keys[:2]
+    ]
+    more = f", and {len(keys) - 2} more" if len(keys) > 2 else ""
+    return "; ".join(shown) + more
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "not given"
+    return value if len(value) <= 40 else f"{value[:37]}..."

@@ -1,0 +1,155 @@
+"""Stages that are runs: `train`, `sft`, `rm`, and `sample`, which trains on nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentevo.config import RunConfig, check_sft
+from agentevo.config.rm import check_rm
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.observability.summary import read_summary
+from agentevo.parsing import read_json_object
+from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.runs.folder import is_run_folder
+
+
+class RunStage(StageKind):
+    """A run of `agentevo train` or `sft`, resumed step by step."""
+
+    makes_folder: ClassVar[bool] = True
+    makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def words(self, job: Job) -> list[str]:
+        more = "--resume" if job.resume else "run.overwrite=true"
+        return [*AGENTEVO, self.command, str(job.recipe), more]
+
+    def is_finished(self, job: Job) -> bool:
+        summary = _summary(job.folder)
+        return summary is not None and summary["steps"] >= (summary.get("planned_steps") or 0)
+
+    def can_resume(self, job: Job) -> bool:
+        return is_run_folder(job.folder)
+
+    def made(self, job: Job) -> Made:
+        from agentevo.training.checkpoint import Checkpoints
+
+        summary = _summary(job.folder)
+        assert summary is not None
+        found = Checkpoints(job.folder / "checkpoints", 1).find(job.take)
+        evaluation = summary["eval"]
+        numbers = {
+            f"own_{name}": float(evaluation[name])
+            for name in ("before", "after")
+            if evaluation.get(name) is not None
+        }
+        asked = (summary.get("remote_models") or {}).get("asked", [])
+        return Made(
+            {"checkpoint": found},
+            {**numbers, "steps": float(summary["steps"])},
+            sum(summary.get("tokens", {}).values()),
+            sum(float(one["cost"]) for one in asked),
+        )
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"checkpoint": folder / "checkpoints" / "last"}
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a run that came to an end; None of one that did not, or damaged it."""
+    file = folder / "summary.json"
+    if not is_run_folder(folder) or not file.is_file():
+        return None
+    try:
+        return read_summary(file)
+    except ConfigError:
+        return None
+
+
+class TrainStage(RunStage):
+    about: ClassVar[str] = "reinforcement or preference learning, as `agentevo train`"
+    measured: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__("train")
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        assert config is not None
+        if config.trainer.epochs == 0:
+            raise ConfigError("trainer.epochs=0 trains on nothing: give the stage the kind sample")
+
+
+class SftStage(RunStage):
+    about: ClassVar[str] = "supervised fine-tuning on conversations, as `agentevo sft`"
+    measured: ClassVar[bool] = True
+    needs_environment: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__("sft")
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        assert config is not None
+        check_sft(config)
+
+
+class SampleStage(RunStage):
+    about: ClassVar[str] = "attempts at training tasks, scored and kept, without any update"
+
+    def __init__(self) -> None:
+        super().__init__("train")
+
+    def fixed(self, options: Any) -> Mapping[str, Any]:
+        return {"trainer": {"epochs": 0}, "cold_start": {"episodes": 0}}
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        assert config is not None
+        if config.algorithm.preference() is not None or config.data.given:
+            raise ConfigError(
+                "algorithm.name: a stage that samples compares nothing: leave the preset of a "
+                "preference loss, and data.pairs, to the stage that trains"
+            )
+
+
+class RewardModelStage(StageKind):
+    about: ClassVar[str] = "a reward model of pairs, as `agentevo rm`"
+    makes_folder: ClassVar[bool] = True
+    needs_environment: ClassVar[bool] = False
+    makes: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        assert config is not None
+        check_rm(config)
+
+    def words(self, job: Job) -> list[str]:
+        return [*AGENTEVO, "rm", str(job.recipe), "run.overwrite=true"]
+
+    def is_finished(self, job: Job) -> bool:
+        files = ("reward_model.json", "model/config.json", "config.yaml")
+        return all((job.folder / name).is_file() for name in files)
+
+    def made(self, job: Job) -> Made:
+        try:
+            found = read_json_object(job.folder / "reward_model.json")
+            numbers = {
+                name: float(found[key])
+                for name, key in (
+                    ("accuracy", "rm/eval/accuracy"),
+                    ("accuracy_before", "rm/eval/accuracy_before"),
+                    ("pairs", "pairs"),
+                )
+            }
+        except (AgentEvoError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{job.folder / 'reward_model.json'} is damaged: delete the stage's folder"
+            ) from error
+        return Made({"checkpoint": job.folder / "model"}, numbers)
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"checkpoint": folder / "model"}
+
+
+TRAIN, SFT, SAMPLE, REWARD_MODEL = TrainStage(), SftStage(), SampleStage(), RewardModelStage()

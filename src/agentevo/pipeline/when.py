@@ -1,0 +1,45 @@
+"""Conditions of stages: `${stages.rl.success} > 0.5`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+_FORM = re.compile(r"\s*(?P<left>\$\{[^{}]+\})\s*(?P<sign><=|>=|==|!=|<|>)\s*(?P<right>\S+)\s*")
+SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+class Condition(NamedTuple):
+    """`left` is the reference as it is written."""
+
+    left: str
+    sign: str
+    right: float
+
+    def holds(self, left: float) -> bool:
+        """Of what the reference stands for."""
+        return SIGNS[self.sign](left, self.right)
+
+
+def condition(text: str) -> Condition:
+    """Raises ValueError for what is none."""
+    match = _FORM.fullmatch(text)
+    try:
+        right = float(match["right"]) if match else math.nan
+    except ValueError:
+        right = math.nan
+    if match is None or not math.isfinite(right):
+        raise ValueError(
+            f"when: {text[:80]!r} is no condition: write one such as ${{stages.rl.success}} > 0.5"
+        )
+    return Condition(match["left"], match["sign"], right)

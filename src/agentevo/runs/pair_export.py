@@ -1,0 +1,63 @@
+"""Better and worse attempts at one task as pairs for `agentevo rm` and `data.pairs`: of each group
+the best against the worst, the second against the second worst, and so on.
+
+The pair is of what was said, from where the two conversations part, without the tokens: a reward
+model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agentevo.data import RowError, RowReport
+from agentevo.errors import ConfigError
+from agentevo.runs.annotation_export import LeftOutError, conversation, pair_of
+from agentevo.runs.sft_export import Read
+from agentevo.store.export import whole_file
+from agentevo.store.store import Store, TrajectorySummary
+
+
+async def export_pairs(
+    store: Store, path: Path, read: Read, *, margin: float = 0.0, per_group: int = 1
+) -> RowReport:
+    """Writes the pairs of a run's training attempts whose rewards differ by more than `margin`, at
+    most `per_group` of a group, to `path` (.jsonl or .jsonl.gz), and returns the account of all
+    pairs. Raises ConfigError, with nothing written, if there is none."""
+    report = RowReport("export")
+    groups: dict[str, list[TrajectorySummary]] = {}
+    for one in await store.summaries(split="train"):
+        if one.status == "completed":
+            groups.setdefault(one.group_id, []).append(one)
+    with whole_file(path) as file:
+        for name, members in groups.items():
+            members.sort(key=lambda one: (-one.reward, one.id))
+            for place in range(min(per_group, len(members) // 2)):
+                better, worse = members[place], members[-1 - place]
+                report.rows += 1
+                try:
+                    row = await _row(store, better, worse, margin, read)
+                except RowError as error:
+                    report.add(f"{name}, pair {place + 1}", error)
+                    continue
+                file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        if not report.used:
+            what = report.lines() or ["it has no training attempts of which two are of one group"]
+            raise ConfigError("\n".join(["no pair was written:", *what]))
+    return report
+
+
+async def _row(
+    store: Store, better: TrajectorySummary, worse: TrajectorySummary, margin: float, read: Read
+) -> dict[str, object]:
+    """Raises RowError."""
+    apart = better.reward - worse.reward
+    if not apart > margin:
+        raise RowError("alike", f"the rewards differ by {apart:g}, not more than {margin:g}")
+    try:
+        sides = [conversation(await store.trajectory(one.id), read) for one in (better, worse)]
+        pair = pair_of(*sides)
+    except LeftOutError as error:
+        raise RowError("alike", str(error)) from error
+    about = {"task_id": better.task_id, "better": better.id, "worse": worse.id}
+    return {**pair, **about, "rewards": [better.reward, worse.reward]}
