@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.checks import check_processes
+from agentevo.orchestration.checks import check_processes, check_shares
+from agentevo.orchestration.components import load_policy
 
 SMALL = [
     "model.name=tiny",
@@ -26,49 +29,131 @@ SMALL = [
 ]
 
 
-def launched(folder: Path, processes: int, *words: str) -> tuple[int, str]:
-    """Exit code and output of `agentevo train` in that many processes."""
+def launched(
+    folder: Path, processes: int, *words: str, command: str = "train", **environment: str
+) -> tuple[int, str]:
+    """Exit code and output of a command in that many processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else ()), "-m", "agentevo", "train"]
+    started = [sys.executable, *(launcher if processes > 1 else ()), "-m", "agentevo", command]
     ended = subprocess.run(
-        [*command, "coins", f"run.dir={folder}", *SMALL, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*started, "coins", f"run.dir={folder}", *SMALL, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=500,
     )
     return ended.returncode, ended.stdout
 
 
-def norms(folder: Path) -> dict[int, float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {r["step"]: r["actor/grad_norm"] for r in rows if "actor/grad_norm" in r}
+def rows(folder: Path, key: str) -> dict[int, float]:
+    """Step -> a metric."""
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r[key] for r in found if key in r}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Gradient norms of three steps by one process."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    code, said = launched(folder, 1, "trainer.steps=3")
+    assert code == 0, said
+    norms = rows(folder, "actor/grad_norm")
+    assert len(norms) > 1
+    return pytest.approx(norms, rel=1e-2)  # oneDNN's layers round differently
 
 
 @pytest.mark.slow
-def test_a_sharded_run_is_one_processs_and_goes_on_in_one(tmp_path):
+@pytest.mark.parametrize(
+    "sizes",
+    [["shard=2"], ["tensor=2"], ["context=2"]],
+    ids=" ".join,
+)
+def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path):
     """Two processes train two steps, one process a third."""
-    assert launched(tmp_path / "one", 1, "trainer.steps=3")[0] == 0
-    code, said = launched(tmp_path / "two", 2, "trainer.parallel.shard=2")
+    keys = [f"trainer.parallel.{size}" for size in sizes]
+    code, said = launched(tmp_path / "run", 2, *keys)
     assert code == 0, said
-    code, said = launched(tmp_path / "two", 1, "trainer.steps=3", "--resume")
+    code, said = launched(tmp_path / "run", 1, "trainer.steps=3", "--resume")
     assert code == 0, said
-    expected, found = norms(tmp_path / "one"), norms(tmp_path / "two")
-    assert len(expected) > 1
-    assert found == pytest.approx(expected, rel=1e-2)  # oneDNN's layers round differently
+    assert single == rows(tmp_path / "run", "actor/grad_norm")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_processes_with_fewer_passes_keep_pace(tmp_path, dtype):
-    """Three attempts on two processes, each a pass of its own; the tables of values, too."""
+    """Three attempts on two processes, each a pass of its own, with a cold start before and a
+    critic beside them."""
     code, said = launched(
         tmp_path / "run", 2, "trainer.parallel.shard=2", "trainer.micro_batch_tokens=64",
         "trainer.groups_per_step=1", "trainer.group_size=3", "algorithm.name=ppo",
-        "critic.trunk=shared", f"model.dtype={dtype}",
+        f"critic.trunk={'own' if dtype == 'float32' else 'shared'}", f"model.dtype={dtype}",
+        "critic.pretrain_steps=1", "cold_start.episodes=3", "memory.checkpointing=full",
     )  # fmt: skip
     assert code == 0, said
+    assert rows(tmp_path / "run", "cold_start/loss_last")
+
+
+@pytest.mark.slow
+def test_conversations_and_preferences_are_trained_by_several(tmp_path):
+    """What is held out is measured by all; pairs are made by the first."""
+    given = ["data.demonstrations=6", "data.eval_share=0.3", "sft.batch_conversations=2"]
+    norms = []
+    for processes, words in ((1, []), (2, ["trainer.parallel.shard=2"])):
+        folder = tmp_path / f"sft-{processes}"
+        code, said = launched(folder, processes, *given, *words, command="sft")
+        assert code == 0, said
+        norms.append((rows(folder, "actor/grad_norm"), rows(folder, "sft/eval/loss")))
+    assert norms[1] == tuple(pytest.approx(column, rel=1e-3) for column in norms[0])
+    words = ["algorithm.name=dpo", "algorithm.pairs=demonstrations", "trainer.parallel.tensor=2"]
+    code, said = launched(tmp_path / "dpo", 2, *words)
+    assert code == 0, said
+    assert len(rows(tmp_path / "dpo", "preference/loss")) == 2
+
+
+DYING = """
+import os, signal
+import agentevo.training.trainer as trainer
+
+what, name, count = os.environ.get("DIES", "nothing none 0").split()
+if what != "nothing" and os.environ.get("RANK") == "1":
+    plain, calls = getattr(trainer.Trainer, name), []
+
+    def dying(self, *given, **options):
+        calls.append(1)
+        if len(calls) == int(count) and what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == int(count):
+            raise ValueError("words of its own")
+        return plain(self, *given, **options)
+
+    setattr(trainer.Trainer, name, dying)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_all_and_the_run_goes_on(single, tmp_path):
+    """Killed while samples are prepared, in an update, while a checkpoint is saved; or one that
+    raises; each time the run is resumed."""
+    file, folder = tmp_path / "dying.py", tmp_path / "run"
+    file.write_text(textwrap.dedent(DYING))
+    words = [f"import=[{file}]", "trainer.parallel.shard=2", "trainer.steps=3"]
+    deaths = ("kill prepare 1", "raise step 1", "kill step 2", "kill state_dict 1")
+    for death in deaths:
+        resumed = ["--resume"] if (folder / "config.yaml").is_file() else []
+        started = time.monotonic()
+        code, said = launched(folder, 2, *words, *resumed, DIES=death)
+        assert code != 0, said
+        assert time.monotonic() - started < 400, said  # and not as long as a collective waits
+        if death.startswith("raise"):
+            first, others = "process 1 of 2: ValueError: words of its own", "process 1 of 2 failed"
+            assert said.index(first) < said.index(others), said
+            assert "words of its own" in (folder / "logs" / "rank-1.log").read_text()
+        else:
+            assert "is gone without a word" in said, said
+    code, said = launched(folder, 2, *words, "--resume")
+    assert code == 0, said
+    assert single == rows(folder, "actor/grad_norm")
 
 
 @pytest.mark.slow
@@ -85,13 +170,27 @@ def test_what_fails_on_the_first_process_ends_all(tmp_path):
     ("words", "world", "message"),
     [
         (["trainer.parallel.shard=2"], "1", "does not divide the 1 processes"),
-        (["trainer.parallel.tensor=2"], "2", "trainer.parallel.tensor: agentevo train"),
-        (["cold_start.episodes=4"], "2", "a cold start .* 2 processes can't train on that"),
-        (["trainer.parallel.shard=2", "memory.optimizer=adamw_8bit"], "2", "8-bit moments"),
-        (["trainer.parallel.shard=2", "algorithm.name=ppo"], "2", "a critic of its own"),
+        (["trainer.parallel.tensor=3"], "2", "is 3, which does not divide the 2 processes"),
+        (["profile.enabled=true"], "2", "a profile .* 2 processes can't train on that"),
+        (["trainer.parallel.shard=2", "memory.optimizer=adamw_8bit"], "2", "moments of 8 bits"),
+        (["trainer.parallel.tensor=2", "model.lora.rank=4"], "2", "adapters are not cut"),
     ],
 )
 def test_what_several_processes_can_not_do_is_refused(words, world, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(ConfigError, match=message):
         check_processes(load_config("coins", [*SMALL, *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.parallel.context=3"], "context=3 does not divide the model's 4 attention"),
+        (["trainer.parallel.tensor=3"], "tensor is not possible with 4 attention heads"),
+        (["trainer.parallel.expert=2"], "has no experts that lie stacked"),
+    ],
+)
+def test_a_model_that_can_not_be_shared_so_is_refused_before_its_run_has_a_folder(words, message):
+    config = load_config("coins", [*SMALL, *words])
+    with pytest.raises(ConfigError, match=message):
+        check_shares(config, load_policy(config).model)

@@ -30,13 +30,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from agentevo.config import AlgorithmSection, ParallelSection, TrainerSection
 from agentevo.models.attention import prepare
 from agentevo.penalties import Penalties, TokenPenalties
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.collectives import Ranks
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
-from agentevo.training.mesh import make_meshes
 from agentevo.training.sharding.context_parallel import context_parallel
 from agentevo.training.sharding.expert_parallel import expert_parallel
 from agentevo.training.sharding.layouts import (
@@ -46,8 +44,6 @@ from agentevo.training.sharding.layouts import (
     whole_tensors,
 )
 from agentevo.training.sharding.tensor_parallel import tensor_parallel
-from agentevo.training.spread import spread
-from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
 
 CPU = torch.device("cpu")
@@ -239,56 +235,6 @@ def of_fsdp(name: str, mesh: Any) -> dict[str, float]:
     return compared(model, found, {**singles[dp.rank], "grads": grads})
 
 
-def updated(name: str, section: ParallelSection | None) -> tuple[dict, list[dict[str, float]]]:
-    """Weights and metrics after two steps of two minibatches each; alone without a section."""
-    model = model_of(name)
-    if section is not None:
-        spread(model, make_meshes(section, "cpu"))
-    trainer = Trainer(
-        model,
-        TrainerSection(learning_rate=1e-3, micro_batch_tokens=4096, minibatches=2, warmup_steps=0),
-        AlgorithmSection(entropy_coef=0.01),
-    )
-    trainer.begin()
-    samples = [
-        msgspec.structs.replace(s, group_id=f"g{group}", trajectory_id=f"{group}-{s.trajectory_id}")
-        for group in range(4)
-        for s in samples_of(group, 4)
-    ]
-    metrics = [trainer.step(samples) for _ in range(2)]
-    return whole_tensors(model, dict(model.named_parameters())), metrics
-
-
-TRAININGS = {
-    "tensor": ("qwen3 tied", {"tensor": 2}),
-    "context": ("gemma2", {"context": 2}),
-    "tensor context": ("llama", {"tensor": 2, "context": 2}),
-    "experts": ("moe", {"expert": 2}),
-    "experts context": ("moe", {"expert": 2, "context": 2}),
-}
-"""Of four processes; those that are left over are data-parallel ranks."""
-
-
-def trained(alone: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How far the weights of each training are from those of one process, and its metrics."""
-    found = {}
-    for name, (model, sizes) in TRAININGS.items():
-        weights, metrics = updated(model, ParallelSection(**sizes))
-        theirs, expected = alone[model]
-        found[f"trained {name}"] = {
-            "weights": max(difference(weights[n], w) for n, w in theirs.items()),
-            "grad_norm": max(
-                abs(a["actor/grad_norm"] / b["actor/grad_norm"] - 1)
-                for a, b in zip(metrics, expected, strict=True)
-            ),
-            "pg_loss": max(
-                abs(a["actor/pg_loss"] - b["actor/pg_loss"])
-                for a, b in zip(metrics, expected, strict=True)
-            ),
-        }
-    return found
-
-
 def fsdp_checks() -> dict[str, dict[str, float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tensor"))
     return {f"fsdp {name}": of_fsdp(name, mesh) for name in ("llama", "qwen3 tied", "moe")}
@@ -321,8 +267,5 @@ if __name__ == "__main__":
         world_size=int(count),
         timeout=timedelta(seconds=120),
     )
-    found = checks(int(count))
-    if count == "4":
-        found |= trained(torch.load(f"{meeting}.alone"))
-    torch.save(found, out)
+    torch.save(checks(int(count)), out)
     distributed.destroy_process_group()

@@ -37,9 +37,6 @@ that are fewer than processes, all of them have."""
 
 
 def spawned(folder: Path, count: int):
-    if count == 4:
-        names = {model for model, _ in runs.TRAININGS.values()}
-        torch.save({name: runs.updated(name, None) for name in names}, folder / "meeting.alone")
     outs = [folder / f"{process}.pt" for process in range(count)]
     processes = [
         subprocess.Popen(
@@ -64,11 +61,6 @@ def spawned(folder: Path, count: int):
 def test_tensor_context_and_expert_parallel_equal_one_process(count, tmp_path):
     for of_process in spawned(tmp_path, count):
         for name, found in of_process.items():
-            if name.startswith("trained"):
-                assert found["weights"] < 2e-5, (name, found)
-                assert found["grad_norm"] < 1e-4, (name, found)
-                assert found["pg_loss"] < 1e-5, (name, found)
-                continue
             for what in ("logp", "entropy", "without gradient", "squares", "grads"):
                 assert found[what] < 1e-5, (name, what, found)
             assert abs(found["norm"]) < 1e-5, (name, found)

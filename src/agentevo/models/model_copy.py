@@ -8,19 +8,26 @@ policy with adapters a copy costs another set of adapters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.sharded import copy_sharded, is_sharded, like, whole
+from agentevo.models.sharded import copy_sharded, is_sharded
 
 
-def copy_policy(policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the policy as it is now that shares every parameter without gradient."""
+def copy_policy(
+    policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
+) -> PreTrainedModel:
+    """A copy of the policy as it is now, given other layers by `change`, that shares every
+    parameter without gradient. Of a model that lies in parts on several processes each copies its
+    own, and `change` comes before there are weights: what the policy has not is 0."""
     if is_sharded(policy):
-        return copy_sharded(policy)
-    return copy.deepcopy(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
+        return copy_sharded(policy, change)
+    shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    twin = copy.deepcopy(policy, shared)
+    change(twin)
+    return twin
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -28,17 +35,3 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
-
-
-def weights_of(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The copy's own weights, for a checkpoint; see `whole` for a sharded one."""
-    return {name: whole(parameter.detach()) for name, parameter in parameters.items()}
-
-
-@torch.no_grad()
-def load_weights(
-    parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, torch.Tensor]
-) -> None:
-    """The inverse of `weights_of`; other names in `weights` are ignored."""
-    for name, parameter in parameters.items():
-        parameter.copy_(like(weights[name], parameter))

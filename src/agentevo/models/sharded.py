@@ -16,7 +16,9 @@ ones: gathered weights come and go.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -39,6 +41,8 @@ class _Sharding:
     skeleton: PreTrainedModel
     """The model as it was before it was sharded, without its weights."""
     mesh: DeviceMesh
+    apart: Mapping[str, DeviceMesh]
+    """Name of a module -> the mesh over which its weights lie instead."""
     dtype: torch.dtype
     """What it computes in."""
 
@@ -46,27 +50,38 @@ class _Sharding:
 _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+def shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    apart: Mapping[str, DeviceMesh] = MappingProxyType({}),
+) -> PreTrainedModel:
     """Shards the model in place over the mesh, of the dimensions (replicate and) shard; every
-    process calls it with the same weights. Raises ModelError for a model with weights that are not
-    trained, and for one without decoder layers of transformers' kind."""
-    if not all(parameter.requires_grad for parameter in model.parameters()):
+    process calls it with the same weights. Modules named in `apart` have a mesh of their own:
+    experts, which differ between processes of the other one. Raises ModelError for a base in 8 or
+    4 bits, and for a model without decoder layers of transformers' kind."""
+    check_shard(model)
+    make_plain(model)
+    hollow = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
+    skeleton = copy.deepcopy(model, cast(dict[int, Any], hollow))
+    sharding = _Sharding(skeleton, mesh, dict(apart), next(model.parameters()).dtype)
+    return _apply(model, sharding)
+
+
+def check_shard(model: PreTrainedModel) -> None:
+    """Raises ModelError for a model that can't be sharded; see `shard`."""
+    if not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ModelError(
-            "trainer.parallel.shard: a model of which only a part is trained (adapters) is not "
-            "sharded: leave trainer.parallel.shard out, and every process has the whole base"
+            "trainer.parallel.shard: a base in 8 or 4 bits (model.lora.quantize) does not lie in "
+            "parts: set model.lora.quantize=none, or leave trainer.parallel.shard out"
         )
     if not _layers(model):
         raise ModelError(
             f"{type(model).__name__} has no decoder layers that can be sharded one by one: leave "
             "trainer.parallel.shard out"
         )
-    make_plain(model)
-    hollow = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()}
-    skeleton = copy.deepcopy(model, cast(dict[int, Any], hollow))
-    sharding = _Sharding(skeleton, mesh, next(model.parameters()).dtype)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    return _apply(model, sharding)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -79,19 +94,26 @@ def any_sharded() -> bool:
 
 
 @torch.no_grad()
-def copy_sharded(policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a sharded model as it is now, sharded alike: each process copies its own part."""
+def copy_sharded(
+    policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
+) -> PreTrainedModel:
+    """A copy of a sharded model as it is now, sharded alike: each process copies its own part.
+    `change` may give it other layers before it has weights; those that the policy has not are 0."""
     sharding, device = _SHARDED[policy], next(policy.parameters()).device
     twin = copy.deepcopy(sharding.skeleton)
-    for parameter in twin.parameters():
-        parameter.data = parameter.data.float()
+    change(twin)
     buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     _apply(twin, sharding)
     cast(nn.Module, twin).to_empty(device=device)
     for name, buffer in twin.named_buffers():
         buffer.copy_(buffers[name])
-    for ours, theirs in zip(twin.parameters(), policy.parameters(), strict=True):
-        ours.copy_(theirs)
+    theirs = dict(policy.named_parameters())
+    for name, ours in twin.named_parameters():
+        other = theirs.get(name)
+        if other is not None and other.shape == ours.shape:
+            ours.copy_(other)
+        else:
+            ours.zero_()
     return twin
 
 
@@ -137,10 +159,14 @@ def changed(model: nn.Module) -> None:
 def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     low = sharding.dtype if sharding.dtype.itemsize < torch.float32.itemsize else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    groups = [*_layers(model), model]
-    for module in groups:
-        fully_shard(module, mesh=sharding.mesh, mp_policy=policy)
-    for module in groups:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.apart.items()]
+    groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
+    for module, mesh in groups:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module, _ in groups:
         group = cast(FSDPModule, module)
         group.set_force_sum_reduction_for_comms(True)
         group.set_gradient_divide_factor(1.0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
+from transformers import PreTrainedModel
+
 from agentevo.config import RunConfig
 from agentevo.config.credit import find_credit
 from agentevo.config.parallel import world_size
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, TrainingError
 from agentevo.inference.engines import check_engine
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
@@ -20,6 +22,7 @@ from agentevo.orchestration.players import check_play, find_agent, solo_environm
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.orchestration.profiling import check_profile
 from agentevo.orchestration.tracking import check_tracking
+from agentevo.training.spread import check_spread, is_spread
 from agentevo.types import Task
 
 
@@ -49,52 +52,43 @@ def check_parts(
         resolve(config.reward_model.name)
 
 
-def check_processes(config: RunConfig, *, sampled: bool = True, world: int | None = None) -> None:
+def check_processes(config: RunConfig, *, world: int | None = None) -> None:
     """Raises ConfigError where trainer.parallel asks for other numbers of processes than a
-    launcher has started (or `world`), and for what several processes can't train together.
-    `sampled`: attempts are what is trained on."""
+    launcher has started (or `world`), and for what several processes can't train together."""
     parallel = config.trainer.parallel
     world = world if world is not None else world_size()
     try:
         parallel.replicas(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    for name in ("tensor", "context", "expert"):
-        if getattr(parallel, name) > 1:
-            raise ConfigError(
-                f"trainer.parallel.{name}: agentevo train and learn share a model by "
-                f"trainer.parallel.shard alone: set trainer.parallel.{name}=1"
-            )
-    algorithm, memory = config.algorithm, config.memory
     several = {
-        "conversations (agentevo sft)": not sampled,
-        "preferences (algorithm.name)": sampled and algorithm.preference() is not None,
-        "a cold start (cold_start.episodes)": sampled and config.cold_start.episodes > 0,
         "several policies (agents)": len(config.agents) > 0,
         "a profile (profile)": config.profile.enabled,
     }
-    sharded = {
-        "adapters (model.lora)": config.model.lora.enabled,
-        "8-bit moments (memory.optimizer)": memory.optimizer != "adamw",
-        "offloading (memory.offload_optimizer, offload_activations)": len(memory.offloads) > 0,
-    }
-    if algorithm.preference() is None:
-        own = config.critic.trunk == "own"
-        sharded |= {
-            "a critic of its own (critic.trunk=own)": own and "values" in algorithm.needs,
-            "a process reward (prime)": "process_rewards" in algorithm.needs,
-            "pretraining of the critic (critic.pretrain_steps)": "values" in algorithm.needs
-            and config.critic.pretrain_steps > 0,
-        }
     for what in [what for what, is_asked in several.items() if is_asked and world > 1]:
         raise ConfigError(
             f"{what}: {world} processes can't train on that together: start one, without torchrun"
         )
-    for what in [what for what, is_asked in sharded.items() if is_asked and parallel.shard > 1]:
+    if config.memory.optimizer == "adamw_8bit" and is_spread(parallel):
         raise ConfigError(
-            f"{what}: not with weights in parts: leave trainer.parallel.shard out, and every "
-            "process has the whole model"
+            "memory.optimizer=adamw_8bit: moments of 8 bits have one scale for 256 numbers, which "
+            "lie on several processes under trainer.parallel: set memory.optimizer=adamw, of which "
+            "each process keeps a part alone"
         )
+    if config.model.lora.enabled and max(parallel.tensor, parallel.expert) > 1:
+        raise ConfigError(
+            "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
+            "and share the base by trainer.parallel.shard, long sequences by context"
+        )
+
+
+def check_shares(config: RunConfig, model: PreTrainedModel) -> None:
+    """Raises ConfigError, before anything is created, for a model that these processes can't share
+    as trainer.parallel says."""
+    try:
+        check_spread(model, config.trainer.parallel)
+    except TrainingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_agent(
@@ -115,7 +109,7 @@ def check_agent(
 
 def check_sft_parts(config: RunConfig, resume: bool) -> None:
     """The same for `agentevo sft`, whose environment is optional."""
-    check_processes(config, sampled=False)
+    check_processes(config)
     check_tracking(config)
     check_sft_data(config)
     check_memory(config)

@@ -4,6 +4,7 @@ policy that knows the format and the basics."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agentevo.config import RunConfig
@@ -12,6 +13,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.demonstrations import solver_episodes
+from agentevo.orchestration.ranks import Leader
 from agentevo.orchestration.rollout_sources import StopAskedError
 from agentevo.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
@@ -61,9 +63,15 @@ def solver_samples(
     return samples
 
 
-def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> dict[str, float]:
-    """Trains the model in place and returns the metrics of the supervised phase. Raises as
-    `solver_samples`; once training has begun it ends before its next step."""
+def cold_start(
+    parts: Components,
+    view: LiveView,
+    stop: Callable[[], bool],
+    leader: Leader | None = None,
+) -> dict[str, float]:
+    """Trains the model in place and returns the metrics of the supervised phase. `leader`: of the
+    processes that do so together. Raises as `solver_samples`; once training has begun it ends
+    before its next step."""
     config = parts.config
     samples = demonstrations(parts, view, stop)
     seed = derive_seed(config.run.seed, "cold-start")
@@ -79,6 +87,7 @@ def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> d
                 "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
             ),
             stop=stop,
+            make=None if leader is None else partial(leader.make, "cold_start"),
         )
     trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
     return (
@@ -103,7 +112,7 @@ async def teach(run: TrainingRun, *, again: bool) -> None:
         except StopAskedError:
             return
     try:
-        metrics = cold_start(run.parts, run.view, run.is_stopped)
+        metrics = cold_start(run.parts, run.view, run.is_stopped, run.leader)
     except StopAskedError:
         return
     if not again:

@@ -232,11 +232,15 @@ async def open_components(
 
 
 def load_token_reward_model(
-    config: RunConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    share: Callable[[PreTrainedModel], PreTrainedModel] = lambda whole: whole,
 ) -> TokenRewardModel | None:
-    """The model that adds to the environment's rewards; None for a recipe without one."""
+    """The model that adds to the environment's rewards; None for a recipe without one. `share`
+    makes this process's part of it."""
     section = config.reward_model
     if section.name is None:
         return None
     model = load_reward_model(section.name, policy, tokenizer)
-    return TokenRewardModel(prepare(model), section)
+    return TokenRewardModel(share(prepare(model).requires_grad_(False)), section)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
@@ -34,7 +34,7 @@ from agentevo.store.store import StepRecord
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
-from agentevo.training.supervised import held_out_metrics, plan_batches
+from agentevo.training.supervised import plan_batches
 from agentevo.types import Sample, Trajectory
 
 HELD_OUT = "sft/eval/"
@@ -92,8 +92,10 @@ class ConversationBatches:
     activity = "data"
     samples_rollouts = False
 
-    def __init__(self, config: RunConfig, data: SFTData, model: PreTrainedModel) -> None:
-        self._config, self._data, self._model = config, data, model
+    def __init__(self, config: RunConfig, data: SFTData) -> None:
+        self._config, self._data = config, data
+        self.measure: Callable[..., dict[str, float] | None] | None = None
+        """SupervisedTrainer.held_out of whoever trains on them."""
         seed = derive_seed(config.run.seed, "sft-order")
         self._batches = plan_batches(data.sizes(), config.sft, seed)
         self.num_steps = len(self._batches)
@@ -119,8 +121,8 @@ class ConversationBatches:
         Raises StopAskedError where `stop()` says so between two of their batches."""
         if not self._held_out:
             return {}
-        tokens = self._config.sft.micro_batch_tokens
-        metrics = held_out_metrics(self._model, self._held_out, tokens, stop=stop)
+        assert self.measure is not None
+        metrics = self.measure(self._held_out, stop=stop)
         if metrics is None:
             raise StopAskedError("stopped while evaluating")
         return metrics

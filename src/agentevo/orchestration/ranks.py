@@ -1,18 +1,19 @@
 """Several processes that train together, started by torchrun: the first one runs the run, the
-others take its trainer's calls.
+others take its trainers' calls.
 
-    first    train -> run_training -> LeadingTrainer.step(samples) -+-> Trainer.step
-    others   train -> follow                                        +-> Trainer.step
+    first    train -> run_training -> Leader, Led.step(samples) -+-> Trainer.step
+    others   train -> follow                                     +-> Trainer.step
 
 Sampling, evaluation, store, folder, control requests and the decision to stop are the first
-process's alone. What it does with its trainer it tells the others beforehand, arguments included,
-and all do it together. A sharded model is trained beside a whole one on the first process, which
-serves, is published and is saved; after every update the shards are gathered into that, tensor by
-tensor. So a checkpoint is the same whatever trained it, and a resume may have other processes.
+process's alone. What it does with its trainers it tells the others beforehand, arguments included,
+and all do it together. A model that lies in parts on them is trained beside a whole one on the
+first process, which serves, is published and is saved; after every update the parts are gathered
+into that, tensor by tensor. So a checkpoint is the same whatever trained it, and a resume may have
+other processes.
 
-A process that fails ends, which breaks its connections: those that wait for it fail at once, and
-the launcher ends the rest. Others than the first leave SIGINT and SIGTERM to it, which stops
-cleanly and sends them home.
+A process that fails ends, which breaks its connections: those that wait for it fail at once, with
+its words (rank_failures.py), and the launcher ends the rest. Others than the first leave SIGINT and
+SIGTERM to it, which stops cleanly and sends them home.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -33,14 +34,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo import devices
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
-from agentevo.models.grammar import Grammars
-from agentevo.models.sharded import gather_into, is_sharded, shard
-from agentevo.orchestration.components import load_policy, load_token_reward_model
+from agentevo.orchestration.components import load_policy
+from agentevo.orchestration.learners import make_learner
+from agentevo.orchestration.rank_failures import Failures, RankLog
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.optimization import Optimization
-from agentevo.training.trainer import Trainer
+from agentevo.training.sharding.layouts import gather_trained
+from agentevo.training.spread import is_spread, spread
 from agentevo.types import Sample, Trajectory
 
 COMPUTING = timedelta(minutes=10)
@@ -52,26 +54,34 @@ SAMPLING = timedelta(days=7)
 class Ranks:
     """This process among those that train together."""
 
-    def __init__(self, meshes: Meshes, calls: distributed.ProcessGroup) -> None:
-        self._meshes, self._calls = meshes, calls
+    def __init__(self, meshes: Meshes, calls: distributed.ProcessGroup, failures: Failures) -> None:
+        self.meshes, self._calls, self._failures = meshes, calls, failures
 
-    def tell(self, name: str, *arguments: Any, **options: Any) -> None:
+    def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
         """On the first process: the others make this call, too."""
-        distributed.broadcast_object_list([(name, arguments, options)], 0, group=self._calls)
+        told = [(learner, name, arguments, options)]
+        distributed.broadcast_object_list(told, 0, group=self._calls)
 
-    def told(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    def told(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
         """On the others: the next call."""
         told: list[Any] = [None]
         distributed.broadcast_object_list(told, 0, group=self._calls)
-        return cast(tuple[str, tuple[Any, ...], dict[str, Any]], told[0])
+        return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], told[0])
 
-    def trainer(
-        self, config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-    ) -> Trainer:
-        """This process's trainer of its model, which it shards where the recipe says so."""
-        if config.trainer.parallel.shard > 1:
-            model = shard(model, self._meshes.data)
-        return policy_trainer(config, model, tokenizer)
+    def share(self, model: PreTrainedModel) -> PreTrainedModel:
+        """This process's part of a model that all have loaded."""
+        return spread(model, self.meshes)
+
+    def log(self, run_dir: Path) -> RankLog:
+        """The log of this process, from here on."""
+        failures = self._failures
+        place = ", ".join(
+            f"{name} {index} of {size}"
+            for name, index, size in self.meshes.coordinates()
+            if size > 1
+        )
+        failures.log = RankLog(run_dir, failures.rank, failures.world, place or "alone")
+        return failures.log
 
 
 def follows() -> bool:
@@ -81,22 +91,45 @@ def follows() -> bool:
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[Ranks | None]:
-    """Among the others that the launcher has started; None where there are none."""
+    """Among the others that the launcher has started; None where there are none. Raises
+    TrainingError for what has ended another one of them."""
     if world_size() == 1:
         yield None
         return
     device = devices.find(config.model.device)
     devices.take(device, int(os.environ.get("LOCAL_RANK", "0")))
-    distributed.init_process_group(devices.collectives(device), timeout=COMPUTING)
+    store, rank, world = next(distributed.rendezvous("env://", timeout=COMPUTING))
+    failures = Failures(distributed.PrefixStore("failures", store), rank, world)
+    distributed.init_process_group(
+        devices.collectives(device),
+        store=distributed.PrefixStore("groups", store),
+        rank=rank,
+        world_size=world,
+        timeout=COMPUTING,
+    )
     try:
         meshes = make_meshes(config.trainer.parallel, device.type)
         calls = distributed.new_group(backend="gloo", timeout=SAMPLING)
-        ranks = Ranks(meshes, calls)
-        yield ranks
-        if distributed.get_rank() == 0:
-            ranks.tell("end")
+        ranks = Ranks(meshes, calls, failures)
+        try:
+            yield ranks
+        except (KeyboardInterrupt, SystemExit):
+            with suppress(RuntimeError):  # they may be gone already
+                _send_home(ranks, rank)
+            raise
+        _send_home(ranks, rank)
+    except Exception as error:
+        shown = failures.report(error)
+        if shown is error:
+            raise
+        raise shown from error
     finally:
         distributed.destroy_process_group()
+
+
+def _send_home(ranks: Ranks, rank: int) -> None:
+    if rank == 0:
+        ranks.tell("", "end")
 
 
 def follow(config: RunConfig) -> None:
@@ -105,22 +138,42 @@ def follow(config: RunConfig) -> None:
         signal.signal(number, signal.SIG_IGN)
     with joined(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
-        trainer: Trainer | None = None
+        follower: _Follower | None = None
         while True:
-            name, arguments, options = ranks.told()
+            learner, name, arguments, options = ranks.told()
             if name == "end":
                 return
             if name == "start":
-                (checkpoint,) = arguments
-                loaded = load_policy(config, checkpoint)
-                trainer = ranks.trainer(config, loaded.model, loaded.tokenizer)
+                follower = _Follower(ranks, config, *arguments)
                 continue
-            assert trainer is not None, f"{name} before start"
-            if name == "load_state_dict":
-                arguments = (saved_state(config, *arguments),)
-            getattr(trainer, name)(*arguments, **options)
-            if name == "step" and is_sharded(trainer.model):
-                gather_into(trainer.model, None)
+            assert follower is not None, f"{name} before start"
+            follower.call(learner, name, arguments, options)
+
+
+class _Follower:
+    """One of the others: its part of the model, and its trainers."""
+
+    def __init__(self, ranks: Ranks, config: RunConfig, checkpoint: Path | None) -> None:
+        self._config, self._share = config, ranks.share
+        self._log = ranks.log(config.run_dir)
+        loaded = load_policy(config, checkpoint)
+        self._model, self._tokenizer = ranks.share(loaded.model), loaded.tokenizer
+        self._learners: dict[str, Any] = {}
+
+    def call(
+        self, learner: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        with self._log.call(f"{learner} {name}"):
+            if name == "make":
+                self._learners[learner] = make_learner(
+                    self._config, learner, self._model, self._tokenizer, self._share, *arguments
+                )
+            elif name == "gather":
+                gather_trained(self._model, None)
+            elif name == "load_state_dict":
+                self._learners[learner].load_state_dict(saved_state(self._config, *arguments))
+            else:
+                getattr(self._learners[learner], name)(*arguments, **options)
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
@@ -129,8 +182,8 @@ def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     return folder.load(checkpoint)[0]
 
 
-class LeadingTrainer:
-    """The first process's trainer: a RolloutTrainer whose calls all processes make together."""
+class Leader:
+    """On the first process: the policy that all train, and its trainers."""
 
     def __init__(
         self,
@@ -141,23 +194,55 @@ class LeadingTrainer:
         checkpoint: Path | None,
     ) -> None:
         """`model` is the one that serves; `checkpoint` what it was loaded from."""
-        self._ranks, self._serving, self._checkpoint = ranks, model, checkpoint
-        ranks.tell("start", checkpoint)
-        trained = copy.deepcopy(model) if config.trainer.parallel.shard > 1 else model
-        self._trainer = ranks.trainer(config, trained, tokenizer)
+        self.ranks, self.serving, self.checkpoint = ranks, model, checkpoint
+        self._config, self._tokenizer = config, tokenizer
+        ranks.tell("", "start", checkpoint)
+        self.log = ranks.log(config.run_dir)
+        self._apart = is_spread(config.trainer.parallel)
+        self._model = ranks.share(copy.deepcopy(model)) if self._apart else model
+
+    def make(self, name: str, *given: Any, local: Callable[..., Any] | None = None) -> Led:
+        """A trainer that all processes make (learners.py). `local` makes this process's, where it
+        is to have more than theirs."""
+        self.ranks.tell(name, "make", *given)
+        learner = (
+            make_learner(self._config, name, self._model, self._tokenizer, self.ranks.share, *given)
+            if local is None
+            else local(self._model)
+        )
+        return Led(self, name, learner)
+
+    def gather(self) -> None:
+        """Brings the model that serves to what is trained."""
+        if self._apart:
+            self.ranks.tell("", "gather")
+            gather_trained(self._model, self.serving)
+
+
+class Led:
+    """The first process's trainer, of any kind, whose calls all processes make together."""
+
+    def __init__(self, leader: Leader, name: str, learner: Any) -> None:
+        self._leader, self._name, self._learner = leader, name, learner
+
+    def _all(self, name: str, *arguments: Any, here: Any = None, **options: Any) -> Any:
+        """The call by all. `here`: what stands for the arguments on this process."""
+        with self._leader.log.call(f"{self._name} {name}"):
+            self._leader.ranks.tell(self._name, name, *arguments, **options)
+            given = arguments if here is None else here
+            return getattr(self._learner, name)(*given, **options)
 
     @property
     def optimization(self) -> Optimization:
-        return self._trainer.optimization
+        return cast(Optimization, self._learner.optimization)
 
     @property
     def steps(self) -> int:
-        return self._trainer.steps
+        return cast(int, self._learner.steps)
 
     def begin(self) -> None:
         """See Learner.begin."""
-        self._ranks.tell("begin")
-        self._trainer.begin()
+        self._all("begin")
 
     def prepare(
         self,
@@ -167,41 +252,34 @@ class LeadingTrainer:
         version: int | None = None,
         bound: int | None = None,
     ) -> PreparedBatch:
-        """See RolloutTrainer.prepare."""
-        given: Any = (list(trajectories), dict(baselines))
-        self._ranks.tell("prepare", *given, version=version, bound=bound)
-        return self._trainer.prepare(*given, version=version, bound=bound)
+        """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
+        alone."""
+        given = (list(trajectories), dict(baselines))
+        if self._name == "preferences":
+            prepared = self._learner.prepare(*given, version=version, bound=bound)
+        else:
+            prepared = self._all("prepare", *given, version=version, bound=bound)
+        return cast(PreparedBatch, prepared)
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def step(self, samples: Sequence[Any]) -> dict[str, float]:
         """See Learner.step."""
-        self._ranks.tell("step", samples)
-        metrics = self._trainer.step(samples)
-        if is_sharded(self._trainer.model):
-            gather_into(self._trainer.model, self._serving)
+        metrics: dict[str, float] = self._all("step", samples)
+        self._leader.gather()
         return metrics
+
+    def held_out(
+        self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """See SupervisedTrainer.held_out; this process alone may stop it."""
+        ranks = self._leader.ranks
+        ranks.tell(self._name, "held_out", samples)
+        found: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """See Learner.state_dict."""
-        self._ranks.tell("state_dict")
-        return self._trainer.state_dict()
+        return cast(dict[str, Any], self._all("state_dict"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Learner.load_state_dict; the others read the checkpoint's file themselves."""
-        self._ranks.tell("load_state_dict", self._checkpoint)
-        self._trainer.load_state_dict(state)
-
-
-def policy_trainer(
-    config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> Trainer:
-    """The trainer of a policy that learns by advantages, as the recipe says."""
-    return Trainer(
-        model,
-        config.trainer,
-        config.algorithm,
-        critic=config.critic,
-        process_reward=config.process_reward,
-        reward_model=load_token_reward_model(config, model, tokenizer),
-        memory=config.memory,
-        grammars=Grammars.of(model, tokenizer),
-    )
+        self._all("load_state_dict", self._leader.checkpoint, here=(state,))

@@ -10,8 +10,13 @@ from agentevo.models.adapters import num_parameters
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.conversations import ConversationBatches, SFTData
+from agentevo.orchestration.learners import (
+    policy_trainer,
+    preference_trainer,
+    supervised_trainer,
+)
 from agentevo.orchestration.preference_data import given_pairs, solver_answers
-from agentevo.orchestration.ranks import LeadingTrainer, Ranks, policy_trainer
+from agentevo.orchestration.ranks import Leader
 from agentevo.orchestration.rollout_sources import (
     ColocatedRollouts,
     DisaggregatedRollouts,
@@ -22,8 +27,6 @@ from agentevo.orchestration.rollout_sources import (
 from agentevo.orchestration.submissions import Submissions, SubmittedBatches, SubmittedRollouts
 from agentevo.training.agent_trainers import AgentTrainers
 from agentevo.training.learner import Learner, RolloutTrainer
-from agentevo.training.preference import PreferenceTrainer
-from agentevo.training.supervised import SupervisedTrainer
 
 
 def make_rollouts(
@@ -53,33 +56,24 @@ def make_trainer(
     parts: Components,
     rollouts: RolloutSource,
     conversations: SFTData | None = None,
-    ranks: Ranks | None = None,
+    leader: Leader | None = None,
 ) -> tuple[Learner, BatchSource]:
-    """Who trains the policy by the recipe's algorithm, and where its batches come from. `ranks`:
-    with whom, if anybody."""
+    """Who trains the policy by the recipe's algorithm, and where its batches come from. `leader`:
+    of the processes that train it together, where there are several."""
     config, model = parts.config, parts.model
     if conversations is not None:
-        batches = ConversationBatches(config, conversations, model)
-        return (
-            SupervisedTrainer(
-                model,
-                config.sft,
-                batches.num_steps,
-                memory=config.memory,
-                dropout_seed=config.run.seed,
-            ),
-            batches,
+        batches = ConversationBatches(config, conversations)
+        supervised = (
+            supervised_trainer(config, model, batches.num_steps)
+            if leader is None
+            else leader.make("sft", batches.num_steps)
         )
+        batches.measure = supervised.held_out
+        return supervised, batches
     trainer: RolloutTrainer
     if config.algorithm.preference() is not None:
-        trainer = PreferenceTrainer(
-            model,
-            config.trainer,
-            config.algorithm,
-            temperature=config.sampling.temperature,
-            demonstrations=solver_answers(parts),
-            memory=config.memory,
-        )
+        make = partial(preference_trainer, config, demonstrations=solver_answers(parts))
+        trainer = make(model) if leader is None else leader.make("preferences", local=make)
         pairs = given_pairs(parts)
         if pairs is not None:
             return trainer, GivenPairs(config, pairs)
@@ -95,8 +89,8 @@ def make_trainer(
     else:
         trainer = (
             policy_trainer(config, model, parts.tokenizer)
-            if ranks is None
-            else LeadingTrainer(ranks, config, model, parts.tokenizer, parts.checkpoint)
+            if leader is None
+            else leader.make("policy")
         )
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)

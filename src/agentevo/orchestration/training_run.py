@@ -26,7 +26,7 @@ from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.obeying import obey
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress
-from agentevo.orchestration.ranks import Ranks
+from agentevo.orchestration.ranks import Leader, Ranks
 from agentevo.orchestration.resume import ResumePoint, replay_steps
 from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor
 from agentevo.orchestration.step_metrics import (
@@ -84,7 +84,13 @@ class TrainingRun:
         )
         if submissions is not None:
             submissions.save = self.keep_checkpoint
-        self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, ranks)
+        self.leader = (
+            None
+            if ranks is None
+            else Leader(ranks, parts.config, parts.model, parts.tokenizer, parts.checkpoint)
+        )
+        """Of the processes that train together, where there are several."""
+        self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, self.leader)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
         folder, config = parts.config.run_dir, parts.config
         self.log = MetricsLog(folder / "metrics.jsonl")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import distributed
@@ -32,6 +32,11 @@ class Ranks:
     def of(cls, mesh: DeviceMesh, dimension: str) -> Ranks:
         group = mesh.get_group(dimension)
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
+
+    @classmethod
+    def imagined(cls, size: int) -> Ranks:
+        """The first of `size` processes that nobody has started, for what is checked beforehand."""
+        return cls(cast(distributed.ProcessGroup, None), 0, size)
 
     def __deepcopy__(self, memo: object) -> Ranks:
         """A copied model is computed by the same processes."""

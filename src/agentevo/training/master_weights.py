@@ -6,6 +6,8 @@ most of training. A float32 master keeps it (Micikevicius et al., arXiv 1710.037
 Gradients of micro-batches add up in float32 too.
 
     take_gradients() -> the optimizer steps `masters` -> give_weights()
+
+Of a parameter that FSDP has sharded the master is this process's part.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from agentevo.devices import can_pin
+from agentevo.training.sharding.layouts import local
 
 
 class MasterWeights:
@@ -23,7 +26,9 @@ class MasterWeights:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:
         self.parameters, self.on_cpu = parameters, on_cpu
-        self.masters = [torch.nn.Parameter(self._place(parameter)) for parameter in parameters]
+        self.masters = [
+            torch.nn.Parameter(self._place(local(parameter))) for parameter in parameters
+        ]
         """The float32 copies, in the order of `parameters`: on the CPU with `on_cpu`, else on the
         parameters' own device."""
 
@@ -41,7 +46,8 @@ class MasterWeights:
     def take_gradients(self) -> None:
         """Moves the gradients from the parameters to their masters."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            grad, parameter.grad = parameter.grad, None
+            grad = None if parameter.grad is None else local(parameter.grad)
+            parameter.grad = None
             master.grad = (
                 self._place(grad) if grad is not None and grad.device != master.device else grad
             )
@@ -50,7 +56,7 @@ class MasterWeights:
     def give_weights(self) -> None:
         """Writes the masters into the parameters, rounded, and drops the masters' gradients."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.copy_(master)
+            local(parameter).copy_(master)
             master.grad = None
 
     def state_dict(self) -> list[torch.Tensor]:

@@ -5,13 +5,16 @@ context, shard, replicas.
 
     whole    dp x cp x tp          dp = replicas x shard: each has its own part of a minibatch
     data     replicate x shard     over which FSDP shards and adds up
-    experts  dp / ep x ep          of the mixtures that trainer.parallel.expert spreads
+    experts  sharing x ep          of the mixtures that trainer.parallel.expert spreads, where dp is
+                                   sharing x ep
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -33,6 +36,16 @@ class Meshes:
     """Of one dimension, `shard`, where there are no replicas."""
     experts: DeviceMesh | None
     """None where experts are not spread."""
+    both: DeviceMesh | None
+    """With tensor parallelism: the experts' dimension and the tensor group as one."""
+
+    def coordinates(self) -> Iterator[tuple[str, int, int]]:
+        """The name of each dimension, where this process stands in it, and its size."""
+        for mesh in (self.whole, self.data, self.experts):
+            names = () if mesh is None else mesh.mesh_dim_names or ()
+            for name in names:
+                assert mesh is not None
+                yield name, mesh.get_local_rank(name), mesh[name].size()
 
 
 def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
@@ -54,12 +67,18 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         (replicas, section.shard, inner),
         mesh_dim_names=(REPLICATE, SHARD, "inner"),
     )
-    experts = None
+    experts = both = None
     if section.expert > 1:
         experts = init_device_mesh(
             device_type,
             (ranks // section.expert, section.expert, inner),
             mesh_dim_names=(SHARING, EXPERT, "inner"),
         )
+    if section.expert > 1 and section.tensor > 1:
+        every = torch.arange(ranks * inner)
+        split = every.view(-1, section.expert, section.context, section.tensor)
+        groups = split.transpose(1, 2).flatten(2).flatten(0, 1)
+        both = DeviceMesh(device_type, groups, mesh_dim_names=("others", EXPERT))
     use_mesh(whole)
-    return Meshes(section, whole, data[SHARD] if replicas == 1 else data[REPLICATE, SHARD], experts)
+    data = data[SHARD] if replicas == 1 else data[REPLICATE, SHARD]
+    return Meshes(section, whole, data, experts, both)

@@ -19,12 +19,19 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.models.sharded import like, whole
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, sum_gradients
 from agentevo.training.phases import phase
 from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
-from agentevo.training.sharding.layouts import Layout, clip, gradient_norm
+from agentevo.training.sharding.layouts import (
+    Layout,
+    clip,
+    gradient_norm,
+    local,
+    part_of,
+    saved,
+    whole_of,
+)
 
 
 class Grouped(Protocol):
@@ -204,12 +211,20 @@ class Optimization:
             self.masters.give_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        masters = None if self.masters is None else self.masters.state_dict()
-        if self.sharded:
-            masters = whole([parameter.detach() for parameter in self.parameters])
+        masters: list[torch.Tensor] | None = None
+        if self.masters is not None or self.sharded:
+            masters = [self._whole(m, p) for m, p in self._stepped()]
+        state = self.optimizer.state_dict()
+        moments = {
+            index: {
+                name: self._whole(value, self._parameter_of(index))
+                for name, value in of_parameter.items()
+            }
+            for index, of_parameter in state["state"].items()
+        }
         return {
             "kind": self.memory.optimizer,
-            "optimizer": whole(self.optimizer.state_dict()),
+            "optimizer": {**state, "state": moments},
             "masters": masters,
             "steps": self.steps,
         }
@@ -225,13 +240,19 @@ class Optimization:
                 f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with "
                 f"memory.optimizer={kind}"
             )
-        self.optimizer.load_state_dict(self._spread(state["optimizer"]))
-        if self.sharded and state.get("masters") is not None:
+        moments = {
+            index: {
+                name: self._part(value, self._parameter_of(index))
+                for name, value in of_parameter.items()
+            }
+            for index, of_parameter in state["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        masters = state.get("masters")
+        if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
-                for parameter, saved in zip(self.parameters, state["masters"], strict=True):
-                    parameter.copy_(like(saved, parameter))
-        if self.masters is not None and state.get("masters") is not None:
-            self.masters.load_state_dict(state["masters"])
+                for (master, parameter), whole in zip(self._stepped(), masters, strict=True):
+                    master.copy_(self._part(whole, parameter))
         self.steps = state["steps"]
 
     def carry_on(self, state: dict[str, Any]) -> None:
@@ -255,19 +276,32 @@ class Optimization:
             group.update(kept)
         self.steps = steps
 
-    def _spread(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state, of which this process takes its own part."""
-        if not self.sharded:
-            return state
+    def _stepped(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """What the optimizer steps, and the model's parameter that it stands for."""
+        masters = self.parameters if self.masters is None else self.masters.masters
+        return list(zip(masters, self.parameters, strict=True))
+
+    def _parameter_of(self, index: int) -> torch.nn.Parameter:
+        """The model's parameter of an index in the optimizer's state."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        moments = {
-            index: {
-                name: like(value, stepped[index]) if isinstance(value, torch.Tensor) else value
-                for name, value in of_parameter.items()
-            }
-            for index, of_parameter in state["state"].items()
-        }
-        return {**state, "state": moments}
+        return next(parameter for one, parameter in self._stepped() if one is stepped[index])
+
+    def _whole(self, value: Any, parameter: torch.nn.Parameter) -> Any:
+        """What a checkpoint keeps of a tensor that lies as the parameter does; other values as they
+        are."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        layout = self.layouts.get(parameter)
+        if layout is None and not isinstance(parameter, DTensor):
+            return value.detach()
+        return saved(whole_of(value, parameter, layout), parameter)
+
+    def _part(self, value: Any, parameter: torch.nn.Parameter) -> Any:
+        """The inverse of `_whole`."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        part = part_of(value, parameter, self.layouts.get(parameter))
+        return part if self.masters is None else local(part)
 
 
 def minibatches(items: Sequence[T], section: TrainerSection) -> Iterator[list[T]]:

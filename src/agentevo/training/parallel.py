@@ -141,11 +141,13 @@ def sum_gradients(
     of_all, of_some = [], defaultdict(list)
     for parameter in parameters:
         layout = layouts.get(parameter)
-        if layout is not None and layout.sharing is not None:
-            for ranks in layout.sharing:
-                of_some[ranks.group].append(parameter)
-        elif not isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor):
+            continue
+        if layout is None or layout.sharing is None:
             of_all.append(parameter)
+            continue
+        for ranks in layout.sharing:
+            of_some[ranks.group].append(parameter)
     if num_ranks() > 1:
         _sum_over(of_all, _group)
     for group, shared in of_some.items():

@@ -28,6 +28,7 @@ from agentevo.training.batching.passes import (
     backward_through_sums,
     device_of,
     micro_batches,
+    null_batches,
     token_tables,
 )
 from agentevo.training.batching.staleness import leave_out_stale
@@ -143,10 +144,10 @@ class PreferenceTrainer:
         lr = self.optimization.begin()
         answers = _answers(pairs)
         rows, owners = self._rows(answers)
-        section = self.section
-        batches = micro_batches(
-            rows, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
-        )
+        section, device = self.section, device_of(self.model)
+        merge = section.prefix_merging
+        batches = micro_batches(rows, section.micro_batch_tokens, device, merge=merge)
+        nulls = null_batches(rows, len(batches), device, merge=merge)
         for indices, batch in batches:
             self.flops.trained([rows[i] for i in indices], batch)
         comparison = _Comparison(pairs, answers, reference)
@@ -164,7 +165,7 @@ class PreferenceTrainer:
             return loss
 
         loss, sums = backward_through_sums(
-            self.model, batches, owners, loss_of, self.optimization.backward
+            self.model, batches, owners, loss_of, self.optimization.backward, nulls
         )
         norm = self.optimization.finish()
         measured |= {"loss": float(loss)} | comparison.means(sums)

@@ -1,36 +1,63 @@
-"""A freshly loaded and prepared model -> this process's part of it, as trainer.parallel says.
+"""A freshly loaded and prepared model -> this process's part of it, as trainer.parallel says: it is
+cut by tensor, context and expert parallelism first, and FSDP shards what is left here.
 
-FSDP comes after this and shards what is left here. Experts that are spread by
-`trainer.parallel.expert` differ between data-parallel ranks: FSDP must not shard these parameters
-over them (those whose layout has `sharing`).
+Experts that are spread differ between data-parallel ranks: FSDP shards them over those alone that
+have the same ones.
 """
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from agentevo.errors import ConfigError
+from agentevo.config import ParallelSection
+from agentevo.models.sharded import check_shard, shard
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
-from agentevo.training.sharding.context_parallel import context_parallel
-from agentevo.training.sharding.expert_parallel import expert_parallel
-from agentevo.training.sharding.tensor_parallel import tensor_parallel
+from agentevo.training.sharding.context_parallel import check_context, context_parallel
+from agentevo.training.sharding.expert_parallel import Within, check_experts, expert_parallel
+from agentevo.training.sharding.tensor_parallel import check_tensor, tensor_parallel
+from agentevo.training.workload import keep_flops
 
 
-def spread(model: PreTrainedModel, meshes: Meshes) -> None:
+def is_spread(section: ParallelSection) -> bool:
+    """Whether no process has the whole model to itself."""
+    return max(section.shard, section.tensor, section.context, section.expert) > 1
+
+
+def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
+    """Raises ModelError or TrainingError for a model that `spread` can't divide so; changes
+    nothing and asks no other process."""
+    if section.tensor > 1:
+        check_tensor(model, Ranks.imagined(section.tensor))
+    if section.context > 1:
+        check_context(model, section.context, section.tensor)
+    if section.expert > 1:
+        check_experts(model, section.expert, section.tensor)
+    if section.shard > 1:
+        check_shard(model)
+
+
+def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     """Has these processes compute the model together, in place; called by all of them with the same
-    weights, before an optimizer is made. Raises ConfigError or TrainingError where the model can't
+    weights, before an optimizer is made. Raises ModelError or TrainingError where the model can't
     be divided so."""
     section = meshes.section
-    if section.tensor > 1 and section.expert > 1:
-        raise ConfigError(
-            f"trainer.parallel: tensor={section.tensor} spreads experts over its processes "
-            f"already: set expert=1 (not {section.expert})"
-        )
-    if section.tensor > 1:
-        tensor_parallel(model, Ranks.of(meshes.whole, TENSOR))
+    if not is_spread(section):
+        return model
+    keep_flops(model)
+    tensor = Ranks.of(meshes.whole, TENSOR) if section.tensor > 1 else None
+    if tensor is not None:
+        tensor_parallel(model, tensor, experts=meshes.experts is None)
     if section.context > 1:
         context_parallel(model, Ranks.of(meshes.whole, CONTEXT))
+    stacks: list[str] = []
     if meshes.experts is not None:
-        sharing = Ranks.of(meshes.experts, SHARING)
-        expert_parallel(model, Ranks.of(meshes.experts, EXPERT), (sharing,))
+        within = None
+        if tensor is not None and meshes.both is not None:
+            within = Within(tensor, Ranks.of(meshes.both, EXPERT))
+        sharing = (Ranks.of(meshes.experts, SHARING),)
+        stacks = expert_parallel(model, Ranks.of(meshes.experts, EXPERT), sharing, within)
+    if section.shard == 1:
+        return model
+    apart = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
+    return shard(model, meshes.data, apart)

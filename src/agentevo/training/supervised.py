@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -20,11 +20,11 @@ from agentevo.config import ColdStartSection, MemorySection, SFTSection, Trainer
 from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
 from agentevo.seeds import derive_seed
-from agentevo.training.batching.passes import device_of, micro_batches
+from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.training.optimization import Optimization, decay
-from agentevo.training.parallel import summed
+from agentevo.training.parallel import gathered, rank, summed
 from agentevo.training.phases import phase
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.workload import FlopCounter
@@ -46,6 +46,12 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
         mask += [False] * len(prompt) + [True] * len(answer)
         new = []
     return Sample.given(name, name, ids, mask)
+
+
+class Steps(Protocol):
+    """Makes optimizer steps."""
+
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]: ...
 
 
 class SupervisedTrainer:
@@ -92,7 +98,8 @@ class SupervisedTrainer:
         no weight, if a number is not finite."""
         if self._dropout_seed is None:
             return self._step(samples)
-        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1)
+        others = [rank()] if rank() else []
+        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1, *others)
         with dropping_out(self.model, seed):
             return self._step(samples)
 
@@ -102,9 +109,9 @@ class SupervisedTrainer:
         trained = sum(s.num_trained for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
         merge, device = section.prefix_merging, device_of(self.model)
-        for indices, batch in micro_batches(
-            samples, section.micro_batch_tokens, device, merge=merge
-        ):
+        batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
+        nulls = null_batches(samples, len(batches), device, merge=merge)
+        for indices, batch in batches:
             self.flops.trained([samples[i] for i in indices], batch)
             with phase("forward"):
                 logp, _ = token_logprobs(self.model, batch)
@@ -113,6 +120,7 @@ class SupervisedTrainer:
             sums["sft/loss"] += float(loss.detach())
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
+        keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         metrics = {
             "actor/grad_norm": norm,
@@ -120,6 +128,12 @@ class SupervisedTrainer:
             "trainer/trained_tokens": float(trained),
         }
         return summed(sums) | metrics | self.flops.take()
+
+    def held_out(
+        self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """See `held_out_metrics`."""
+        return held_out_metrics(self.model, samples, self.section.micro_batch_tokens, stop=stop)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""
@@ -174,20 +188,27 @@ def held_out_metrics(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Mean loss per trained token in nats, its exponential, and the share of trained tokens that
-    are the model's first choice. None if `stop()` was true, on any rank, before a micro-batch."""
-    sums = {"loss": 0.0, "right": 0.0, "count": 0.0, "stopped": 0.0}
-    for _, batch in micro_batches(samples, micro_batch_tokens, device_of(model)):
-        if stop():
-            sums["stopped"] = 1.0
-            break
+    are the model's first choice. None if `stop()` was true, on any rank, before a micro-batch;
+    called by all of them."""
+    sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
+    device = device_of(model)
+    batches = micro_batches(samples, micro_batch_tokens, device)
+    nulls = null_batches(samples, len(batches), device)
+    for place in range(max(gathered(len(batches)))):
+        if any(gathered(stop())):
+            return None
+        counts = place < len(batches)
+        if not counts and not nulls:
+            continue
+        batch = batches[place][1] if counts else nulls[0]
         logits = all_logits(model, batch)
+        if not counts:
+            continue
         logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         sums["loss"] -= float(logp.double().sum())
         sums["right"] += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
         sums["count"] += len(batch.targets)
-    loss, right, count, stopped = summed(sums).values()
-    if stopped:
-        return None
+    loss, right, count = summed(sums).values()
     mean = loss / count
     return {
         "sft/eval/loss": mean,
@@ -206,12 +227,14 @@ def train_supervised(
     seed: int,
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
+    make: Callable[[SFTSection, int], Steps] | None = None,
 ) -> list[float]:
     """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order;
     returns the mean loss per token, in nats, of every optimizer step.
 
     `progress(step, total, loss)` is called after each. Training ends early when `stop()` is true
-    before a step. Gradient norm limit and micro-batch size are the trainer's.
+    before a step. Gradient norm limit and micro-batch size are the trainer's. `make(settings,
+    steps)`: who makes the steps instead, where it is not this process alone.
     """
     settings = SFTSection(
         epochs=section.epochs,
@@ -230,7 +253,11 @@ def train_supervised(
     batches = plan_batches(
         {name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed
     )
-    supervised = SupervisedTrainer(model, settings, len(batches), key="cold_start", memory=memory)
+    supervised: Steps = (
+        SupervisedTrainer(model, settings, len(batches), key="cold_start", memory=memory)
+        if make is None
+        else make(settings, len(batches))
+    )
     losses: list[float] = []
     for batch in batches:
         if stop():

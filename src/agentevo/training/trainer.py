@@ -24,10 +24,9 @@ from agentevo.config import (
 )
 from agentevo.models.grammar import Grammars
 from agentevo.progress import Bar, bar
-from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.batching.passes import device_of, micro_batches, null_batches
+from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
-from agentevo.training.kernels.output_layer import Listener, token_logprobs
+from agentevo.training.kernels.output_layer import Listener
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.parallel import gathered, summed
@@ -171,7 +170,7 @@ class Trainer:
         nulls = null_batches(samples, len(batches), device, merge=merge)
         parts, critic, metrics = [batch for _, batch in batches], self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
-            metrics = critic.update(parts)
+            metrics = critic.update(parts, nulls)
             for indices, batch in batches if not critic.shared else ():
                 self.flops.trained([samples[i] for i in indices], batch)
         if self.pretraining:
@@ -208,7 +207,7 @@ class Trainer:
             for key, value in token_sums.items():
                 sums[key] += value
             passed.advance(len(indices))
-        self._keep_pace(nulls)
+        keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
@@ -222,11 +221,6 @@ class Trainer:
             | self.flops.take()
             | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
         )
-
-    def _keep_pace(self, nulls: Sequence[PackedBatch]) -> None:
-        """Makes the passes that other ranks make of a sharded model, for nothing."""
-        for batch in nulls:
-            self.optimization.backward(0.0 * token_logprobs(self.model, batch)[0].sum())
 
     def _entropy_coef(self) -> float:
         """The present weight of the entropy bonus; see AlgorithmSection.entropy_target."""

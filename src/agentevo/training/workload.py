@@ -4,15 +4,29 @@ once, and as the samples stand for it, each computed by itself."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from agentevo.models.flops import Work, model_flops, work_of_depths, work_of_sequences
+from agentevo.models.flops import (
+    ModelFlops,
+    Work,
+    model_flops,
+    work_of_depths,
+    work_of_sequences,
+)
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.parallel import num_processes, rank, summed
 from agentevo.types import Sample
 
 DISTINCT, LOGICAL = "trainer/distinct_flops", "trainer/logical_flops"
+
+_WHOLE: WeakKeyDictionary[PreTrainedModel, ModelFlops] = WeakKeyDictionary()
+
+
+def keep_flops(model: PreTrainedModel) -> None:
+    """Before processes cut the model between them: what a pass of the whole needs."""
+    _WHOLE[model] = model_flops(model)
 
 
 class FlopCounter:
@@ -20,7 +34,7 @@ class FlopCounter:
     save memory is not counted."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.of_model = model_flops(model)
+        self.of_model = _WHOLE.get(model) or model_flops(model)
         self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
 
     def trained(self, samples: Sequence[Sample], batch: PackedBatch) -> None:

@@ -18,6 +18,7 @@ from agentevo.training.batching.partition import spread
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.parallel import gathered, num_ranks, rank
 from agentevo.training.phases import phase
+from agentevo.training.sharding.expert_parallel import any_joint
 from agentevo.types import Sample
 
 
@@ -37,14 +38,24 @@ def null_batches(
     samples: Sequence[Sample], made: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
     """What this rank, after `made` passes over its micro-batches, has still to pass through a
-    sharded model so that all ranks make as many; what comes of it counts 0 times. Called by all
-    ranks, before the first pass: the passes are collectives, too. Empty where no model is
-    sharded."""
-    if not any_sharded():
+    model whose passes all ranks make together (it is sharded, or its experts are spread), so that
+    all make as many; what comes of it counts 0 times. Called by all ranks, before the first pass.
+    Empty where each rank's passes are its own."""
+    if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
     missing = max(gathered(made)) - made
     shortest = min(samples, key=lambda sample: len(sample.ids))
     return [pack([shortest], device, merge=merge)] * missing
+
+
+def keep_pace(
+    model: PreTrainedModel,
+    nulls: Sequence[PackedBatch],
+    backward: Callable[[torch.Tensor], None],
+) -> None:
+    """Makes the passes with gradient that other ranks make of their micro-batches, for nothing."""
+    for batch in nulls:
+        backward(0.0 * token_logprobs(model, batch)[0].sum())
 
 
 @torch.no_grad()
@@ -84,13 +95,15 @@ def backward_through_sums(
     owners: Sequence[int],
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     backward: Callable[[torch.Tensor], None],
+    nulls: Sequence[PackedBatch] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Differentiates a loss of whole answers, exactly, however their rows are spread over
     micro-batches.
 
     owners: for each sample the number of its answer, 0..N-1. loss_of: summed log-probs [N] ->
     scalar. `backward` is called with a scalar per micro-batch, whose gradients in the model's
-    weights add up to that of the loss. Returns the loss and the sums [N], detached.
+    weights add up to that of the loss. `nulls`: see `null_batches`. Returns the loss and the sums
+    [N], detached.
 
     One micro-batch: one pass. Several: a pass without gradient finds the sums s and g = dloss/ds;
     then sum_i g_i s_i has the same gradient and falls apart into micro-batches.
@@ -103,6 +116,8 @@ def backward_through_sums(
         return loss.detach(), sums.detach()
     with torch.no_grad():
         own = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
+        for batch in nulls:
+            token_logprobs(model, batch)
         total = (
             torch.stack([sums for of_rank in gathered(own) for sums in of_rank])
             .sum(0)
@@ -115,6 +130,7 @@ def backward_through_sums(
         backward(loss)  # refuses it
     for indices, batch in batches:
         backward((slope * _sums(model, indices, batch, owners, num)).sum())
+    keep_pace(model, nulls, backward)
     return loss.detach(), total.detach()
 
 

@@ -15,17 +15,13 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.value import value_loss
 from agentevo.config import CriticSection, MemorySection, TrainerSection
-from agentevo.models.model_copy import (
-    copy_policy,
-    load_weights,
-    trained_parameters,
-    weights_of,
-)
+from agentevo.models.model_copy import copy_policy, trained_parameters
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import all_logits, causal_model, last_hidden
 from agentevo.training.optimization import Optimization
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.phases import phase
+from agentevo.training.roles.own_weights import load_weights, weights_of
 from agentevo.training.sharding.layouts import layouts_of
 
 
@@ -53,11 +49,7 @@ class Critic:
         self.model = policy
         trained: torch.nn.Module = self.head
         if not self.shared:
-            self.model = trained = copy_policy(policy)
-            causal_model(self.model).set_output_embeddings(self.head)
-            causal_model(
-                self.model
-            ).config.get_text_config().final_logit_softcapping = None  # values have no bound
+            self.model = trained = copy_policy(policy, self._behead)
         self.weights = trained_parameters(trained)
         self.optimization = Optimization(
             trained.parameters(),
@@ -67,6 +59,12 @@ class Critic:
             key="critic",
             layouts=layouts_of(trained),
         )
+
+    def _behead(self, twin: PreTrainedModel) -> None:
+        """Gives a copy of the policy the head in place of its output layer."""
+        inner = causal_model(twin)
+        inner.set_output_embeddings(self.head)
+        inner.config.get_text_config().final_logit_softcapping = None  # values have no bound
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32: the values by a pass of the critic's own; differentiable."""
@@ -99,9 +97,11 @@ class Critic:
         }
         return loss, metrics
 
-    def update(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+    def update(
+        self, batches: Sequence[PackedBatch], nulls: Sequence[PackedBatch] = ()
+    ) -> dict[str, float]:
         """One optimizer step over a minibatch, the policy untouched: all of an own model, the head
-        alone of a shared trunk."""
+        alone of a shared trunk. `nulls`: see `null_batches`."""
         num_tokens = sum(gathered(sum(int(batch.mask.sum()) for batch in batches)))
         lr = self.optimization.begin()
         sums: dict[str, float] = {}
@@ -111,6 +111,8 @@ class Critic:
             self.optimization.backward(loss)
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
+        for batch in nulls:
+            self.optimization.backward(0.0 * self._trained_values(batch).sum())
         norm = self.optimization.finish()
         return {key: value / num_tokens for key, value in summed(sums).items()} | {
             "critic/grad_norm": norm,
@@ -125,9 +127,13 @@ class Critic:
         return self.values_of(hidden, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": weights_of(self.weights), "optimization": self.optimization.state_dict()}
+        layouts = self.optimization.layouts
+        return {
+            "weights": weights_of(self.weights, layouts),
+            "optimization": self.optimization.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
-        load_weights(self.weights, state["weights"])
+        load_weights(self.weights, state["weights"], self.optimization.layouts)
         self.optimization.load_state_dict(state["optimization"])

@@ -15,16 +15,17 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
-from agentevo.models.model_copy import (
-    copy_policy,
-    load_weights,
-    trained_parameters,
-    weights_of,
-)
+from agentevo.models.model_copy import copy_policy, trained_parameters
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.batching.passes import backward_through_sums, device_of, micro_batches
+from agentevo.training.batching.passes import (
+    backward_through_sums,
+    device_of,
+    micro_batches,
+    null_batches,
+)
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import Optimization
+from agentevo.training.roles.own_weights import load_weights, weights_of
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.types import Sample
 
@@ -74,14 +75,12 @@ class ImplicitProcessReward:
             )
 
         lr = self.optimization.begin()
-        batches = micro_batches(
-            samples,
-            self.trainer.micro_batch_tokens,
-            device_of(self.model),
-            merge=self.trainer.prefix_merging,
-        )
+        section, device = self.trainer, device_of(self.model)
+        merge = section.prefix_merging
+        batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
+        nulls = null_batches(samples, len(batches), device, merge=merge)
         loss, sums = backward_through_sums(
-            self.model, batches, owners, loss_of, self.optimization.backward
+            self.model, batches, owners, loss_of, self.optimization.backward, nulls
         )
         norm = self.optimization.finish()
         right = ((sums.cpu() > offset) == (outcome > 0.5)).float().mean()
@@ -93,9 +92,13 @@ class ImplicitProcessReward:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": weights_of(self.weights), "optimization": self.optimization.state_dict()}
+        layouts = self.optimization.layouts
+        return {
+            "weights": weights_of(self.weights, layouts),
+            "optimization": self.optimization.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
-        load_weights(self.weights, state["weights"])
+        load_weights(self.weights, state["weights"], self.optimization.layouts)
         self.optimization.load_state_dict(state["optimization"])

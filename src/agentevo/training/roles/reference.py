@@ -11,15 +11,12 @@ from transformers import PreTrainedModel
 from agentevo.config import AlgorithmSection
 from agentevo.errors import ModelError, TrainingError
 from agentevo.models.load import load_base
-from agentevo.models.model_copy import (
-    copy_policy,
-    load_weights,
-    trained_parameters,
-    weights_of,
-)
+from agentevo.models.model_copy import copy_policy, trained_parameters
 from agentevo.models.sharded import changed
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
+from agentevo.training.roles.own_weights import load_weights, weights_of
+from agentevo.training.sharding.layouts import layouts_of, whole_shape
 
 
 class Reference:
@@ -50,17 +47,20 @@ class Reference:
                 "remove it, or choose algorithm.reference=base"
             )
         theirs = dict(load_base(folder, {}).model.named_parameters())
+        layouts = layouts_of(self.model)
         other = [
             name
             for name, ours in self.weights.items()
-            if name not in theirs or theirs[name].shape != ours.shape
+            if name not in theirs or theirs[name].shape != whole_shape(ours, layouts.get(ours))
         ]
         if other:
             raise ModelError(
                 f"algorithm.reference_model: {folder} has no {other[0]} of the policy's shape: "
                 "give a model of the policy's own architecture"
             )
-        load_weights(self.weights, {name: theirs[name].detach() for name in self.weights})
+        begun = {name: theirs[name].detach() for name in self.weights}
+        load_weights(self.weights, begun, layouts)
+        changed(self.model)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
@@ -84,8 +84,9 @@ class Reference:
             changed(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        return weights_of(self.weights)
+        return weights_of(self.weights, layouts_of(self.model))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
-        load_weights(self.weights, state)
+        load_weights(self.weights, state, layouts_of(self.model))
+        changed(self.model)

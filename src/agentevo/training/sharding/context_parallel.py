@@ -32,11 +32,22 @@ from agentevo.training.collectives import (
 def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
     """Has the model's decoder compute this process's stretch of every pass, in place. Raises
     TrainingError where its heads can't be divided."""
+    check_context(model, ranks.size)
+    hook = _Stretch(ranks)
+    decoder: nn.Module = model.base_model
+    decoder.register_forward_pre_hook(hook.before, with_kwargs=True)
+    decoder.register_forward_hook(hook.after, with_kwargs=True)
+
+
+def check_context(model: PreTrainedModel, size: int, tensor: int = 1) -> None:
+    """Raises TrainingError where so many processes can't have stretches of the model's passes, or
+    `tensor` others not the heads of each."""
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
-    if heads % ranks.size:
+    if heads % (size * tensor):
+        product = f"{size} x trainer.parallel.tensor={tensor}" if tensor > 1 else size
         raise TrainingError(
-            f"trainer.parallel.context={ranks.size} does not divide the model's {heads} attention "
+            f"trainer.parallel.context={product} does not divide the model's {heads} attention "
             "heads: choose a divisor"
         )
     if hasattr(config, "layer_types") and config.layer_types is not None:
@@ -46,10 +57,6 @@ def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
                 f"trainer.parallel.context is not possible with layers of {sorted(unknown)}, "
                 "which mix tokens outside of attention: set it to 1"
             )
-    hook = _Stretch(ranks)
-    decoder: nn.Module = model.base_model
-    decoder.register_forward_pre_hook(hook.before, with_kwargs=True)
-    decoder.register_forward_hook(hook.after, with_kwargs=True)
 
 
 class HeadExchange:

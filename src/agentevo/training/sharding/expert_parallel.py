@@ -3,14 +3,17 @@
 Within a tensor group all processes have the same tokens: each computes what its experts add to
 them, and the outputs are summed (`spread_over_tensor`). In a group of data-parallel ranks every
 process has tokens of its own: they travel to the experts that the router chose and back, as many as
-there are, by two uneven all-to-all exchanges (`expert_parallel`). Routers are whole everywhere, so
-that routing is that of one process.
+there are, by two uneven all-to-all exchanges (`expert_parallel`). With both, a tensor group divides
+the experts of its place in the expert group once more, and each sends the tokens of its own.
+Routers are whole everywhere, so that routing is that of one process.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import distributed, nn
@@ -21,6 +24,14 @@ from agentevo.training.collectives import Ranks, added, copied, routed
 from agentevo.training.sharding.layouts import Layout, lay_out
 
 STACKS = ("gate_up_proj", "down_proj")
+_JOINT: WeakSet[nn.Module] = WeakSet()
+"""Stacks whose tokens travel between data-parallel ranks."""
+
+
+def any_joint() -> bool:
+    """Whether tokens of a model here travel between data-parallel ranks, so that passes need all
+    of them."""
+    return len(_JOINT) > 0
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -32,38 +43,68 @@ def is_stack(module: nn.Module) -> bool:
     )
 
 
-def expert_parallel(model: PreTrainedModel, ranks: Ranks, sharing: tuple[Ranks, ...] = ()) -> int:
-    """Spreads the model's experts over the group, in place; returns in how many layers. `sharing`:
-    the data-parallel ranks that have the same experts as this one. Raises TrainingError, with the
-    model as it was, where there are none or their number can't be divided."""
-    stacks = [module for module in model.modules() if is_stack(module)]
+def expert_parallel(
+    model: PreTrainedModel,
+    ranks: Ranks,
+    sharing: tuple[Ranks, ...] = (),
+    within: Within | None = None,
+) -> list[str]:
+    """Spreads the model's experts over the group, in place; returns the names of the stacks.
+    `sharing`: the data-parallel ranks that have the same experts as this one; `within`: the tensor
+    group that divides them again. Raises TrainingError, with the model as it was, where there are
+    none or their number can't be divided."""
+    stacks = check_experts(model, ranks.size, 1 if within is None else within.tensor.size)
+    owners = ranks if within is None else within.both
+    for stack in stacks.values():
+        first = _cut(stack, owners, sharing)
+        stack.forward = _Dispatch(stack, ranks, first, None if within is None else within.tensor)
+        _JOINT.add(stack)
+    return list(stacks)
+
+
+def check_experts(model: PreTrainedModel, size: int, tensor: int = 1) -> dict[str, nn.Module]:
+    """The model's stacks by name. Raises TrainingError where there are none, or so many processes,
+    each with `tensor` that divide their part again, can't share them."""
+    if hasattr(model, "peft_config"):
+        raise TrainingError(
+            "trainer.parallel.expert is not possible with adapters (model.lora): set it to 1, and "
+            "share the base by trainer.parallel.shard"
+        )
+    stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
     if not stacks:
         raise TrainingError(
-            f"trainer.parallel.expert={ranks.size}: {type(model).__name__} has no experts that lie "
+            f"trainer.parallel.expert={size}: {type(model).__name__} has no experts that lie "
             "stacked in one parameter: set it to 1"
         )
-    for stack in stacks:
-        _check(stack, ranks, "expert")
-    for stack in stacks:
-        _cut(stack, ranks, sharing)
-        stack.forward = _Dispatch(stack, ranks)
-    return len(stacks)
+    for stack in stacks.values():
+        _check(stack, size * tensor, "expert" if tensor == 1 else "expert x tensor")
+    return stacks
+
+
+@dataclass(frozen=True)
+class Within:
+    """A tensor group whose processes divide the experts of one place in the expert group."""
+
+    tensor: Ranks
+    both: Ranks
+    """The processes of expert and tensor groups, the latter's side by side: all of a layer's
+    experts lie on them, in this order."""
 
 
 def spread_over_tensor(stack: nn.Module, ranks: Ranks) -> None:
     """Spreads one layer's experts over a tensor group, where all processes have the same
     tokens."""
-    _check(stack, ranks, "tensor")
+    _check(stack, ranks.size, "tensor")
     first = _cut(stack, ranks, None)
     stack.register_forward_pre_hook(partial(_own_experts, ranks, first))
     stack.register_forward_hook(lambda module, args, out: added(out, ranks))
 
 
-def _check(stack: Any, ranks: Ranks, key: str) -> None:
+def _check(stack: Any, size: int, key: str) -> None:
     number = len(stack.down_proj)
-    if number % ranks.size:
+    if number % size:
         raise TrainingError(
-            f"trainer.parallel.{key}={ranks.size} does not divide the {number} experts of a layer: "
+            f"trainer.parallel.{key}={size} does not divide the {number} experts of a layer: "
             "choose a divisor"
         )
     if any(name not in STACKS for name, _ in stack.named_parameters()):
@@ -98,27 +139,36 @@ def _own_experts(
 class _Dispatch:
     """Stands in for the `forward` of one layer's experts."""
 
-    def __init__(self, stack: nn.Module, ranks: Ranks) -> None:
-        self.stack, self.ranks = stack, ranks
+    def __init__(self, stack: nn.Module, ranks: Ranks, first: int, tensor: Ranks | None) -> None:
+        """`first`: the number of this process's first expert."""
+        self.stack, self.ranks, self.first, self.tensor = stack, ranks, first, tensor
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden [T, H], chosen experts and their weights [T, K] -> [T, H]."""
         stack: Any = self.stack
-        num_chosen, local = chosen.shape[1], stack.num_experts
-        # Step 1: the pairs of token and expert, in order of the process that has the expert.
+        num_chosen, of_place = chosen.shape[1], stack.num_experts
+        if self.tensor is not None:
+            of_place *= self.tensor.size
+            hidden, weights = copied(hidden, self.tensor), copied(weights, self.tensor)
+        # Step 1: the pairs of token and expert, in order of the process that has the expert; of
+        # those that a tensor group shares, this process's.
         experts, order = torch.sort(chosen.flatten(), stable=True)
-        given_counts = torch.bincount(experts // local, minlength=self.ranks.size)
+        if self.tensor is not None:
+            own = experts // stack.num_experts % self.tensor.size == self.tensor.rank
+            experts, order = experts[own], order[own]
+        given_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
         taken_counts = torch.empty_like(given_counts)
         distributed.all_to_all_single(taken_counts, given_counts, group=self.ranks.group)
         given, taken = given_counts.tolist(), taken_counts.tolist()
         # Step 2: their hidden states and experts travel there, each pair is computed by itself.
         sent = routed(hidden[order // num_chosen], given, taken, self.ranks)
-        theirs = routed(experts, given, taken, self.ranks) - self.ranks.rank * local
+        theirs = routed(experts, given, taken, self.ranks) - self.first
         ones = torch.ones(len(sent), 1, dtype=weights.dtype, device=weights.device)
         out = type(stack).forward(stack, sent, theirs.unsqueeze(1), ones)
         # Step 3: back in their order, weighted, and added up for each token.
         back = routed(out, taken, given, self.ranks)
-        own = torch.zeros_like(back).index_copy(0, order, back)
-        return (own.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        all_pairs = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)
+        out = (all_pairs.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        return out if self.tensor is None else added(out, self.tensor)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from agentevo.models.sharded import like
 from agentevo.training.collectives import Ranks, slices_gathered
 
 _KEY = "_agentevo_layouts"
@@ -137,14 +138,63 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float)
             local(parameter.grad).mul_(factor.to(parameter.grad.device))
 
 
+def whole_of(part: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """What this process has of a tensor that lies as the parameter does (its weights, a moment) ->
+    the whole one on every process, detached; called by all of them. `part` may be what FSDP has
+    left here, or stand for that."""
+    part = part.detach()
+    if isinstance(parameter, DTensor):
+        if not isinstance(part, DTensor):
+            part = DTensor.from_local(
+                part.to(parameter.device),
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        part = part.full_tensor()
+    return part if layout is None else layout.whole(part.to(parameter.device))
+
+
+def whole_shape(parameter: torch.Tensor, layout: Layout | None) -> torch.Size:
+    """The shape of the whole tensor that a parameter lies in."""
+    shape = list(parameter.shape)
+    if layout is not None and layout.dim is not None:
+        shape[layout.dim] = sum(layout.sizes)
+    return torch.Size(shape)
+
+
+def saved(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor as the first process saves it: there on the CPU where FSDP has sharded the
+    parameter, empty on the others."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return whole.cpu() if distributed.get_rank() == 0 else torch.empty(0)
+
+
+def part_of(whole: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """The inverse of `whole_of`: what lies here of a whole tensor that every process has, as FSDP
+    has it where it has sharded the parameter."""
+    return like(whole if layout is None else layout.own(whole), parameter)
+
+
 def whole_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by their parameters' names (weights, moments of the optimizer) -> the whole ones on
     every process, detached; called by all of them, one tensor after the other."""
     layouts = layouts_by_name(model)
-    found = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        layout = layouts.get(name)
-        found[name] = whole if layout is None else layout.whole(whole)
-    return found
+    return {name: whole_of(t, t, layouts.get(name)) for name, t in tensors.items()}
+
+
+@torch.no_grad()
+def gather_trained(model: nn.Module, target: nn.Module | None) -> None:
+    """Writes the trained weights of a model that lies on several processes into a whole one of the
+    same names, tensor by tensor; called by all processes, of which those without a target only give
+    their parts."""
+    layouts = layouts_by_name(model)
+    targets = None if target is None else dict(target.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        whole = whole_of(parameter, parameter, layouts.get(name))
+        if targets is not None:
+            targets[name].copy_(cast(torch.Tensor, whole))

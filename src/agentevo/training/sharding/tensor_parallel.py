@@ -30,11 +30,11 @@ COLUMN, ROW, HEAD_NORM = "colwise", "rowwise", "replicated_with_grad_allreduce"
 KEYS = ("k_proj", "v_proj")
 
 
-def tensor_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
+def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = True) -> None:
     """Cuts the model, in place, into this process's part; all processes of the group call it with
-    the same weights. Raises TrainingError, with the model as it was, for one that can't be cut."""
-    parts = dict(_parts(model))
-    _check(model, parts, ranks)
+    the same weights. `experts=False` leaves stacked experts whole, for `expert_parallel`. Raises
+    TrainingError, with the model as it was, for one that can't be cut."""
+    parts = check_tensor(model, ranks)
     for name, style in parts.items():
         module: Any = model.get_submodule(name)
         parent, _, own_name = name.rpartition(".")
@@ -47,9 +47,19 @@ def tensor_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
     for name in {name.rpartition(".")[0] for name, style in parts.items() if style == COLUMN}:
         model.get_submodule(name).register_forward_pre_hook(_CopiedInput(ranks), with_kwargs=True)
     for module in list(model.modules()):
-        if is_stack(module):
+        if experts and is_stack(module):
             spread_over_tensor(module, ranks)
     _cut_vocabulary(model, ranks)
+
+
+def check_tensor(model: PreTrainedModel, ranks: Ranks) -> dict[str, str]:
+    """Name of a module -> how it is cut. Raises TrainingError for a model that can't be cut between
+    so many processes."""
+    if hasattr(model, "peft_config") or not isinstance(model, PreTrainedModel):
+        raise _refusal("adapters (model.lora)", "train them with trainer.parallel.shard alone")
+    parts = dict(_parts(model))
+    _check(model, parts, ranks)
+    return parts
 
 
 class RowLinear(nn.Linear):
@@ -119,8 +129,6 @@ def _parts(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
     kind = type(model).__name__
-    if hasattr(model, "peft_config") or not isinstance(model, PreTrainedModel):
-        raise _refusal("adapters (model.lora)", "train them with trainer.parallel.shard alone")
     if not any(style == COLUMN for style in parts.values()):
         raise _refusal(f"{kind}: transformers has no plan for it", "use shard or context")
     for name, style in parts.items():

@@ -1,0 +1,123 @@
+"""What ends a training of several processes: which of them failed first, and why.
+
+The one that fails says so in the store that all of them have met in, before its connections break;
+those that wait for it then fail with its words instead of a complaint about a connection. A process
+that was killed can say nothing: the others tell that one of them is gone.
+
+    RUN/logs/rank-N.log   what process N did, call by call, and the traceback that it ended with
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch import distributed
+
+from agentevo.errors import AgentEvoError, TrainingError, described
+
+_KEY = "failure"
+LOOK_S = 3.0
+"""How long a process whose connection broke waits for another one's words."""
+_LOST = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "recvvalue")
+
+
+class Failures:
+    """The failures of the processes that train together, of which this is number `rank`."""
+
+    def __init__(self, store: distributed.Store, rank: int, world: int) -> None:
+        self._store, self.rank, self.world = store, rank, world
+        self.log: RankLog | None = None
+
+    def report(self, error: BaseException) -> BaseException:
+        """Called once with what has ended this process's part; returns what to raise. The first
+        failure of all is shown, with the process's number, before the others can know."""
+        lost = isinstance(error, RuntimeError) and _is_lost(error)
+        first = self._first(LOOK_S if lost else 0.0)
+        if first is None and not lost:
+            first = self._tell(error)
+        if self.log is not None:
+            self.log.failed(error)
+        if first is not None and first[0] == self.rank:
+            print(f"process {self.rank} of {self.world}: {described(error)}", file=sys.stderr)
+            sys.stderr.flush()
+            return error
+        if isinstance(error, AgentEvoError) or not lost:
+            return error
+        if first is None:
+            return TrainingError(
+                f"another one of the {self.world} processes that train together is gone without a "
+                "word (killed, or out of memory), or has not answered in time: see what its "
+                "launcher says, and resume the run"
+            )
+        return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
+
+    def _tell(self, error: BaseException) -> tuple[int, str] | None:
+        """Says that this process fails; returns who has said so first."""
+        words = json.dumps([self.rank, described(error)])
+        with suppress(RuntimeError):  # the store is gone with the process that had it
+            return _read(self._store.compare_set(_KEY, "", words))
+        return self.rank, described(error)
+
+    def _first(self, within_s: float) -> tuple[int, str] | None:
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                if self._store.check([_KEY]):
+                    return _read(self._store.get(_KEY))
+            except RuntimeError:
+                return None
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+
+
+def _read(words: bytes | str) -> tuple[int, str]:
+    rank, text = json.loads(words)
+    return int(rank), str(text)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether it may be the complaint of a collective about other processes."""
+    text = str(error).lower()
+    return isinstance(error, distributed.DistError) or any(word in text for word in _LOST)
+
+
+class RankLog:
+    """The log of one process; see the module. A folder that this machine does not see has none."""
+
+    def __init__(self, run_dir: Path, rank: int, world: int, place: str) -> None:
+        """`place`: where it stands among the processes."""
+        self._path: Path | None = None
+        if run_dir.is_dir():
+            self._path = run_dir / "logs" / f"rank-{rank}.log"
+        self._write(f"process {rank} of {world} ({place}): {socket.gethostname()}, {os.getpid()}")
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Around one call that all processes make."""
+        started = time.perf_counter()
+        yield
+        self._write(f"{name}: {time.perf_counter() - started:.3f} s")
+
+    def failed(self, error: BaseException) -> None:
+        """The end, with the traceback."""
+        self._write("".join(traceback.format_exception(error)).rstrip())
+
+    def _write(self, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError as error:  # a full disk costs the log, which nothing depends on
+            print(f"{self._path} is not written any more: {error}", file=sys.stderr)
+            self._path = None

@@ -1,0 +1,283 @@
+"""Trainings of small models by processes that share them in every way, and by one. As a program,
+one process of several: COUNT PROCESS MEETING_FILE ALONE_FILE OUT_FILE, with what one process comes
+to in ALONE_FILE."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from peft import LoraConfig, get_peft_model
+from sharding_runs import difference, model_of, samples_of
+from torch import distributed
+from transformers import PreTrainedModel
+
+from agentevo.config import (
+    AlgorithmSection,
+    CriticSection,
+    MemorySection,
+    ParallelSection,
+    ProcessRewardSection,
+    SFTSection,
+    TrainerSection,
+)
+from agentevo.models.activations import keep_activations
+from agentevo.models.sharded import changed, make_plain
+from agentevo.training.batching.passes import token_tables
+from agentevo.training.kernels import output_layer
+from agentevo.training.mesh import make_meshes
+from agentevo.training.optimization import Optimization
+from agentevo.training.pairs import Answer, Pair
+from agentevo.training.preference import PreferenceTrainer
+from agentevo.training.roles.process_reward import ImplicitProcessReward
+from agentevo.training.sharding.layouts import local, whole_tensors
+from agentevo.training.spread import spread
+from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
+from agentevo.training.trainer import Trainer
+from agentevo.types import Sample
+
+STEPS = 8
+RATE = 3e-4
+SECTION = TrainerSection(learning_rate=RATE, warmup_steps=0, micro_batch_tokens=64, minibatches=2)
+CPU = torch.device("cpu")
+
+
+def of_groups(sizes: tuple[int, ...] = (3, 2, 1, 2)) -> list[Sample]:
+    """Groups of unequal sizes, with what a critic would have said."""
+    found = []
+    for group, size in enumerate(sizes):
+        for s in samples_of(group, size):
+            count = s.num_trained
+            columns = {"values": [0.1] * count, "returns": [0.2 * (i % 5) for i in range(count)]}
+            names = {"group_id": f"g{group}", "trajectory_id": f"{group}-{s.trajectory_id}"}
+            found.append(msgspec.structs.replace(s, columns=columns, **names))
+    return found
+
+
+Trained = tuple[dict[str, torch.nn.Module], list[dict[str, float]], list[Optimization]]
+
+
+def grpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
+    """With a reference that follows."""
+    section = AlgorithmSection(kl_coef=0.2, kl_in="loss", reference="ema", reference_decay=0.5)
+    trainer = Trainer(model, SECTION, section, memory=memory)
+    trainer.begin()
+    reference, metrics = trainer.roles.reference, []
+    assert reference is not None
+    for _ in range(STEPS // 2):
+        samples = of_groups()
+        compute = lambda batch: {"ref_logp": reference.logprobs(batch)}  # noqa: E731
+        rows = token_tables(samples, 64, CPU, compute)["ref_logp"]
+        samples = [
+            msgspec.structs.replace(s, columns={"ref_logp": row[: s.num_trained].tolist()})
+            for s, row in zip(samples, rows, strict=True)
+        ]
+        metrics.append(trainer.step(samples))
+    return {"": model, "reference": reference.model}, metrics, [trainer.optimization]
+
+
+def ppo(model: PreTrainedModel, memory: MemorySection) -> Trained:
+    """With a critic of its own, which is alone in the first update."""
+    critic = CriticSection(learning_rate=RATE, pretrain_steps=1)
+    section = AlgorithmSection(name="ppo")
+    trainer = Trainer(model, SECTION, section, critic=critic, memory=memory)
+    trainer.begin()
+    metrics = [trainer.step(of_groups()) for _ in range(1 + STEPS // 2)]
+    value = trainer.roles.critic
+    assert value is not None
+    return {"": model, "critic": value.model}, metrics, [trainer.optimization, value.optimization]
+
+
+def dpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
+    section = AlgorithmSection(name="dpo")
+    trainer = PreferenceTrainer(model, SECTION, section, memory=memory)
+    trainer.begin()
+    answers = [Answer(s.trajectory_id, (s,)) for s in of_groups((4, 2, 2))]
+    groups = [a.rows[0].group_id for a in answers[::2]]
+    pairs = [
+        Pair(group, chosen, rejected)
+        for group, chosen, rejected in zip(groups, answers[::2], answers[1::2], strict=True)
+    ]
+    metrics = [trainer.step(pairs) for _ in range(STEPS // 2)]
+    assert trainer.reference is not None
+    return {"": model, "reference": trainer.reference.model}, metrics, [trainer.optimization]
+
+
+def sft(model: PreTrainedModel, memory: MemorySection) -> Trained:
+    section = SFTSection(learning_rate=RATE, micro_batch_tokens=64)
+    trainer = SupervisedTrainer(model, section, STEPS, memory=memory)
+    metrics = [trainer.step(of_groups()) for _ in range(STEPS)]
+    held_out = held_out_metrics(model, of_groups((3,)), 64)
+    assert held_out is not None
+    return {"": model}, [*metrics, held_out], [trainer.optimization]
+
+
+def prime(model: PreTrainedModel, memory: MemorySection) -> Trained:
+    """The process reward alone, which learns by whole answers."""
+    section = ProcessRewardSection(learning_rate=RATE)
+    reward = ImplicitProcessReward(model, section, SECTION, memory)
+    samples = of_groups()
+    width = max(s.num_trained for s in samples)
+    table, owners = torch.full((len(samples), width), -0.2), list(range(len(samples)))
+    metrics = [
+        reward.update(samples, owners, table, [i % 2 == 0 for i in owners]) for _ in range(STEPS)
+    ]
+    return {"process reward": reward.model}, metrics, [reward.optimization]
+
+
+KINDS: dict[str, Callable[[PreTrainedModel, MemorySection], Trained]] = {
+    "grpo": grpo, "ppo": ppo, "dpo": dpo, "sft": sft, "prime": prime,
+}  # fmt: skip
+
+
+def made(name: str) -> PreTrainedModel:
+    """A model of sharding_runs, with adapters where its name says so."""
+    base, _, extra = name.partition("+")
+    model = model_of(base)
+    if extra == "lora":
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config).eval()
+    if extra == "bfloat16":
+        model = model.to(torch.bfloat16)
+    return model
+
+
+MEMORY = {
+    "": MemorySection(),
+    "full": MemorySection(checkpointing="full"),
+    "selective": MemorySection(checkpointing="selective"),
+    "offload": MemorySection(offload_optimizer=True),
+    "8bit": MemorySection(optimizer="adamw_8bit"),
+}
+Case = tuple[str, str, str, dict[str, int]]
+"""Model, kind of training, key of MEMORY, sizes."""
+CASES: dict[int, list[Case]] = {
+    2: [
+        ("llama", "grpo", "", {"shard": 2}),
+        ("llama+lora", "sft", "", {"shard": 2}),
+        ("moe", "sft", "offload", {"expert": 2}),
+        ("gemma2", "dpo", "full", {"tensor": 2}),
+        ("qwen3 tied", "ppo", "", {}),
+        ("llama", "prime", "selective", {"context": 2}),
+    ],
+    4: [
+        ("gemma2", "grpo", "", {"shard": 4}),
+        ("qwen3 tied", "ppo", "full", {"shard": 4}),
+        ("moe", "dpo", "", {"shard": 2}),
+        ("llama", "sft", "offload", {"shard": 4}),
+        ("moe", "prime", "", {"shard": 2, "expert": 2}),
+        ("moe", "grpo", "full", {"shard": 4, "expert": 2}),
+        ("llama", "ppo", "", {"shard": 2, "tensor": 2}),
+        ("gemma2", "sft", "full", {"shard": 2, "context": 2}),
+        ("llama", "grpo", "", {"tensor": 4}),
+        ("gemma2", "dpo", "", {"context": 4}),
+        ("llama", "dpo", "", {"tensor": 2, "context": 2}),
+        ("moe", "grpo", "", {"tensor": 2, "expert": 2}),
+        ("moe", "ppo", "selective", {"context": 2, "expert": 2}),
+        ("moe", "sft", "", {"expert": 4}),
+        ("qwen3 tied", "prime", "", {"tensor": 2}),
+        ("llama+lora", "dpo", "", {"shard": 2, "context": 2}),
+    ],
+}
+
+
+def single(case: Case) -> tuple[str, str, str, bool]:
+    """What decides what one process comes to."""
+    return *case[:3], "shard" in case[3]
+
+
+def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
+    """Whole weights by model and name, metrics, and how many numbers this process keeps."""
+    name, kind, memory, sizes = case
+    section, model = MEMORY[memory], made(name)
+    if "shard" in sizes:
+        make_plain(model)  # as a sharded one is
+    keep_activations(model, section)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    if meshes is not None:
+        model = spread(model, meshes)
+    models, metrics, optimizations = KINDS[kind](model, section)
+    weights = {
+        f"{role} {n}": whole.clone()
+        for role, one in models.items()
+        for n, whole in whole_tensors(one, dict(one.named_parameters())).items()
+    }
+    moved = (
+        max(
+            difference(p.detach(), before[n])
+            for one in models.values()
+            for n, p in one.named_parameters()
+            if n in before and p.shape == before[n].shape
+        )
+        if meshes is None
+        else 0.0
+    )
+    for one in models.values():
+        changed(one)  # what has been gathered is given back
+    return {
+        "weights": weights,
+        "moved": moved,
+        "metrics": metrics,
+        "held": sum(local(p).numel() for one in models.values() for p in one.parameters()),
+        "moments": sum(
+            local(m).numel()
+            for one in optimizations
+            for of_parameter in one.optimizer.state.values()
+            for m in of_parameter.values()
+        ),
+    }
+
+
+def compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
+    """Largest differences to one process, and shares of what it keeps."""
+    assert found["weights"].keys() == alone["weights"].keys()
+    shown = ("actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "sft/loss", "sft/eval/loss")
+    pairs = [
+        (one[key], other[key])
+        for one, other in zip(found["metrics"], alone["metrics"], strict=True)
+        for key in {*shown, "preference/loss", "process_reward/loss", "sft/eval/token_accuracy"}
+        & other.keys()
+    ]
+    assert pairs
+    return {
+        "weights": max(difference(found["weights"][n], w) for n, w in alone["weights"].items()),
+        "metrics": max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs),
+        "moved": alone["moved"],
+        "held": found["held"] / alone["held"],
+        "moments": found["moments"] / alone["moments"],
+    }
+
+
+def without_logits() -> None:
+    """From here on a pass may not make the logits of the whole vocabulary."""
+
+    def refused(model: PreTrainedModel, batch: Any) -> torch.Tensor:
+        raise AssertionError("whole logits are made for log-probs")
+
+    output_layer.all_logits = refused
+
+
+if __name__ == "__main__":
+    count, process, meeting, expected, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=int(process),
+        world_size=int(count),
+        timeout=timedelta(seconds=240),
+    )
+    cases = CASES[int(count)]
+    alone = torch.load(expected)
+    without_logits()
+    found = []
+    for case in cases:
+        meshes = make_meshes(ParallelSection(**case[3]), "cpu")
+        found.append(compared(trained(case, meshes), alone[single(case)]))
+    torch.save(found, out)
+    distributed.destroy_process_group()
