@@ -14,8 +14,7 @@ import pytest
 
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.checks import check_processes, check_shares
-from agentevo.orchestration.components import load_policy
+from agentevo.orchestration.checks import check_processes, load_checked
 
 SMALL = [
     "model.name=tiny",
@@ -173,7 +172,6 @@ def test_what_fails_on_the_first_process_ends_all(tmp_path):
         (["trainer.parallel.tensor=3"], "2", "is 3, which does not divide the 2 processes"),
         (["profile.enabled=true"], "2", "a profile .* 2 processes can't train on that"),
         (["trainer.parallel.shard=2", "memory.optimizer=adamw_8bit"], "2", "moments of 8 bits"),
-        (["trainer.parallel.tensor=2", "model.lora.rank=4"], "2", "adapters are not cut"),
     ],
 )
 def test_what_several_processes_can_not_do_is_refused(words, world, message, monkeypatch):
@@ -193,4 +191,4 @@ def test_what_several_processes_can_not_do_is_refused(words, world, message, mon
 def test_a_model_that_can_not_be_shared_so_is_refused_before_its_run_has_a_folder(words, message):
     config = load_config("coins", [*SMALL, *words])
     with pytest.raises(ConfigError, match=message):
-        check_shares(config, load_policy(config).model)
+        load_checked(config)

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import torch
 from peft import LoraConfig, get_peft_model
-from sharding_runs import difference, model_of, samples_of
+from sharding_runs import SHAPE, difference, model_of, plain, samples_of
 from torch import distributed
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForTokenClassification, PreTrainedModel
 
 from agentevo.config import (
     AlgorithmSection,
@@ -22,10 +22,12 @@ from agentevo.config import (
     MemorySection,
     ParallelSection,
     ProcessRewardSection,
+    RewardModelSection,
     SFTSection,
     TrainerSection,
 )
 from agentevo.models.activations import keep_activations
+from agentevo.models.attention import prepare
 from agentevo.models.sharded import changed, make_plain
 from agentevo.training.batching.passes import token_tables
 from agentevo.training.kernels import output_layer
@@ -34,6 +36,7 @@ from agentevo.training.optimization import Optimization
 from agentevo.training.pairs import Answer, Pair
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.roles.process_reward import ImplicitProcessReward
+from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.sharding.layouts import local, whole_tensors
 from agentevo.training.spread import spread
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
@@ -233,6 +236,21 @@ def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
     }
 
 
+def rewards_apart(section: ParallelSection) -> float:
+    """How far the rewards of a shared token classifier are from those of a whole one."""
+    found = []
+    for share in (False, True):
+        torch.manual_seed(11)
+        shape = {**SHAPE, "num_labels": 1}
+        model = prepare(LlamaForTokenClassification(LlamaConfig(**shape)).eval())
+        if share:
+            model = spread(model, make_meshes(section, "cpu"))
+        rewards = TokenRewardModel(model, RewardModelSection(coef=2.0)).rewards(plain())
+        found.append(rewards)
+    assert found[0].abs().max() > 0.1
+    return difference(*found)
+
+
 def compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
     """Largest differences to one process, and shares of what it keeps."""
     assert found["weights"].keys() == alone["weights"].keys()
@@ -244,8 +262,12 @@ def compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
         & other.keys()
     ]
     assert pairs
+    apart = torch.cat(
+        [(found["weights"][n] - w).abs().flatten() for n, w in alone["weights"].items()]
+    )
     return {
-        "weights": max(difference(found["weights"][n], w) for n, w in alone["weights"].items()),
+        "weights": float(apart.max()),
+        "apart": float((apart > 1e-5).double().mean()),
         "metrics": max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs),
         "moved": alone["moved"],
         "held": found["held"] / alone["held"],
@@ -279,5 +301,9 @@ if __name__ == "__main__":
     for case in cases:
         meshes = make_meshes(ParallelSection(**case[3]), "cpu")
         found.append(compared(trained(case, meshes), alone[single(case)]))
-    torch.save(found, out)
+    rewards = {
+        key: rewards_apart(ParallelSection(**{key: int(count)}))
+        for key in ("shard", "tensor", "context")
+    }
+    torch.save((found, rewards), out)
     distributed.destroy_process_group()

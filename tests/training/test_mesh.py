@@ -26,7 +26,8 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=runs.CASES, ids="{} processes".format)
 def found(request, alone, tmp_path_factory):
-    """Of each process: case -> how far it is from one process."""
+    """Of each process: case -> how far it is from one process, and what a shared reward model's
+    rewards are apart."""
     folder, count = tmp_path_factory.mktemp("mesh"), request.param
     outs = [folder / f"{process}.pt" for process in range(count)]
     processes = [
@@ -48,22 +49,41 @@ def found(request, alone, tmp_path_factory):
     finally:
         for process in processes:
             process.kill()
-    return [list(zip(runs.CASES[count], torch.load(out), strict=True)) for out in outs]
+    return [
+        (list(zip(runs.CASES[count], cases, strict=True)), rewards)
+        for cases, rewards in map(torch.load, outs)
+    ]
 
 
 def test_weights_and_metrics_are_those_of_one_process(found):
-    for of_process in found:
-        for case, differences in of_process:
-            assert differences["weights"] < 1e-5, (case, differences)
-            assert differences["metrics"] < 1e-5, (case, differences)
-            assert differences["moved"] > 1e-3, (case, differences)
+    """Of a gradient near 0, AdamW makes a step of the learning rate: a few weights show in which
+    order gradients were added up."""
+    wrong = [
+        (case, differences)
+        for of_process, _ in found
+        for case, differences in of_process
+        if differences["apart"] > 1e-3
+        or differences["weights"] > runs.RATE
+        or differences["metrics"] > 1e-5
+        or differences["moved"] < 1e-3
+    ]
+    assert not wrong
 
 
 def test_each_process_keeps_its_part_of_all_models(found):
-    """Of the policy and of what stands beside it, moments included."""
-    for of_process in found:
+    """Of the policy and of what stands beside it, moments included. Norms, and key heads that are
+    fewer than processes, are whole under tensor parallelism; so are a base's under adapters."""
+    wrong = []
+    for of_process, _ in found:
         for (model, kind, _, sizes), differences in of_process:
-            parts = sizes.get("shard", 1) * sizes.get("tensor", 1)
-            if "+" not in model:  # the norms of a layer are whole under tensor parallelism
-                assert differences["held"] < 1.15 / parts, (model, kind, sizes, differences)
-            assert differences["moments"] < 1.15 / parts, (model, kind, sizes, differences)
+            tensor = sizes.get("tensor", 1)
+            most = 1.15 / sizes.get("shard", 1) / tensor + (0.1 if tensor > 2 else 0.0)
+            held = differences["held"] if "+" not in model else 0.0
+            if max(held, differences["moments"]) > most:
+                wrong.append((model, kind, sizes, differences))
+    assert not wrong
+
+
+def test_a_shared_reward_model_gives_the_rewards_of_a_whole_one(found):
+    for _, rewards in found:
+        assert max(rewards.values()) < 1e-5, rewards

@@ -16,6 +16,7 @@ ones: gathered weights come and go.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,6 +61,8 @@ def shard(
     experts, which differ between processes of the other one. Raises ModelError for a base in 8 or
     4 bits, and for a model without decoder layers of transformers' kind."""
     check_shard(model)
+    # Nothing here changes what a model returns in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     make_plain(model)
     hollow = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-
-from transformers import PreTrainedModel
+from pathlib import Path
 
 from agentevo.config import RunConfig
 from agentevo.config.credit import find_credit
@@ -14,9 +13,9 @@ from agentevo.errors import ConfigError, TrainingError
 from agentevo.inference.engines import check_engine
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
-from agentevo.models.load import check_overrides
+from agentevo.models.load import LoadedModel, check_overrides
 from agentevo.models.resolve import resolve
-from agentevo.orchestration.components import AgentFunction, check_memory
+from agentevo.orchestration.components import AgentFunction, check_memory, load_policy
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.players import check_play, find_agent, solo_environment
 from agentevo.orchestration.preference_data import check_preference
@@ -82,13 +81,15 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
         )
 
 
-def check_shares(config: RunConfig, model: PreTrainedModel) -> None:
-    """Raises ConfigError, before anything is created, for a model that these processes can't share
-    as trainer.parallel says."""
+def load_checked(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
+    """`load_policy`. Raises ConfigError, before anything is created, for a model that these
+    processes can't share as trainer.parallel says."""
+    loaded = load_policy(config, checkpoint)
     try:
-        check_spread(model, config.trainer.parallel)
+        check_spread(loaded.model, config.trainer.parallel)
     except TrainingError as error:
         raise ConfigError(str(error)) from error
+    return loaded
 
 
 def check_agent(

@@ -172,6 +172,9 @@ class _Follower:
                 gather_trained(self._model, None)
             elif name == "load_state_dict":
                 self._learners[learner].load_state_dict(saved_state(self._config, *arguments))
+            elif name == "carry_on":
+                saved = saved_state(self._config, *arguments)
+                self._learners[learner].optimization.carry_on(saved["optimization"])
             else:
                 getattr(self._learners[learner], name)(*arguments, **options)
 
@@ -211,6 +214,10 @@ class Leader:
             else local(self._model)
         )
         return Led(self, name, learner)
+
+    def saved_state(self, checkpoint: Path) -> dict[str, Any]:
+        """See `saved_state`."""
+        return saved_state(self._config, checkpoint)
 
     def gather(self) -> None:
         """Brings the model that serves to what is trained."""
@@ -279,6 +286,11 @@ class Led:
     def state_dict(self) -> dict[str, Any]:
         """See Learner.state_dict."""
         return cast(dict[str, Any], self._all("state_dict"))
+
+    def carry_on(self, checkpoint: Path) -> None:
+        """See Optimization.carry_on: every process reads the other run's checkpoint."""
+        self._leader.ranks.tell(self._name, "carry_on", checkpoint)
+        self.optimization.carry_on(self._leader.saved_state(checkpoint)["optimization"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Learner.load_state_dict; the others read the checkpoint's file themselves."""

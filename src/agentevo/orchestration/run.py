@@ -23,10 +23,9 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.transports import local_transport
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
-from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts, check_shares
+from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts, load_checked
 from agentevo.orchestration.components import (
     AgentFunction,
-    load_policy,
     open_components,
 )
 from agentevo.orchestration.conversations import read_sft_data
@@ -126,8 +125,7 @@ async def run_training(
             stack.enter_context(only_trainer_here(folder, view, stopped))
             start = await find_resume_point(config, checkpoints, note=view.note)
         if loaded is None or start.checkpoint is not None:
-            loaded = load_policy(config, start.checkpoint)
-        check_shares(config, loaded.model)
+            loaded = load_checked(config, start.checkpoint)
         conversations = read_sft_data(config, loaded, view, stopped) if command == "sft" else None
         end_stopped(stop_signals)
         make_final: Callable[[], None] = lambda: None  # noqa: E731

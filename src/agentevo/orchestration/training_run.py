@@ -26,7 +26,7 @@ from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.obeying import obey
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress
-from agentevo.orchestration.ranks import Leader, Ranks
+from agentevo.orchestration.ranks import Leader, Led, Ranks
 from agentevo.orchestration.resume import ResumePoint, replay_steps
 from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor
 from agentevo.orchestration.step_metrics import (
@@ -123,8 +123,11 @@ class TrainingRun:
         elif config.cold_start.episodes and self.command != "sft":
             await teach(self, again=bool(start.steps))
         if start.checkpoint is None and config.trainer.optimizer_from is not None:
-            trainer_state, _ = self.checkpoints.load(config.trainer.optimizer_from)
-            self.trainer.optimization.carry_on(trainer_state["optimization"])
+            if isinstance(self.trainer, Led):
+                self.trainer.carry_on(config.trainer.optimizer_from)
+            else:
+                trainer_state, _ = self.checkpoints.load(config.trainer.optimizer_from)
+                self.trainer.optimization.carry_on(trainer_state["optimization"])
         await replay_steps(self, start)
         for warning in start.warnings:
             self.warn(warning)

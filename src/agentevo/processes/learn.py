@@ -8,8 +8,7 @@ from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
-from agentevo.orchestration.checks import check_parts
-from agentevo.orchestration.components import load_policy
+from agentevo.orchestration.checks import check_parts, load_checked
 from agentevo.orchestration.players import find_agent
 from agentevo.orchestration.ranks import follow, follows
 from agentevo.orchestration.run import run_training
@@ -40,7 +39,7 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
         follow(config)
         return
     new = not (config.run_dir / "config.yaml").is_file()
-    loaded = load_policy(config) if new else None
+    loaded = load_checked(config) if new else None
     ensure_run_folder(config)
     view = view if view is not None else LiveView(config.run.name)
     run_coroutine(run_training(config, view, command="learn", resume=True, loaded=loaded))

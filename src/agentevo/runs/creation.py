@@ -30,6 +30,7 @@ _BEFORE_CONFIG = {
     TRACING,
     "bad_rows.jsonl",
     "config.yaml",
+    "logs",
     "store.sqlite",
 }
 """What a run may have in its folder before its config.yaml, which makes it a run."""

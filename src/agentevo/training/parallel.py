@@ -120,6 +120,15 @@ def gathered(value: T) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def anywhere(flag: bool) -> bool:
+    """Whether it is true on any of all processes, those of one rank among them; called by all."""
+    if num_processes() == 1:
+        return flag
+    flags: list[bool | None] = [None] * num_processes()
+    distributed.all_gather_object(flags, flag)
+    return any(flags)
+
+
 def summed(values: Mapping[str, float]) -> dict[str, float]:
     """The sum over ranks of each named number; a rank may lack some."""
     sums: dict[str, float] = {}

@@ -14,7 +14,12 @@ from agentevo.models.sharded import check_shard, shard
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
 from agentevo.training.sharding.context_parallel import check_context, context_parallel
-from agentevo.training.sharding.expert_parallel import Within, check_experts, expert_parallel
+from agentevo.training.sharding.expert_parallel import (
+    Within,
+    check_experts,
+    expert_parallel,
+    is_stack,
+)
 from agentevo.training.sharding.tensor_parallel import check_tensor, tensor_parallel
 from agentevo.training.workload import keep_flops
 
@@ -39,8 +44,8 @@ def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
 
 def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     """Has these processes compute the model together, in place; called by all of them with the same
-    weights, before an optimizer is made. Raises ModelError or TrainingError where the model can't
-    be divided so."""
+    weights, before an optimizer is made. A model beside the policy may have no experts to spread.
+    Raises ModelError or TrainingError where the model can't be divided so."""
     section = meshes.section
     if not is_spread(section):
         return model
@@ -51,7 +56,7 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     if section.context > 1:
         context_parallel(model, Ranks.of(meshes.whole, CONTEXT))
     stacks: list[str] = []
-    if meshes.experts is not None:
+    if meshes.experts is not None and any(is_stack(module) for module in model.modules()):
         within = None
         if tensor is not None and meshes.both is not None:
             within = Within(tensor, Ranks.of(meshes.both, EXPERT))

@@ -24,7 +24,7 @@ from agentevo.training.batching.passes import device_of, keep_pace, micro_batche
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.training.optimization import Optimization, decay
-from agentevo.training.parallel import gathered, rank, summed
+from agentevo.training.parallel import anywhere, gathered, rank, summed
 from agentevo.training.phases import phase
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.workload import FlopCounter
@@ -188,14 +188,14 @@ def held_out_metrics(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Mean loss per trained token in nats, its exponential, and the share of trained tokens that
-    are the model's first choice. None if `stop()` was true, on any rank, before a micro-batch;
+    are the model's first choice. None if `stop()` was true, on any process, before a micro-batch;
     called by all of them."""
     sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     device = device_of(model)
     batches = micro_batches(samples, micro_batch_tokens, device)
     nulls = null_batches(samples, len(batches), device)
     for place in range(max(gathered(len(batches)))):
-        if any(gathered(stop())):
+        if anywhere(stop()):
             return None
         counts = place < len(batches)
         if not counts and not nulls:
