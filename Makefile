@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-examples | test-vllm | test-trackers | soak | bench | lint | venv
+# make quickstart | test | test-all | test-examples | test-vllm | test-trackers | soak | hosts | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-examples test-vllm test-trackers soak bench lint venv
+.PHONY: quickstart test test-all test-examples test-vllm test-trackers soak hosts bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -65,6 +65,10 @@ soak: $(VENV)/.dev
 	AGENTEVO_FAULT_KILLS=500 $(BIN)/python -m pytest -s tests/faults
 	PYTHONPATH=tests/support $(BIN)/python tests/faults/soak.py $(SOAK)
 	$(BIN)/python tests/faults/wait_twice.py
+
+# Minutes, as root: a run over network namespaces as hosts, whose links are slow, cut and come back (docs/faults.md).
+hosts: $(VENV)/.dev
+	$(PYTEST) tests/processes/test_hosts.py tests/processes/test_elastic.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py

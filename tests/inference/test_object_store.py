@@ -7,13 +7,14 @@ import json
 import shutil
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError, EngineError
-from agentevo.inference import object_store
+from agentevo.inference import objects
 from agentevo.inference.object_store import ObjectStoreWeights
 from agentevo.inference.publication import Publication
 from agentevo.inference.transports import check_transport, remote_source
@@ -65,7 +66,11 @@ class Flaky:
 
     def __getattr__(self, name):
         real = getattr(self._files, name)
-        return real if name != self._kind else lambda *args, **given: self._call(real, *args)
+        return (
+            real
+            if name != self._kind
+            else lambda *args, **given: self._call(partial(real, **given), *args)
+        )
 
     def _call(self, real, *args):
         with self._lock:
@@ -121,7 +126,10 @@ def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms
     notes, model = [], made()
     call_s = 0.5 if fault == "no answer" else 30
     writer, reader = rooms.writer(call_s=call_s), rooms.reader(call_s=call_s)
-    writer._files, reader._files = broken = [Flaky(one._files, fault) for one in (writer, reader)]
+    stores = [one.objects for one in (writer, reader)]
+    broken = [Flaky(one.files, fault) for one in stores]
+    for one, flaky in zip(stores, broken, strict=True):
+        one.files = flaky
     trainer = Publication(writer, model, keep=2, note=notes.append)
     served = 0
     for version in range(1, 8):
@@ -182,8 +190,8 @@ def test_an_engine_asks_at_most_every_second(rooms, monkeypatch):
 def test_calls_that_hang_are_left_alone_and_counted(rooms, monkeypatch):
     reader = rooms.reader(call_s=0.05)
     release = threading.Event()
-    monkeypatch.setattr(object_store, "MAX_HANGING", 2)
-    monkeypatch.setattr(reader._files, "info", lambda path: release.wait(60))
+    monkeypatch.setattr(objects, "MAX_HANGING", 2)
+    monkeypatch.setattr(reader.objects.files, "info", lambda path: release.wait(60))
     try:
         for problem in ("no answer within 0 s", "no answer within 0 s", "2 calls hang"):
             with pytest.raises(EngineError, match=problem):
@@ -249,7 +257,7 @@ def test_a_real_s3_server(tmp_path, monkeypatch):
         trainer = Publication(writer, model, keep=2, note=notes.append)
         asyncio.run(trainer.publish(0))
         assert len(notes) == 1 and "version 0 could not be written" in notes[0], "no bucket yet"
-        writer._files.mkdir("weights")
+        writer.objects.files.mkdir("weights")
         for version in range(4):
             step(model)
             asyncio.run(trainer.publish(version))
@@ -257,10 +265,10 @@ def test_a_real_s3_server(tmp_path, monkeypatch):
             latest = reader.announced()
             assert same(reader.read(version, sha256=latest.sha256), model)
         assert same(rooms.reader().read(3), model)
-        for path in writer._files.find("weights"):
-            content = writer._files.cat_file(path)
+        for path in writer.objects.files.find("weights"):
+            content = writer.objects.files.cat_file(path)
             assert b"the-key" not in content and b"the-secret" not in content
-        writer._files.rm("weights/run/version-000000", recursive=True)
+        writer.objects.files.rm("weights/run/version-000000", recursive=True)
         trainer._verified_at = 0.0
         asyncio.run(trainer.look_after())
         assert same(rooms.reader().read(3), model) and len(notes) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,13 @@ from threading import Barrier
 
 import pytest
 
-from agentevo.config import load_config
+from agentevo.config import build_config, load_config
 from agentevo.errors import ConfigError, StoreUnavailableError
 from agentevo.runs import identity as run_identity
 from agentevo.runs.creation import write_config
 from agentevo.runs.identity import ensure_run_folder
+from agentevo.store.store import open_store
+from agentevo.types import Task
 
 
 def test_the_first_process_makes_the_folder_and_the_others_find_it(small_config, tmp_path):
@@ -119,3 +122,34 @@ def test_who_waits_for_a_database_can_be_stopped(away):
     )
     assert time.monotonic() < begun + 30.0
     assert not away.run_dir.exists()
+
+
+def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path):
+    """The second one joins although the store is in use, and one of another recipe does not."""
+
+    def machine(name, *overrides):
+        return build_config(
+            {"environment": {"type": "coins"}},
+            [
+                f"run.dir={tmp_path / name}",
+                f"store.url=sqlite:///{tmp_path / 'store.sqlite'}",
+                f"rollout.weights.url=file://{tmp_path / 'bucket'}",
+                "rollout.staleness=1",
+                *overrides,
+            ],
+        )
+
+    async def fill():
+        async with await open_store(machine("x").store_url) as store:
+            await store.add_tasks([Task(id="1", query="q")])
+
+    assert ensure_run_folder(machine("first"))
+    asyncio.run(fill())
+    assert ensure_run_folder(machine("second"))
+    assert (tmp_path / "second" / "config.yaml").is_file()
+    with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=0 and not 1"):
+        ensure_run_folder(machine("third", "run.seed=1"))
+    assert not (tmp_path / "third").exists()
+    (tmp_path / "bucket" / "config.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="is no configuration of a run"):
+        ensure_run_folder(machine("fourth"))

@@ -60,12 +60,16 @@ class PostgreSQL:
             return "no PostgreSQL server on this machine (Debian: apt-get install postgresql)"
         return None
 
-    def start(self, *, durable: bool = False, connections: int = 100) -> None:
+    def start(
+        self, *, durable: bool = False, connections: int = 100, addresses: str | None = ""
+    ) -> None:
         """`durable`: commits wait for the disk, as a server's do by default. `connections`: at most
-        so many at once."""
+        so many at once. `addresses`: where it listens beside its socket; None: as it is
+        configured."""
         options = (
-            f"-k {self.folder} -c listen_addresses='' -c max_connections={connections} "
-            "-c autovacuum=off" + ("" if durable else " -c fsync=off")
+            f"-k {self.folder} -c max_connections={connections} -c autovacuum=off"
+            + ("" if addresses is None else f" -c listen_addresses='{addresses}'")
+            + ("" if durable else " -c fsync=off")
         )
         self._call(
             "pg_ctl",

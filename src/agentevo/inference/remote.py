@@ -25,6 +25,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -38,6 +39,7 @@ from agentevo.errors import (
 )
 from agentevo.event_loop import in_thread
 from agentevo.inference.address import EngineAddress
+from agentevo.inference.announcements import Lookout
 from agentevo.inference.client_connection import (
     CONNECT_S,
     ClientConnection,
@@ -123,13 +125,15 @@ class _Known:
 class RemoteEngine:
     """See the module. `engines`: where they announce themselves, or their URLs as
     `EngineAddress.read` takes them, and then the `secret` that they know; `also`: URLs beside
-    them. Belongs to one event loop; `close` it there."""
+    them; `lookout`: for those that announce themselves in the object store. Belongs to one event
+    loop; `close` it there."""
 
     def __init__(
         self,
         engines: EngineDirectory | Sequence[str],
         *,
         also: Sequence[str] = (),
+        lookout: Lookout | None = None,
         secret: RunSecret | None = None,
         poll_s: float = 0.1,
         max_age_s: float = 15.0,
@@ -141,7 +145,7 @@ class RemoteEngine:
                     "'engines')"
                 )
             secret = RunSecret(engines.folder)
-        self._secret = secret
+        self._secret, self._lookout = secret, lookout
         self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
         given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
         self._given = {address.url: address for address in map(EngineAddress.read, given)}
@@ -150,6 +154,7 @@ class RemoteEngine:
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
         """(URL, process) -> what it has counted, also of those that are gone."""
         self._watcher: asyncio.Task[None] | None = None
+        self._lookout_watch: asyncio.Task[None] | None = None
         self._trouble = "none was found"
         """The last thing that went wrong."""
         self._warned: set[str] = set()
@@ -264,6 +269,10 @@ class RemoteEngine:
         """Looks at every engine now: who lives, at which version, with how much to do. Goes on
         looking in the background."""
         self._watch()
+        if self._lookout is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_S):
+                    await self._lookout.look()
         await self._look_once()
         looks = [asyncio.ensure_future(self._ask_state(engine)) for engine in self._known.values()]
         if looks:
@@ -276,9 +285,10 @@ class RemoteEngine:
     async def close(self) -> None:
         """Ends the connections; requests under way fail."""
         self._closed = True
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        watchers = [task for task in (self._watcher, self._lookout_watch) if task is not None]
+        for task in watchers:
+            task.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
         connections = [
             engine.connection for engine in self._known.values() if engine.connection is not None
         ]
@@ -294,6 +304,12 @@ class RemoteEngine:
             )
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
+        if self._lookout is not None and (
+            self._lookout_watch is None or self._lookout_watch.done()
+        ):
+            self._lookout_watch = asyncio.get_running_loop().create_task(
+                self._lookout.keep_looking()
+            )
 
     async def _look_once(self) -> None:
         """Looks once. What goes wrong (a file system that is away) is told once, and in the error
@@ -327,6 +343,10 @@ class RemoteEngine:
             addresses = self._given | {engine.url: engine.address for engine in announcements}
         else:
             addresses = self._given
+        if self._lookout is not None:
+            found = self._lookout.found
+            addresses = {engine.url: engine.address for engine in found} | addresses
+            self._trouble = self._lookout.trouble or self._trouble
         for engine in list(self._known.values()):
             if time.monotonic() - engine.heard > self._max_age_s or (
                 engine.url not in addresses and not engine.connected

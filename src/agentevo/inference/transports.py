@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from agentevo.config import RunConfig
+from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import EmbeddedEngine, UpdatableEngine
 from agentevo.inference.publication import Publication
@@ -115,7 +115,9 @@ def _folder(config: RunConfig) -> WeightsFolder:
 def _upload(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> Publication:
-    store = _object_store(config, id_file=config.run_dir / "weights" / "writer")
+    store = _object_store(
+        config, id_file=config.run_dir / "weights" / "writer", config=to_yaml(config)
+    )
     return Publication(store, model, keep=config.rollout.keep_versions, note=note)
 
 
@@ -125,16 +127,16 @@ def _download(config: RunConfig) -> WeightSource:
     return _object_store(config, look_s=LOOK_S)
 
 
-def _object_store(config: RunConfig, **given: Any) -> ObjectStoreWeights:
+def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
     from agentevo.inference.object_store import ObjectStoreWeights
 
-    url = config.rollout.weights.url
+    url = recipe.rollout.weights.url
     if url is None:
         raise ConfigError(
             "rollout.transport=object_store needs an address: set rollout.weights.url, such as "
             "s3://BUCKET/FOLDER"
         )
-    return ObjectStoreWeights(url, full_every=_full_every(config), **given)
+    return ObjectStoreWeights(url, full_every=_full_every(recipe), **given)
 
 
 def _full_every(config: RunConfig) -> int:

@@ -44,7 +44,9 @@ from agentevo.tracing import check_tracing, open_tracing
 from agentevo.types import Task
 
 if TYPE_CHECKING:
+    from agentevo.inference.announcements import Lookout
     from agentevo.inference.remote import RemoteEngine
+    from agentevo.inference.secret import RunSecret
 
 DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
@@ -192,10 +194,12 @@ async def engines_and_store(
         yield None
         return
     directory = EngineDirectory(config.run_dir / "engines")
+    secret = RunSecret(directory.folder, config.rollout.engine_secret)
     engine = RemoteEngine(
         list(urls) or directory,
         also=() if urls else config.rollout.engine_urls,
-        secret=RunSecret(directory.folder, config.rollout.engine_secret),
+        lookout=None if urls else _lookout(config, secret),
+        secret=secret,
         poll_s=config.rollout.poll_s,
     )
     try:
@@ -207,6 +211,15 @@ async def engines_and_store(
             yield engine, store, calls
     finally:
         await engine.close()
+
+
+def _lookout(config: RunConfig, secret: RunSecret) -> Lookout | None:
+    """For engines that announce themselves in the object store of the weights, if there is one."""
+    from agentevo.inference.announcements import Lookout, StoreAnnouncements
+    from agentevo.inference.objects import Objects
+
+    url = config.rollout.weights.url
+    return Lookout(StoreAnnouncements(Objects(url), secret)) if url is not None else None
 
 
 async def _serve(

@@ -17,6 +17,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from agentevo.config import RunConfig
@@ -25,11 +26,13 @@ from agentevo.console import to_stderr
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
 from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.inference.address import is_this_machine
+from agentevo.inference.announcements import StoreAnnouncements
 from agentevo.inference.certificate import RunCertificate, check_installed
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights
 from agentevo.inference.engines import check_engine, engines
 from agentevo.inference.http_server import open_socket, url_of
+from agentevo.inference.objects import Objects
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
 from agentevo.inference.transports import remote_source
@@ -117,9 +120,14 @@ async def _serve(
             started_at=time.time(),
             certificate=certificate,
         )
-        announced = directory.announced(announcement, serves=lambda: engine.version)
-        async with listening(door, listener, tls=tls), announced:
-            place = announcement.address.pinned_url
+        place = announcement.address.pinned_url
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(listening(door, listener, tls=tls))
+            for board in (directory, _board(config, secret, announcement)):
+                if board is not None:
+                    await stack.enter_async_context(
+                        board.announced(announcement, serves=lambda: engine.version)
+                    )
             note(f"{name}: serving version {engine.version} at {place}")
             await _until(stop, following, engine)
         note(f"{name}: stopped")
@@ -127,6 +135,17 @@ async def _serve(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await engine.close()
+
+
+def _board(
+    config: RunConfig, secret: RunSecret, announcement: Announcement
+) -> StoreAnnouncements | None:
+    """Where samplers that share no folder find this engine; None where there is no such place, or
+    where it is not encrypted, and so for this machine alone."""
+    url = config.rollout.weights.url
+    if url is None or not announcement.certificate:
+        return None
+    return StoreAnnouncements(Objects(url), secret)
 
 
 async def _until(

@@ -1,10 +1,12 @@
 """One run, several processes: whichever starts first makes the run's folder, and the others must
-mean the same run."""
+mean the same run. Machines that share no folder have one each, and compare what they mean with
+config.yaml under rollout.weights.url (`shared_config.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.console import to_stderr
@@ -15,8 +17,9 @@ from agentevo.files import create_atomic
 from agentevo.paths import check_new_folder, short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.resume_rules import changes
+from agentevo.runs.shared_config import SharedConfig
 from agentevo.runs.shared_store import content_of
-from agentevo.runs.store_opening import open_run_store
+from agentevo.runs.store_opening import OPENING_S, open_run_store
 from agentevo.signals import finished_before_stop
 
 SHOWN_KEYS = 5
@@ -34,8 +37,9 @@ def ensure_run_folder(
     this at once. True when it is there.
 
     Whoever makes it looks whether the store is this run's too: one outside of the folder must be
-    empty. A database that is away is waited for, `within_s` at most (see `open_run_store`), and
-    `note` hears of it; False, with nothing made, if `stop` came meanwhile.
+    empty, unless the run is known from its object store. A database or an object store that is away
+    is waited for, `within_s` at most (see `open_run_store`), and `note` hears of it; False, with
+    nothing made, if `stop` came meanwhile.
 
     Raises ConfigError if the folder holds the run of another configuration (its place and name may
     differ), or something else, or the store another run.
@@ -44,11 +48,21 @@ def ensure_run_folder(
     target = folder / "config.yaml"
     if not target.is_file():
         _check_place(config)
+        shared = SharedConfig.of(config)
+        known = None
+        if shared is not None:
+            known = run_coroutine(_known(shared, within_s, stop, note))
+            if known is None:
+                return False
+            if known:
+                _refuse_others(changes(config, known), shared.place)
         url = config.store.url
-        held = run_coroutine(_held(url, within_s, stop, note)) if url is not None else ""
+        held = run_coroutine(_held(url, within_s, stop, note)) if url and not known else ""
         if held is None:
             return False
         if not held:
+            if shared is not None and not known:
+                shared.write(to_yaml(config))
             _create(config)
         elif (
             not target.is_file()
@@ -57,7 +71,11 @@ def ensure_run_folder(
                 f"store.url: the store holds {held} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
             )
-    changed = changes(config)
+    _refuse_others(changes(config), short(folder), f" (give {target} as the recipe)")
+    return True
+
+
+def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str = "") -> None:
     if changed:
         shown = [
             without_passwords(f"{key}={was!r} and not {now!r}")
@@ -65,12 +83,22 @@ def ensure_run_folder(
         ]
         more = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
         raise ConfigError(
-            f"{short(folder)} is a run with {', '.join(shown)}{more}: all processes of "
-            "a run need the "
-            "same recipe and overrides "
-            f"(give {target} as the recipe), or give another run.dir"
+            f"{place} is a run with {', '.join(shown)}{more}: all processes of a run need the same "
+            f"recipe and overrides{remedy}, or give another run.dir"
+            + ("" if remedy else " and rollout.weights.url")
         )
-    return True
+
+
+async def _known(
+    shared: SharedConfig,
+    within_s: float | None,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """The run's configuration as its object store has it, empty where it has none yet; None if
+    `stop` came before the answer."""
+    looking = asyncio.create_task(shared.read(OPENING_S if within_s is None else within_s, note))
+    return looking.result() if await finished_before_stop(looking, stop) else None
 
 
 def _check_place(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from agentevo.config import RunConfig, sources, with_defaults
@@ -90,10 +91,14 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
     return changed
 
 
-def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The differences of `config` from the configuration that its folder was last run with: key ->
-    (was, now). The same store with another password is none."""
-    before = sources.leaves(with_defaults(sources.read_yaml(config.run_dir / "config.yaml")))
+def changes(
+    config: RunConfig, before: Mapping[str, Any] | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """The differences of `config` from the configuration that its folder was last run with, or from
+    that tree of one: key -> (was, now). The same store with another password is none."""
+    if before is None:
+        before = sources.read_yaml(config.run_dir / "config.yaml")
+    before = sources.leaves(with_defaults(before))
     now = sources.leaves(escaped(config.model_dump(mode="json")))
     keys = [
         key

@@ -53,6 +53,14 @@ clients, a server that stops."""
 _GONE = ("08", "53300", "57P0")
 """Those of them that mean that the server can't be reached."""
 _LATE = ("57014", "25P03", "55P03")
+_KEEPALIVES = {
+    "tcp_keepalives_idle": "15",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "4",
+    "tcp_user_timeout": "35000",
+}
+"""The server's: a client that is gone with its machine or network loses its session, and the locks
+that it holds, after 35 seconds. They do nothing on a unix socket."""
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
@@ -80,6 +88,7 @@ class PostgreSQLStore(SQLStore):
             ),  # in milliseconds: a little before the caller stops waiting
             "idle_in_transaction_session_timeout": str(int(2000 * timeout_s)),
             "application_name": "agentevo",
+            **_KEEPALIVES,
         } | ({"default_transaction_read_only": "on"} if read_only else {})
         engine = create_async_engine(
             url.set(drivername="postgresql+asyncpg"),

@@ -1,0 +1,189 @@
+"""Engines that announce themselves in the object store of the run's weights, for samplers that
+share no folder with them: engines/NAME-URL.json under rollout.weights.url.
+
+An announcement is signed with the run's secret, so whoever can write into the store and does not
+have that can't send samplers, and the secret with them, to a machine of their own. It is written
+anew every BEAT_S; a reader believes changes, counted by its own clock, and not times. A store that
+is away costs nobody the engines that are known: they stay known until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import EngineError
+from agentevo.event_loop import in_thread
+from agentevo.inference.directory import FORGET_S, Announcement
+from agentevo.inference.objects import Objects, state_of
+from agentevo.inference.secret import RunSecret
+
+LOG = logging.getLogger(__name__)
+
+FOLDER = "engines"
+BEAT_S = 5.0
+LOOK_S = 2.0
+DEAD_S = 60.0
+"""An engine that has not announced itself anew for so long is dead, to those who don't hear it."""
+MOST = 4096
+"""More announcements than that are no run's."""
+
+
+class Signed(msgspec.Struct, frozen=True):
+    """An object under engines/."""
+
+    announcement: Announcement
+    at: float
+    """Unix time in seconds of the machine that wrote it: for sweeping up alone."""
+    mac: str
+    """HMAC-SHA256 of the two, in hexadecimal, by the run's secret."""
+
+
+class StoreAnnouncements:
+    """See the module. Methods that are not async block, and raise OSError."""
+
+    def __init__(self, objects: Objects, secret: RunSecret) -> None:
+        self._objects, self._secret = objects, secret
+        self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
+        """Name of the object -> (its state, when that was first seen by the monotonic clock, what
+        it says; None where that is nobody's of this run)."""
+        self._warned = False
+
+    def announce(self, announcement: Announcement) -> None:
+        """Writes it, in place of what this engine wrote before."""
+        at = time.time()
+        signed = Signed(announcement, at, self._mac(announcement, at))
+        self._objects.put(_path(announcement), msgspec.json.encode(signed))
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """Deletes it."""
+        with suppress(FileNotFoundError):
+            self._objects.delete(_path(announcement))
+
+    def forget_dead(self, *, after_s: float = FORGET_S) -> None:
+        """Deletes announcements that were written so long ago, by their writers' clocks. An engine
+        that lives after all writes its own again."""
+        for name in self._objects.under(FOLDER):
+            signed = self._read(name)
+            if signed is not None and time.time() - signed.at > after_s:
+                self._objects.delete(f"{FOLDER}/{name}")
+
+    def living(self) -> list[Announcement]:
+        """Engines that were announced anew within DEAD_S while this object looked, by name."""
+        seen = {}
+        found = self._objects.under(FOLDER)
+        if len(found) > MOST:
+            raise OSError(f"{self._objects.url}/{FOLDER} has {len(found):,} objects: not a run's")
+        for name, info in sorted(found.items()):
+            state, before = state_of(info), self._seen.get(name)
+            if before is not None and before[0] == state:
+                seen[name] = before
+                continue
+            signed = self._read(name)
+            is_ours = signed is not None and hmac.compare_digest(
+                signed.mac, self._mac(signed.announcement, signed.at)
+            )
+            if signed is not None and not is_ours:
+                self._warn(name)
+            told = signed.announcement if signed is not None and is_ours else None
+            seen[name] = (state, time.monotonic(), told)
+        self._seen = seen
+        now = time.monotonic()
+        return [told for _, since, told in seen.values() if told and now - since <= DEAD_S]
+
+    @asynccontextmanager
+    async def announced(
+        self,
+        announcement: Announcement,
+        *,
+        serves: Callable[[], int | None],
+        every_s: float = BEAT_S,
+    ) -> AsyncIterator[None]:
+        """Keeps the engine announced while the block runs; a store that is away is tried again."""
+
+        async def keep() -> None:
+            with suppress(OSError):
+                await in_thread(self.forget_dead)
+            trouble = ""
+            while True:
+                now = msgspec.structs.replace(announcement, version=serves())
+                try:
+                    await in_thread(self.announce, now)
+                    trouble = ""
+                except (OSError, EngineError) as error:
+                    if not trouble:
+                        LOG.warning("the engine could not be announced: %s", error)
+                    trouble = str(error)
+                await asyncio.sleep(every_s)
+
+        keeping = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            with suppress(OSError):  # then its silence tells
+                await in_thread(self.withdraw, announcement)
+
+    def _read(self, name: str) -> Signed | None:
+        """None for what no engine has written."""
+        try:
+            return msgspec.json.decode(self._objects.get(f"{FOLDER}/{name}"), type=Signed)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    def _mac(self, announcement: Announcement, at: float) -> str:
+        content: Any = ["agentevo engine", announcement, at]
+        key = self._secret.value().encode()
+        return hmac.new(key, msgspec.json.encode(content), hashlib.sha256).hexdigest()
+
+    def _warn(self, name: str) -> None:
+        if not self._warned:
+            self._warned = True
+            LOG.warning(
+                "%s/%s/%s is signed with another secret than this run's, and is not believed: "
+                "machines that share no folder need rollout.engine_secret='${env:NAME}', with the "
+                "same secret everywhere",
+                self._objects.url,
+                FOLDER,
+                name,
+            )
+
+
+class Lookout:
+    """Keeps looking for announcements beside the event loop. `found` are those of the last look
+    that the store answered."""
+
+    def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
+        self._announcements, self._every_s = announcements, every_s
+        self.found: list[Announcement] = []
+        self.trouble = ""
+        """What went wrong with the last look; empty where nothing did."""
+
+    async def look(self) -> None:
+        """Looks once."""
+        try:
+            self.found = await in_thread(self._announcements.living)
+            self.trouble = ""
+        except (OSError, EngineError) as error:
+            self.trouble = f"looking for announced engines failed: {error}"
+
+    async def keep_looking(self) -> None:
+        """Looks every `every_s`, for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._every_s)
+
+
+def _path(announcement: Announcement) -> str:
+    """Of two engines of one name, on two machines, each has its own."""
+    place = hashlib.sha256(announcement.url.encode()).hexdigest()[:12]
+    return f"{FOLDER}/{announcement.name}-{place}.json"

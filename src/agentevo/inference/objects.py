@@ -1,0 +1,145 @@
+"""Objects under an address of an object store: any file system that fsspec knows.
+
+An object appears whole or not at all, and what is uploaded is looked at again by its size. Every
+call has a deadline, and is made on a thread of its own that is left behind where it hangs. What a
+store's package raises becomes OSError here. Credentials come from the environment, as the store's
+own package reads them. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from agentevo.errors import ConfigError, MissingExtraError
+
+CALL_S = 30.0
+"""Deadline of a call that moves nothing, and what each gets besides its bytes."""
+LOWEST_RATE = 2**20
+"""Bytes per second that an upload or download is given time for."""
+MAX_HANGING = 64
+"""Calls that may hang before no further one is made."""
+CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
+"""What the packages' answers say that an object was written anew by."""
+
+T = TypeVar("T")
+
+
+class Objects:
+    """See the module. Paths are relative to `url`."""
+
+    def __init__(self, url: str, *, call_s: float = CALL_S) -> None:
+        """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
+        package is not installed."""
+        self.url, self._call_s = url.rstrip("/"), call_s
+        self.files, self._root = _opened(self.url)
+        self._hanging: set[threading.Thread] = set()
+
+    def info(self, path: str) -> dict[str, Any]:
+        """What the store says of an object. Raises FileNotFoundError, OSError."""
+        place = self._at(path)
+        found: dict[str, Any] = self._call(lambda: self.files.info(place), place)
+        return found
+
+    def state(self, path: str) -> str:
+        """Changes whenever the object is written anew; empty where it can't be asked for."""
+        try:
+            return state_of(self.info(path))
+        except OSError:
+            return ""
+
+    def get(self, path: str) -> bytes:
+        """Raises FileNotFoundError, OSError."""
+        place, size = self._at(path), int(self.info(path).get("size") or 0)
+        content: bytes = self._call(lambda: self.files.cat_file(place), place, size)
+        if len(content) != size:
+            raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
+        return content
+
+    def put(self, path: str, content: bytes) -> None:
+        """Raises OSError where it has not arrived whole."""
+        place = self._at(path)
+        parent = place.rpartition("/")[0]
+        if "file" in self._protocols:  # object stores have no folders
+            self._call(lambda: self.files.makedirs(parent, exist_ok=True), parent)
+        self._call(lambda: self.files.pipe_file(place, content), place, len(content))
+        found = self.info(path).get("size")
+        if found != len(content):
+            raise OSError(f"{place}: {found} of {len(content)} bytes have arrived")
+
+    def under(self, path: str = "") -> dict[str, dict[str, Any]]:
+        """What lies directly under a path, as the store lists it, which may lag behind: last part
+        of the name -> what it says of it. Raises OSError."""
+        place = self._at(path)
+        try:
+            found = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Raises FileNotFoundError, OSError."""
+        place = self._at(path)
+        self._call(lambda: self.files.rm(place, recursive=recursive), place)
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    @property
+    def _protocols(self) -> tuple[str, ...]:
+        named = self.files.protocol
+        return (named,) if isinstance(named, str) else tuple(named)
+
+    def _call(self, function: Callable[[], T], what: str, size: int = 0) -> T:
+        """The one place in which a store's package is called."""
+        within_s = self._call_s + size / LOWEST_RATE
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:  # noqa: BLE001, told to who waits, below
+                answer.set_exception(error)
+
+        self._hanging = {thread for thread in self._hanging if thread.is_alive()}
+        if len(self._hanging) >= MAX_HANGING:
+            raise OSError(f"{self.url}: {MAX_HANGING} calls hang")
+        thread = threading.Thread(target=work, name="object store", daemon=True)
+        thread.start()
+        try:
+            return answer.result(within_s)
+        except OSError:
+            if not answer.done():
+                self._hanging.add(thread)
+                raise OSError(f"{what}: no answer within {within_s:.0f} s") from None
+            raise
+        except Exception as error:
+            raise OSError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def state_of(info: dict[str, Any]) -> str:
+    """See `Objects.state`; of what `info` or `under` say."""
+    return repr([info.get(key) for key in CHANGES])
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """(file system, the path in it)."""
+    protocol = url.partition("://")[0]
+    if protocol not in fsspec.available_protocols():
+        raise ConfigError(
+            f"rollout.weights.url={url}: fsspec knows no {protocol!r}: use s3://BUCKET/FOLDER, "
+            "gs://, az://, or another of fsspec.available_protocols()"
+        )
+    try:
+        files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        extra = "pip install 'agentevo[s3]'" if protocol in ("s3", "s3a") else str(error)
+        raise MissingExtraError(f"rollout.weights.url={url} needs a package: {extra}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"rollout.weights.url={url} can't be used: {error}") from error
+    return files, str(root).rstrip("/")
