@@ -38,9 +38,12 @@ class Kept:
 
     def open(self) -> None: ...
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def made(self, span: Span) -> Span:
+        return span
+
+    def export(self, made: Sequence[Span]) -> None:
         self.before()
-        self.spans += spans
+        self.spans += made
 
     def close(self) -> None: ...
 
@@ -87,6 +90,7 @@ async def one_attempt(log: CallLog, name: str = ATTEMPT) -> None:
         with record_call("tool", "broken") as broken:
             broken.outcome("failed", "ToolError: the secret words")
         attempt.note(reward=1.0)
+        attempt.keep(ending="in a hole")
     with calls.call("scorer", "exact") as scorer:
         scorer.note(score=1.0)
         scorer.keep(reason="right")
@@ -130,7 +134,7 @@ def test_what_was_said_is_there_if_it_was_asked_for(contents: bool) -> None:
     kept = Kept()
     played(make(kept, contents=contents), one_attempt)
     told = repr(kept.spans)
-    for words in ("What?", "That.", "q", "found", "right", "secret words"):
+    for words in ("What?", "That.", "q", "found", "right", "secret words", "in a hole"):
         assert (words in told) == contents or words == "q"
     if contents:
         chat = kept.spans[0].attributes
@@ -327,13 +331,38 @@ def test_what_the_queue_does_not_hold_is_dropped_and_counted() -> None:
     assert len(lines) == 2
 
 
+def test_a_span_that_can_not_be_made_costs_itself_alone() -> None:
+    class Picky(Kept):
+        def made(self, span: Span) -> Span:
+            if span.name == "execute_tool broken":
+                raise ValueError("no such span")
+            return span
+
+    kept, lines = Picky(), list[str]()
+    tracer = make(kept, tell=lines.append)
+    played(tracer, one_attempt)
+    assert (len(kept.spans), tracer.exported, tracer.dropped) == (5, 5, 1)
+    assert "no such span" in lines[0]
+
+
+def test_what_a_call_notes_after_somebody_looked_at_it_is_recorded() -> None:
+    calls = AttemptCalls(None, ATTEMPT)
+    with calls.call("scorer", "exact") as call:
+        call.note(score=0.5)
+    assert call.record("r").attributes == {"score": 0.5}
+    assert call.record("r") is call.record("r")
+    call.note(score=1.0)
+    call.keep(reason="right")
+    assert call.record("r").attributes == {"score": 1.0, "reason": "right"}
+
+
 def test_a_huge_batch_goes_in_pieces(monkeypatch) -> None:
     monkeypatch.setattr(tracer_module, "PIECE", 2**19)
     sizes: list[int] = []
 
     class Sized(Kept):
-        def export(self, spans: Sequence[Span]) -> None:
-            sizes.append(len(encoded(spans, SOURCE)))
+        def export(self, made: Sequence[Span]) -> None:
+            sizes.append(len(encoded(made, SOURCE)))
 
     async def play(log: CallLog) -> None:
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
@@ -357,10 +386,10 @@ def test_a_collector_gets_what_the_file_says(tmp_path: Path) -> None:
                 super().__init__()
                 self.all = [OTLP(SOURCE, collector.url), JsonLines(path, SOURCE)]
 
-            def export(self, spans: Sequence[Span]) -> None:
-                super().export(spans)
+            def export(self, made: Sequence[Span]) -> None:
+                super().export(made)
                 for one in self.all:
-                    one.export(spans)
+                    one.export([one.made(span) for span in made])
 
             def close(self) -> None:
                 for one in self.all:

@@ -326,6 +326,8 @@ class RunningCall:
         self._status: Status | None = None
         self._error: str | None = None
         self._token: Token[RunningCall | None] | None = None
+        self._record: Call | None = None
+        """Once it has ended: the log's thread and the tracer's both ask."""
 
     @property
     def has_ended(self) -> bool:
@@ -356,10 +358,12 @@ class RunningCall:
     def note(self, **attributes: Attribute) -> None:
         """Adds small facts. They are written with the call's end."""
         self._attributes = self._attributes | attributes
+        self._record = None
 
     def keep(self, **texts: str) -> None:
         """Adds what a process wrote or a scorer said, up to MAX_KEPT characters each."""
         self._kept |= {name: text for name, text in texts.items() if text}
+        self._record = None
 
     def outcome(self, status: Status, error: str | None) -> None:
         """Sets how the call ends, where no exception of its block says so."""
@@ -373,9 +377,11 @@ class RunningCall:
             self.calls.end(self)
 
     def record(self, recorder: str) -> Call:
-        """The call as it is now. Called by the log's thread, at any moment."""
+        """The call as it is now. Called by the log's thread and the tracer's, at any moment."""
+        if (known := self._record) is not None:
+            return known
         ended_at, attributes = self._ended_at, self._attributes
-        return Call(
+        record = Call(
             id=f"{recorder}-{self.number}",
             trajectory_id=self.calls.trajectory_id,
             parent=f"{recorder}-{self._parent}" if self._parent else None,
@@ -391,6 +397,9 @@ class RunningCall:
             }
             | {name: _storable(text, MAX_KEPT) for name, text in self._kept.items()},
         )
+        if ended_at is not None:
+            self._record = record
+        return record
 
     def __enter__(self) -> Self:
         self._started_at, self._clock = time.time(), time.monotonic()

@@ -50,11 +50,15 @@ class MLflowServer:
             self._otlp = OTLP(self._source, self._uri, headers=headers, needed_by=NEEDED_BY)
             self._otlp.open()
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def made(self, span: Span) -> Span:
+        """See Exporter."""
+        return span
+
+    def export(self, made: Sequence[Span]) -> None:
         """See Exporter."""
         self.open()
         assert self._otlp is not None
-        self._otlp.export(spans)
+        self._otlp.export(made)
 
     def close(self) -> None:
         """See Exporter."""
@@ -113,14 +117,18 @@ class MLflowDatabase:
         self._client: Any = None
         self._experiment_id = ""
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def made(self, span: Span) -> Span:
+        """See Exporter."""
+        return span
+
+    def export(self, made: Sequence[Span]) -> None:
         """See Exporter."""
         self.open()
         from mlflow.entities.span import Span as MLflowSpan
 
         told = [
             MLflowSpan.from_otel_proto(span)
-            for resource in proto_request(spans, self._source).resource_spans
+            for resource in proto_request(made, self._source).resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
         ]

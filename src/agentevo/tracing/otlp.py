@@ -57,17 +57,21 @@ class OTLP:
         import opentelemetry.exporter.otlp.proto.common.trace_encoder
         import opentelemetry.sdk.trace.export  # noqa: F401
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def made(self, span: Span) -> Span:
+        """See Exporter."""
+        return span
+
+    def export(self, made: Sequence[Span]) -> None:
         """See Exporter."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        if not spans:
+        if not made:
             return
         self._said.text = ""
-        readable = _readable(spans, self._resource, self._scope)
+        readable = _readable(made, self._resource, self._scope)
         if self._exporter.export(readable) is not SpanExportResult.SUCCESS:
             why = f": {self._said.text}" if self._said.text else ""
-            raise ExportError(f"{self._where} has not taken {len(spans)} spans in{why}")
+            raise ExportError(f"{self._where} has not taken {len(made)} spans in{why}")
 
     def close(self) -> None:
         """See Exporter."""

@@ -24,15 +24,18 @@ LONGEST_REMEMBERED = 200
 
 def encoded(spans: Sequence[Span], source: Source, *, end: bytes = b"") -> bytes:
     """An ExportTraceServiceRequest, and what is to follow it."""
+    return request([encoded_span(span) for span in spans], source, end=end)
+
+
+def request(spans: Sequence[bytes], source: Source, *, end: bytes = b"") -> bytes:
+    """The same of spans that are encoded."""
     scope = {"name": names.SCOPE, "version": source.version}
     parts = [b'{"resourceSpans":[{"resource":{"attributes":[']
     _add_attributes(parts, source.attributes, b"")
     parts += [b']},"scopeSpans":[{"scope":', _json(scope), b',"schemaUrl":']
     parts += [_json(names.SCHEMA_URL), b',"spans":[']
-    for number, span in enumerate(spans):
-        _add_span(parts, span, b"," if number else b"")
-    parts += [b"]}]}]}", end]
-    return b"".join(parts)  # once: texts are long
+    parts += [b",".join(spans), b"]}]}]}", end]
+    return b"".join(parts)
 
 
 class JsonLines:
@@ -47,24 +50,29 @@ class JsonLines:
     def open(self) -> None:
         """See Exporter."""
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def made(self, span: Span) -> bytes:
         """See Exporter."""
-        if spans:
-            self._file.write(encoded(spans, self._source, end=b"\n"))
+        return encoded_span(span)
+
+    def export(self, made: Sequence[bytes]) -> None:
+        """See Exporter."""
+        if made:
+            self._file.write(request(made, self._source, end=b"\n"))
 
     def close(self) -> None:
         """See Exporter."""
         self._file.close()
 
 
-def _add_span(parts: list[bytes], span: Span, before: bytes) -> None:
+def encoded_span(span: Span) -> bytes:
+    """One span of a request."""
     parent = "" if span.parent_id is None else f'"parentSpanId":"{span.parent_id:016x}",'
     head = (
         f'{{"traceId":"{span.trace_id:032x}","spanId":"{span.span_id:016x}",{parent}'
         f'"kind":{_KINDS[span.kind]},"startTimeUnixNano":"{span.start_ns}",'
         f'"endTimeUnixNano":"{span.end_ns}","name":'
     )
-    parts += (before, head.encode(), _name(span.name), b',"attributes":[')
+    parts = [head.encode(), _name(span.name), b',"attributes":[']
     before = b""
     for shared in span.shared:
         if shared.attributes:
@@ -89,6 +97,7 @@ def _add_span(parts: list[bytes], span: Span, before: bytes) -> None:
     if span.is_error:
         parts += (b',"status":', _json({"code": _ERROR, "message": span.message}))
     parts.append(b"}")
+    return b"".join(parts)
 
 
 def _add_attributes(parts: list[bytes], attributes: Mapping[str, Value], before: bytes) -> None:

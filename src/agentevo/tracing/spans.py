@@ -28,7 +28,7 @@ _ATTEMPT = re.compile(
     re.DOTALL,
 )
 """Of a trajectory's id, which sampler.group_name and types.group_of_agent make."""
-_OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem")
+_OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem", "ending")
 """Facts of a call that are what somebody wrote, besides those that have a name."""
 _NANO = 10**9
 
@@ -73,8 +73,10 @@ class Spans:
         is_known = call.kind != "tool" or not call.name.startswith("open ")
         name, kind, described = self._described(call.kind if is_known else "", call.name)
         own = self._own(call, said)
-        shared: tuple[Shared, ...] = (self._attempt(call.trajectory_id), described)
-        if not all(own.keys().isdisjoint(one.attributes) for one in shared):  # a fact has its name
+        attempt, keys = self._attempt(call.trajectory_id), own.keys()
+        shared: tuple[Shared, ...] = (attempt, described)
+        if not (keys.isdisjoint(attempt.attributes) and keys.isdisjoint(described.attributes)):
+            # A fact has the name of one that is shared.
             own, shared = {k: v for one in shared for k, v in one.attributes.items()} | own, ()
         ended_at = call.started_at if call.ended_at is None else call.ended_at
         is_error = call.status == "failed"

@@ -18,9 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from agentevo.credentials import without_passwords
 from agentevo.errors import described
@@ -51,7 +51,12 @@ class Exporter(Protocol):
         """What takes long before the first export: packages, tables, a connection. It is called
         first, again after it has failed, and must do nothing where all is there."""
 
-    def export(self, spans: Sequence[Span]) -> None: ...
+    def made(self, span: Span) -> Any:
+        """What is kept of a span until it is exported: best no containers, which would make
+        Python look for garbage in the whole process."""
+
+    def export(self, made: Sequence[Any]) -> None:
+        """What `made` has given of some spans."""
 
     def close(self) -> None: ...
 
@@ -160,15 +165,33 @@ class Tracer:
         return [self._queue.popleft() for _ in range(min(len(self._queue), self._limits.batch))]
 
     def _export(self, calls: Sequence[RunningCall]) -> None:
-        spans = [span for call in calls if (span := self._span(call)) is not None]
+        """In pieces of about PIECE characters each, where spans hold texts."""
         has_texts = self.contents or self.token2text
-        for piece in _pieces(spans) if has_texts else [spans] if spans else []:
-            if any(self._is_exported(piece) for _ in range(TRIES)):
-                self.exported += len(piece)
-            else:
-                self.dropped += len(piece)
+        piece, size = list[Any](), 0
+        for call in calls:
+            try:
+                span = self._span(call)
+                made = self._exporter.made(span)
+            except Exception as error:  # noqa: BLE001 (a bug of ours costs that span alone)
+                self.dropped += 1
+                self._told(error)
+                continue
+            own = _characters(span) if has_texts else 0
+            if piece and size + own > PIECE:
+                self._deliver(piece)
+                piece, size = [], 0
+            piece.append(made)
+            size += own
+        if piece:
+            self._deliver(piece)
 
-    def _is_exported(self, piece: Sequence[Span]) -> bool:
+    def _deliver(self, piece: Sequence[Any]) -> None:
+        if any(self._is_exported(piece) for _ in range(TRIES)):
+            self.exported += len(piece)
+        else:
+            self.dropped += len(piece)
+
+    def _is_exported(self, piece: Sequence[Any]) -> bool:
         """One try, after the rest that the last failure costs; the one place where an exporter's
         failure is caught. At the end of a run one that fails twice in a row is given up."""
         while (rest := self._resting_until - time.monotonic()) > 0:
@@ -187,25 +210,19 @@ class Tracer:
         self._failures, self._resting_until = 0, 0.0
         return True
 
-    def _span(self, call: RunningCall) -> Span | None:
-        """None for one that can't be made, which is a bug of ours: it costs that span alone."""
-        try:
-            trace = call.calls.trace
-            assert trace is not None
-            record, around = call.record(call.calls.recorder), None
-            if record.parent is None and call.outer is not None:
-                around = call.outer.place
-            return self._spans.of(
-                record,
-                trace,
-                said=call.said,
-                asker=call.asker,
-                around=around.span_id if around and around.trace_id == trace.trace_id else None,
-            )
-        except Exception as error:  # noqa: BLE001 (whatever it is, the others are exported)
-            self.dropped += 1
-            self._told(error)
-            return None
+    def _span(self, call: RunningCall) -> Span:
+        trace = call.calls.trace
+        assert trace is not None
+        record, around = call.record(call.calls.recorder), None
+        if record.parent is None and call.outer is not None:
+            around = call.outer.place
+        return self._spans.of(
+            record,
+            trace,
+            said=call.said,
+            asker=call.asker,
+            around=around.span_id if around and around.trace_id == trace.trace_id else None,
+        )
 
     def _failed(self, error: Exception) -> None:
         self._failures += 1
@@ -222,15 +239,5 @@ class Tracer:
             )
 
 
-def _pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """The spans in lists of about PIECE characters each."""
-    piece, size = list[Span](), 0
-    for span in spans:
-        own = sum(len(value) for value in span.own.values() if isinstance(value, str))
-        if piece and size + own > PIECE:
-            yield piece
-            piece, size = [], 0
-        piece.append(span)
-        size += own
-    if piece:
-        yield piece
+def _characters(span: Span) -> int:
+    return sum(len(value) for value in span.own.values() if isinstance(value, str))
