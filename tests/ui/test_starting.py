@@ -123,7 +123,7 @@ def test_what_goes_on_counts_and_an_id_starts_once(
         for number, id in enumerate(ids[:2]):
             one = wanted(tmp_path, name=f"new-{number}")
             assert start(tmp_path, one, id=id, **WHO) == id
-        ends = time.monotonic() + 20.0
+        ends = time.monotonic() + 90.0
         while not all(starting.is_alive(one) for one in started(tmp_path)):
             assert time.monotonic() < ends
             time.sleep(0.02)
