@@ -63,15 +63,9 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes",
-    [["shard=2"], ["tensor=2"], ["context=2"]],
-    ids=" ".join,
-)
-def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path):
+def test_a_shared_run_is_one_processs_and_goes_on_in_one(single, tmp_path):
     """Two processes train two steps, one process a third."""
-    keys = [f"trainer.parallel.{size}" for size in sizes]
-    code, said = launched(tmp_path / "run", 2, *keys)
+    code, said = launched(tmp_path / "run", 2, "trainer.parallel.tensor=2")
     assert code == 0, said
     code, said = launched(tmp_path / "run", 1, "trainer.steps=3", "--resume")
     assert code == 0, said
