@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from agentevo.config import load_config
+from agentevo.config.sweep import Sweep, SweepSection
 from agentevo.errors import ConfigError
 from agentevo.orchestration.checks import check_processes, load_checked
+from agentevo.orchestration.reward_model import train as train_reward_model
+from agentevo.processes.sweep import run_sweep
 
 SMALL = [
     "model.name=tiny",
@@ -186,3 +189,11 @@ def test_a_model_that_can_not_be_shared_so_is_refused_before_its_run_has_a_folde
     config = load_config("coins", [*SMALL, *words])
     with pytest.raises(ConfigError, match=message):
         load_checked(config)
+
+
+def test_what_is_one_process_is_refused_under_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"agentevo rm\) is one process: start it without"):
+        train_reward_model(load_config("coins", SMALL))
+    with pytest.raises(ConfigError, match="a sweep is one process"):
+        run_sweep(Sweep("many", Path("nowhere"), False, SweepSection(), ()))

@@ -7,11 +7,20 @@ import os
 from pydantic import Field
 
 from agentevo.config.section import Section
+from agentevo.errors import ConfigError
 
 
 def world_size() -> int:
     """The processes that a launcher has started to train together: 1 where none has."""
     return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def check_alone(what: str) -> None:
+    """Raises ConfigError where a launcher has started several processes of what is one."""
+    if world_size() > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size()}: {what} is one process: start it without torchrun"
+        )
 
 
 class ParallelSection(Section):

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from agentevo.agents.policy import Door, Policy
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
-from agentevo.config.parallel import world_size
+from agentevo.config.parallel import check_alone
 from agentevo.errors import (
     AgentEvoError,
     CheckpointError,
@@ -441,11 +441,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
     ):
         if given:
             raise ConfigError(f"{key}: {why}: leave it out")
-    if world_size() > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world_size()}: a program's own loop is one process: start it without "
-            "torchrun"
-        )
+    check_alone("a program's own loop")
     check_parts(config, None, resume)
     if resume and not is_given_up(config.run_dir):
         check_resume(config, "loop")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from agentevo.config import RunConfig
+from agentevo.config.parallel import check_alone
 from agentevo.config.rm import check_rm
 from agentevo.console import to_stderr
 from agentevo.errors import ConfigError
@@ -63,6 +64,7 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[str, float]:
     """Trains, tries it on the held-out pairs before and after, and saves it as RUN/model. Returns
     what reward_model.json holds. Raises ConfigError before anything is created."""
+    check_alone("the training of a reward model (agentevo rm)")
     check_tracking(config)
     train_lines, eval_lines = split_pairs(config)
     check_folder(config)

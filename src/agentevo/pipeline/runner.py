@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from agentevo.config.parallel import check_alone
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import must_write, write_atomic
 from agentevo.observability.sweep_view import SweepView
@@ -108,6 +109,7 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
 
 def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
     """Raises ConfigError, before anything is created or deleted."""
+    check_alone("a pipeline")
     folder, config = pipeline.dir, pipeline.config
     holds = is_pipeline_folder(folder)
     if resume and config.overwrite:

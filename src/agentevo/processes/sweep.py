@@ -32,6 +32,7 @@ from typing import Literal
 import yaml
 
 from agentevo.config import to_yaml
+from agentevo.config.parallel import check_alone
 from agentevo.config.sweep import Member, Sweep
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
@@ -99,6 +100,7 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
 def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
     """How each member will begin. Refuses, before anything is created or deleted, what can't work
     for some member."""
+    check_alone("a sweep")
     if sweep.section.table is not None:
         check_page(sweep.section.table)
     if (sweep.dir / LOCK).exists():
