@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA rank 16, checkpointing=full": {"rank": 16, "checkpointing": "full"},
     "SFT": {"kind": "sft"},
     "bfloat16": {"dtype": "bfloat16"},
+    "in two parts, shorter micro-batches": {"shard": 2, "parts": 2},
+    "the same, checkpointing=full": {"shard": 2, "parts": 2, "checkpointing": "full"},
 }
 """Options of `measure` beside the sizes."""
 
@@ -47,24 +50,130 @@ def measure(
     parts: int = 1,
     rank: int = 0,
     dtype: str = "float32",
+    shard: int = 1,
     plain_malloc: bool = False,
 ) -> tuple[float, float]:
-    """(predicted, measured) bytes, in a process of its own. parts: micro-batches per step."""
+    """(predicted, measured) bytes, in a process of its own. parts: micro-batches per step. shard:
+    processes that each have a part of the weights (FSDP over gloo); bytes are those of the last."""
     given = {key: value for key, value in locals().items() if key != "plain_malloc"}
     environment = os.environ if plain_malloc else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(given)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
-    if done.returncode:
-        raise RuntimeError(f"{given} failed:\n{done.stderr[-2000:]}")
-    predicted, measured = json.loads(done.stdout.splitlines()[-1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={
+                **environment,
+                **{"RANK": str(rank), "WORLD_SIZE": str(shard)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(shard)
+    ]
+    try:
+        said = [process.communicate(timeout=600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{given} failed:\n{errors[-2000:]}")
+    predicted, measured = json.loads(said[-1][0].splitlines()[-1])
     return predicted, measured
+
+
+def _model(given: dict[str, Any]) -> Any:
+    """A Llama of these sizes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    hidden = given["hidden"]
+    shape: dict[str, Any] = {
+        "intermediate_size": 8 * hidden // 3,
+        "num_hidden_layers": given["layers"],
+        "max_position_embeddings": 65536,
+    }
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64 // 2}
+    config = LlamaConfig(
+        hidden_size=hidden,
+        vocab_size=given["vocabulary"],
+        tie_word_embeddings=True,
+        **heads,
+        **shape,
+    )
+    return LlamaForCausalLM(config).to(getattr(torch, given["dtype"])).eval()
+
+
+def _sample(
+    number: int, length: int, rng: random.Random, vocabulary: int, prompt: float = 0.5
+) -> Any:
+    """Random tokens, of which the first `prompt` are not trained on."""
+    from agentevo.types import Sample
+
+    mask = [place >= max(length * prompt, 1) for place in range(length)]
+    return Sample(
+        trajectory_id=f"t{number}",
+        group_id=f"g{number}",
+        ids=[rng.randrange(2, vocabulary) for _ in range(length)],
+        loss_mask=mask,
+        logprobs=[-5.0 if m else 0.0 for m in mask],
+        versions=[0] * length,
+        advantages=[float(m) for m in mask],
+    )
+
+
+def _sharded_child(given: dict[str, Any]) -> tuple[float, float]:
+    """One process of several. Every token is trained on, as `doctor --devices` supposes."""
+    from datetime import timedelta
+
+    from torch import distributed
+
+    from agentevo.config import AlgorithmSection, MemorySection, ParallelSection, build_config
+    from agentevo.doctor.memory_estimate import FLOAT, LIBRARIES, total
+    from agentevo.doctor.mesh_estimate import fit, sizes_of_model
+    from agentevo.models.activations import keep_activations
+    from agentevo.models.attention import prepare
+    from agentevo.models.sharded import shard
+    from agentevo.training.mesh import make_meshes
+    from agentevo.training.trainer import Trainer
+    from memory import peak_bytes
+
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
+    size, most = given["shard"], given["length"] * given["samples"] // given["parts"]
+    parallel = ParallelSection(shard=size)
+    memory = MemorySection(checkpointing=given["checkpointing"])
+    model = keep_activations(prepare(_model(given)), memory)
+    sizes = sizes_of_model(model)
+    keys = [f"trainer.micro_batch_tokens={most}", "rollout.samplers=1", "rollout.staleness=1"]
+    keys += ["sampling.max_new_tokens=1", "model.device=cpu"]
+    keys.append(f"memory.checkpointing={given['checkpointing']}")
+    config = build_config({"environment": {"type": "coins"}}, keys)
+    found = fit(config, sizes, parallel, size)
+    shard(model, make_meshes(parallel, "cpu").data)
+    trainer = Trainer(
+        model, config.trainer.model_copy(update={"minibatches": 1}), AlgorithmSection(),
+        memory=memory,
+    )  # fmt: skip
+    rng, vocabulary = random.Random(0), given["vocabulary"]
+    small = [_sample(n, 32, rng, vocabulary, 0) for n in range(size)]
+    trainer.step(small)  # libraries load; moments are made, which are counted below
+    items = [
+        _sample(n, given["length"], rng, vocabulary, 0) for n in range(given["samples"] * size)
+    ]
+    resident = FLOAT * sizes.numbers / size + found.parts["optimizer"]
+    measured = float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return total(found.parts) - resident + LIBRARIES, measured
 
 
 def _child(given: dict[str, Any]) -> tuple[float, float]:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from agentevo.config import (
         AlgorithmSection,
@@ -81,47 +190,21 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     from agentevo.training.kernels.output_layer import token_logprobs
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.training.trainer import Trainer
-    from agentevo.types import Sample
     from memory import peak_bytes
 
-    def sample(number: int, length: int) -> Sample:
-        mask = [place >= length // 2 for place in range(length)]
-        return Sample(
-            trajectory_id=f"t{number}",
-            group_id=f"g{number}",
-            ids=[rng.randrange(2, given["vocabulary"]) for _ in range(length)],
-            loss_mask=mask,
-            logprobs=[-5.0 if m else 0.0 for m in mask],
-            versions=[0] * length,
-            advantages=[float(m) for m in mask],
-        )
-
-    torch.manual_seed(0)
-    rng, hidden = random.Random(0), given["hidden"]
-    shape: dict[str, Any] = {
-        "intermediate_size": 8 * hidden // 3,
-        "num_hidden_layers": given["layers"],
-        "max_position_embeddings": 65536,
-    }
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64 // 2}
-    config = LlamaConfig(
-        hidden_size=hidden,
-        vocab_size=given["vocabulary"],
-        tie_word_embeddings=True,
-        **heads,
-        **shape,
-    )
-    model = LlamaForCausalLM(config).to(getattr(torch, given["dtype"])).eval()
+    if given["shard"] > 1:
+        return _sharded_child(given)
+    rng, model = random.Random(0), _model(given)
     if given["rank"]:
         model = add_adapter(model, LoraSection(rank=given["rank"]), seed=0)
     memory = MemorySection(checkpointing=given["checkpointing"])
     model = keep_activations(prepare(model), memory)
     most = given["length"] * given["samples"] // given["parts"]
-    items = [sample(number, given["length"]) for number in range(given["samples"])]
+    items = [_sample(n, given["length"], rng, given["vocabulary"]) for n in range(given["samples"])]
     batches = [batch for _, batch in micro_batches(items, most, torch.device("cpu"))]
     largest = max(batches, key=lambda batch: batch.num_distinct)
     load = Load(largest.num_distinct, len(largest.logit_nodes), len(batches) == 1, on_cpu=True)
-    small = [sample(100, 32)]
+    small = [_sample(100, 32, rng, given["vocabulary"])]
     trainer: Any
     if given["kind"] == "sft":
         trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=most), 10, memory=memory)

@@ -145,7 +145,7 @@ class Accelerator:
 def test_all_kinds_take_the_same_calls(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     part = Accelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda device: part)
-    device: Any = SimpleNamespace(type=kind)
+    device: Any = SimpleNamespace(type=kind, index=None)
     devices.synchronize(device)
     devices.empty_cache(device)
     assert devices.memory(device) == (3.0, 10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +14,14 @@ VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_
 
 
 def visible(devices: Sequence[int]) -> dict[str, str]:
-    """The environment in which a process sees these devices alone; empty for a CPU's."""
-    names = ",".join(str(device) for device in devices)
-    return dict.fromkeys(VISIBILITY, names) if devices else {}
+    """The environment in which a process sees these devices alone, by their numbers among those
+    that this process sees (a cluster may have given it some of the machine's); empty for a
+    CPU's."""
+    if not devices:
+        return {}
+    found = {}
+    for variable in VISIBILITY:
+        given = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
+        known = max(devices) < len(given)
+        found[variable] = ",".join(given[n] if known else str(n) for n in devices)
+    return found

@@ -106,7 +106,10 @@ def memory(device: torch.device) -> tuple[float, float]:
         whole = float(torch.mps.recommended_max_memory())
         return whole - torch.mps.driver_allocated_memory(), whole
     if is_accelerator(device):
-        free, whole = _module(device).mem_get_info()
+        module = _module(device)
+        # some kinds' functions take no None for the device that this process is at
+        at = () if device.index is None else (device.index,)
+        free, whole = module.mem_get_info(*at)
         return float(free), float(whole)
     of_host = psutil.virtual_memory()
     return float(of_host.available), float(of_host.total)
@@ -118,6 +121,13 @@ def name_of(device: torch.device) -> str:
     if module is None or not hasattr(module, "get_device_name"):
         return device.type
     return str(module.get_device_name(device))
+
+
+def all_of(device: torch.device) -> list[torch.device]:
+    """All devices of an accelerator's kind that PyTorch sees, by number."""
+    if not hasattr(_module(device), "device_count"):
+        return [device]
+    return [torch.device(device.type, n) for n in range(_module(device).device_count())]
 
 
 def can_pin(device: torch.device) -> bool:

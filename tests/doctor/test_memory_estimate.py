@@ -47,6 +47,8 @@ def benchmark() -> ModuleType:
         {"samples": 6, "parts": 3},
         {"samples": 4, "rank": 8},
         {"samples": 3, "kind": "sft"},
+        {"samples": 8, "parts": 2, "shard": 2},
+        {"samples": 8, "parts": 2, "shard": 2, "checkpointing": "full"},
     ],
     ids=lambda case: " ".join(f"{key}={value}" for key, value in case.items()),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentevo.cli.arguments import Overrides, warn_of_kept_keys
+from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.doctor.checks import Check
@@ -22,10 +25,35 @@ def doctor(
         ),
     ] = "",
     overrides: Overrides = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Say instead which meshes of N devices the recipe's training fits, and print the "
+            "command that starts the cheapest.",
+        ),
+    ] = None,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", help="With --devices: memory of each. Default: of this machine's first."
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Try the recipe's trainer.parallel instead: N processes of this machine's CPU "
+            "make one tiny step, and their weights are compared with one process's.",
+        ),
+    ] = None,
 ) -> None:
     """Say in plain words whether a recipe (or the installation) is in order, and what to change if
     not."""
-    checks = _check(target, overrides or []) if target else _check_installation()
+    if devices is not None or device_memory is not None or world_size is not None:
+        checks = _check_meshes(target, overrides or [], devices, device_memory, world_size)
+    else:
+        checks = _check(target, overrides or []) if target else _check_installation()
     for check in checks:
         print(check)
     if any(check.status == "wrong" for check in checks):
@@ -51,6 +79,34 @@ def _check(target: str, overrides: list[str]) -> list[Check]:
     from agentevo.doctor.diagnostics import check_recipe
 
     return check_recipe(load_config(target, overrides))
+
+
+def _check_meshes(
+    target: str,
+    overrides: list[str],
+    devices: int | None,
+    device_memory: float | None,
+    world_size: int | None,
+) -> list[Check]:
+    from agentevo.config import load_config
+
+    if not target:
+        raise ConfigError("--devices and --world-size are for a recipe: name it")
+    if devices is None and device_memory is not None:
+        raise ConfigError("--device-memory is for --devices: say how many there are")
+    if device_memory is not None and not 0 < device_memory < math.inf:
+        raise ConfigError(f"--device-memory {device_memory:g}: GiB of each device, above 0")
+    config = load_config(target, overrides)
+    checks = []
+    if devices is not None:
+        from agentevo.doctor.mesh_estimate import check_meshes
+
+        checks += check_meshes(config, devices, device_memory, shlex.join([target, *overrides]))
+    if world_size is not None:
+        from agentevo.doctor.mesh_trial import check_world
+
+        checks += check_world(config, world_size)
+    return checks
 
 
 def _check_installation() -> list[Check]:

@@ -11,7 +11,7 @@ from agentevo.cli.arguments import Overrides, Recipe, path_word, plain_options
 from agentevo.errors import ConfigError
 
 launch = typer.Typer(
-    help="Run a recipe on machines that Slurm, Kubernetes, SkyPilot or docker hand out.",
+    help="Run a recipe on machines that Slurm, Kubernetes, SkyPilot, Ray or docker hand out.",
     no_args_is_help=True,
 )
 
@@ -52,6 +52,7 @@ def _add(target: str, about: str) -> None:
 _add("slurm", "Write a batch script, for sbatch. Relative paths start where sbatch is called.")
 _add("kubernetes", "Write a manifest, for kubectl: a Job with its volume and configuration.")
 _add("skypilot", "Write a task, for sky.")
+_add("ray", "Write a launch whose processes Ray owns, for ray job submit.")
 _add("compose", "Write a compose file, for docker on one machine: the run, and the dashboard.")
 
 
@@ -67,11 +68,35 @@ def node(
     id: Annotated[
         str, typer.Option(help="Of this start of the launch; the same on all nodes.")
     ] = "0",
+    parent: Annotated[
+        int, typer.Option(hidden=True, help="End when this process is no longer the parent.")
+    ] = 0,
 ) -> None:
     """Run what one machine of a launch has to: ranks of the trainer, engines, samplers."""
     from agentevo.launch.node import run_node
 
-    code = run_node(nodes, rank=rank, head=head, id=id)
+    code = run_node(nodes, rank=rank, head=head, id=id, parent=parent or None)
+    if code:
+        raise typer.Exit(code)
+
+
+@launch.command()
+def own(
+    nodes: Annotated[
+        Path,
+        typer.Argument(
+            metavar="NODES_YAML", parser=path_word, help="Of the folder of `launch ray`."
+        ),
+    ],
+    address: Annotated[
+        str, typer.Option(help="Of the Ray cluster. Default: RAY_ADDRESS, or this machine's.")
+    ] = "",
+    id: Annotated[str, typer.Option(help="Of this start of the launch. Default: its time.")] = "",
+) -> None:
+    """Run a launch on a Ray cluster: places its nodes, starts again what is lost, ends with it."""
+    from agentevo.launch.ray_owner import own as run_owner
+
+    code = run_owner(nodes, address=address or None, id=id)
     if code:
         raise typer.Exit(code)
 

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from agentevo.config.sandbox import SandboxSection
-from agentevo.devices import find, is_accelerator, memory, name_of
+from agentevo.devices import all_of, find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
@@ -55,7 +55,7 @@ def check_installation() -> list[Check]:
         checks.judge_threads(torch.get_num_threads(), num_cores()),
         Check("memory", "warning" if short else "good", memory, short),
         checks.judge_disk(shutil.disk_usage(Path.cwd()).free, str(Path.cwd())),
-        _gpu(),
+        *_gpus(),
         *_sandboxes(),
         *(_model(name) for name in known_models.names()),
     ]
@@ -98,16 +98,19 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _gpu() -> Check:
+def _gpus() -> list[Check]:
+    """Each device of the kind that recipes take by default."""
     device = find("auto")
     if not is_accelerator(device):
-        return Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")
-    free, total = memory(device)
-    return Check(
-        "gpu",
-        "good",
-        f"{name_of(device)}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free",
-    )
+        return [Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")]
+    found = all_of(device)
+    results = []
+    for one in found:
+        free, total = memory(one)
+        finding = f"{name_of(one)}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+        place = f"number {one.index} of {len(found)}: " if len(found) > 1 else ""
+        results.append(Check("gpu", "good", place + finding))
+    return results
 
 
 def _sandboxes() -> list[Check]:

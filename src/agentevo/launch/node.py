@@ -10,6 +10,7 @@ which ends after its step; nothing of the run is lost, and the same command goes
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -46,6 +47,9 @@ GRACE_S = 240.0
 """For the trainer to end after its step."""
 SOON_S = 15.0
 """For the ranks beside one that failed."""
+PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
+_LIBC = ctypes.CDLL(None)
 STOPPED = 143
 """Exit code of who was asked to end."""
 
@@ -68,10 +72,12 @@ def run_node(
     rank: int,
     head: str = "127.0.0.1",
     id: str = "0",
+    parent: int | None = None,
     note: Callable[[str], None] = to_stderr,
 ) -> int:
     """Runs what the node of that rank has to; blocks. Returns the exit code of the trainer. `head`
-    is where node 0 is reached. Raises ConfigError for a rank that there is not."""
+    is where node 0 is reached; `parent` a process with which it ends. Raises ConfigError for a rank
+    that there is not."""
     plan = read_plan(path)
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, from 0")
@@ -81,7 +87,7 @@ def run_node(
     run_dir = load_config(words[0], words[1:]).run_dir
     beat = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
     node = plan.nodes[rank]
-    with asked_to_stop() as stop, ExitStack() as stack:
+    with asked_to_stop(parent) as stop, ExitStack() as stack:
         heart = stack.enter_context(Heart(beat)) if rank == 0 else None
         if node.trainer:
             trainer = stack.enter_context(_Trainer(plan, rank, head, words, run_dir))
@@ -185,7 +191,12 @@ class _Trainer:
 
     def __enter__(self) -> Self:
         self._processes = [
-            subprocess.Popen(self._command, env=environment, start_new_session=True)
+            subprocess.Popen(
+                self._command,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
             for environment in self._environments
         ]
         return self
@@ -217,6 +228,12 @@ class _Trainer:
         first = failed or (codes[0] if self._leads else next((c for c in codes if c), 0))
         assert first is not None
         return first
+
+
+def _end_with_parent() -> None:
+    """In a rank before it begins: it is killed when its node's process is, whatever killed that.
+    The trainer of the next start would find the run taken otherwise."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _exit_code(code: int | None) -> int | None:

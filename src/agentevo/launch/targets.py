@@ -13,7 +13,7 @@ import pydantic
 from agentevo.config.entry_problems import entry_problem
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import must_write, write_atomic
-from agentevo.launch import compose, kubernetes, skypilot, slurm
+from agentevo.launch import compose, kubernetes, ray, skypilot, slurm
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, Launch
 from agentevo.paths import check_new_folder
@@ -51,6 +51,7 @@ TARGETS: Mapping[str, Target] = {
         kubernetes.KubernetesFleet, kubernetes.manifest, kubernetes.command, kubernetes.RUNS
     ),
     "skypilot": Target(skypilot.SkyPilotFleet, skypilot.task, skypilot.command, skypilot.RUNS),
+    "ray": Target(ray.RayFleet, ray.settings, ray.command),
     "compose": Target(compose.ComposeFleet, compose.compose, compose.command, compose.RUNS),
 }
 

@@ -1,0 +1,104 @@
+"""`agentevo doctor RECIPE --world-size N`: does the recipe's mesh work here, by itself?
+
+N processes on this machine's CPU, over gloo, train a tiny model for one step in the recipe's
+trainer.parallel, and one process does the same alone: their weights must agree. Nothing of the
+recipe's own model, tasks or folder is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from agentevo.config import RunConfig
+from agentevo.doctor.checks import Check
+from agentevo.errors import ConfigError
+from agentevo.orchestration.checks import check_processes
+
+TOLERANCE = 1e-5
+"""Largest |difference| of a weight after the step."""
+WITHIN_S = 600.0
+MOST_PROCESSES = 64
+TINY = (
+    *("coins", "model.name=tiny", "model.device=cpu", "cold_start.episodes=0"),
+    *("trainer.steps=1", "trainer.groups_per_step=4", "trainer.group_size=4"),
+    *("trainer.warmup_steps=0", "evaluation.tasks=2", "evaluation.every=0", "run.threads=1"),
+)
+
+
+def check_world(config: RunConfig, world: int) -> list[Check]:
+    """Raises ConfigError for a mesh that `world` processes can't be, or that the recipe can't train
+    in."""
+    if not 1 <= world <= MOST_PROCESSES:
+        raise ConfigError(f"--world-size {world}: from 1 to {MOST_PROCESSES} processes")
+    check_processes(config, world=world)
+    sizes = config.trainer.parallel.model_dump()
+    keys = [f"trainer.parallel.{key}={size}" for key, size in sizes.items() if size > 1]
+    mesh = ", ".join(keys) or "replicas"
+    with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as made:
+        folder = Path(made)
+        problem = _train(folder / "one", 1, []) or _train(folder / "all", world, keys)
+        if problem:
+            return [
+                Check(
+                    "mesh trial",
+                    "wrong",
+                    f"{world} processes ({mesh}) did not make one step: {problem}",
+                    "the last line says what failed; a firewall between the processes, or too "
+                    "little memory, are the usual reasons",
+                )
+            ]
+        difference = _difference(_weights(folder / "one"), _weights(folder / "all"))
+    finding = (
+        f"{world} processes ({mesh}) have made one step of a tiny model over gloo, and their "
+        f"weights differ from one process's by {difference:.1e}"
+    )
+    if difference <= TOLERANCE:
+        return [Check("mesh trial", "good", finding)]
+    advice = f"{TOLERANCE:g} is allowed: report this as a defect, with the versions above"
+    return [Check("mesh trial", "wrong", finding, advice)]
+
+
+def _train(run: Path, world: int, keys: list[str]) -> str:
+    """The end of what it said where it failed; empty where it did not."""
+    words = ["-m", "agentevo", "train", *TINY, f"run.dir={run}", *keys]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    log = run.parent / f"{run.name}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *(launcher if world > 1 else []), *words],
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(WITHIN_S)
+    except subprocess.TimeoutExpired:
+        return f"not done within {WITHIN_S:g} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"exit code {code}: {' | '.join(lines[-5:])[-1000:]}" if code else ""
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    (folder,) = (run / "checkpoints").glob("step-000001")
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    if one.keys() != other.keys():
+        return float("inf")
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
