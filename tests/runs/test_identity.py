@@ -10,11 +10,12 @@ from threading import Barrier
 
 import pytest
 
-from agentevo.config import build_config, load_config
+from agentevo.config import build_config, load_config, to_yaml
 from agentevo.errors import ConfigError, StoreUnavailableError
 from agentevo.runs import identity as run_identity
 from agentevo.runs.creation import write_config
 from agentevo.runs.identity import ensure_run_folder
+from agentevo.runs.shared_config import SharedConfig
 from agentevo.store.store import open_store
 from agentevo.types import Task
 
@@ -124,8 +125,23 @@ def test_who_waits_for_a_database_can_be_stopped(away):
     assert not away.run_dir.exists()
 
 
-def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path):
-    """The second one joins although the store is in use, and one of another recipe does not."""
+class Answers:
+    """As a method: the first call's answer, then what another method says."""
+
+    def __init__(self, first, then):
+        self.asked, self._first, self._then = 0, first, then
+
+    def __get__(self, owner, _):
+        async def read(*given):
+            self.asked += 1
+            return self._first if self.asked == 1 else await self._then(owner, *given)
+
+        return read
+
+
+def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, monkeypatch):
+    """The second one joins although the store is in use, also where that came to be while it
+    looked, and one of another recipe does not."""
 
     def machine(name, *overrides):
         return build_config(
@@ -143,6 +159,14 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path):
         async with await open_store(machine("x").store_url) as store:
             await store.add_tasks([Task(id="1", query="q")])
 
+    async def held_by_now(*given):
+        return "1 task"
+
+    with monkeypatch.context() as patched:  # between its two looks the first one comes
+        patched.setattr(SharedConfig, "read", answers := Answers({}, SharedConfig.read))
+        patched.setattr(run_identity, "_held", held_by_now)
+        SharedConfig.of(machine("first")).write(to_yaml(machine("first")))
+        assert ensure_run_folder(machine("slow")) and answers.asked == 2
     assert ensure_run_folder(machine("first"))
     asyncio.run(fill())
     assert ensure_run_folder(machine("second"))

@@ -49,18 +49,14 @@ def ensure_run_folder(
     if not target.is_file():
         _check_place(config)
         shared = SharedConfig.of(config)
-        known = None
-        if shared is not None:
-            known = run_coroutine(_known(shared, within_s, stop, note))
-            if known is None:
-                return False
-            if known:
-                _refuse_others(changes(config, known), shared.place)
+        known = _is_known(config, shared, within_s, stop, note)
         url = config.store.url
         held = run_coroutine(_held(url, within_s, stop, note)) if url and not known else ""
-        if held is None:
+        if held:  # perhaps by one of this run, which has come meanwhile
+            known = _is_known(config, shared, within_s, stop, note)
+        if held is None or known is None:
             return False
-        if not held:
+        if known or not held:
             if shared is not None and not known:
                 shared.write(to_yaml(config))
             _create(config)
@@ -87,6 +83,23 @@ def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str 
             f"recipe and overrides{remedy}, or give another run.dir"
             + ("" if remedy else " and rollout.weights.url")
         )
+
+
+def _is_known(
+    config: RunConfig,
+    shared: SharedConfig | None,
+    within_s: float | None,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> bool | None:
+    """Whether the object store has this run; None if `stop` came before the answer. Raises
+    ConfigError where it has another."""
+    if shared is None:
+        return False
+    known = run_coroutine(_known(shared, within_s, stop, note))
+    if known:
+        _refuse_others(changes(config, known), shared.place)
+    return None if known is None else bool(known)
 
 
 async def _known(
