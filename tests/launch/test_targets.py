@@ -105,7 +105,11 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
         (["slurm", "coins", "--set", "gpus=many"], "slurm.gpus"),
         (["slurm", "coins", "run.overwrite=true"], "run.overwrite"),
         (["slurm", "coins", "--out", "my launch"], "no blank"),
-        (["slurm", "frozen_lake", "--set", "gpus=2"], "a cold start"),
+        (
+            ["slurm", "coins", "memory.optimizer=adamw_8bit", "trainer.parallel.shard=2",
+             "--set", "gpus=2"],
+            "moments of 8 bits",
+        ),
         (["slurm", "coins", "rollout.samplers=2", "rollout.staleness=1"], "rollout.samplers=2"),
         (
             ["slurm", "coins", "rollout.staleness=1", "--set", "gpus=1", "--set", "engines=1",
