@@ -110,6 +110,8 @@ class _Stretch:
         for name in ("input_ids", "position_ids", "inputs_embeds"):
             if given.get(name) is not None:
                 given[name] = self._own(given[name])
+        if args:  # token classifiers give their ids by position
+            args = (self._own(args[0]), *args[1:])
         return args, {**given, "plan": HeadExchange(plan, num_nodes, self.ranks)}
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
