@@ -45,6 +45,9 @@ from agentevo.types import Sample
 
 STEPS = 8
 RATE = 3e-4
+GRPO_RATE = 1e-5
+"""The recipe's own: under advantages some gradients are near 0, and of these AdamW makes steps of
+the learning rate that show in which order they were added up."""
 SECTION = TrainerSection(learning_rate=RATE, warmup_steps=0, micro_batch_tokens=64, minibatches=2)
 CPU = torch.device("cpu")
 
@@ -67,7 +70,8 @@ Trained = tuple[dict[str, torch.nn.Module], list[dict[str, float]], list[Optimiz
 def grpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     """With a reference that follows."""
     section = AlgorithmSection(kl_coef=0.2, kl_in="loss", reference="ema", reference_decay=0.5)
-    trainer = Trainer(model, SECTION, section, memory=memory)
+    slow = SECTION.model_copy(update={"learning_rate": GRPO_RATE})
+    trainer = Trainer(model, slow, section, memory=memory)
     trainer.begin()
     reference, metrics = trainer.roles.reference, []
     assert reference is not None
@@ -262,12 +266,8 @@ def compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
         & other.keys()
     ]
     assert pairs
-    apart = torch.cat(
-        [(found["weights"][n] - w).abs().flatten() for n, w in alone["weights"].items()]
-    )
     return {
-        "weights": float(apart.max()),
-        "apart": float((apart > 1e-5).double().mean()),
+        "weights": max(difference(found["weights"][n], w) for n, w in alone["weights"].items()),
         "metrics": max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs),
         "moved": alone["moved"],
         "held": found["held"] / alone["held"],
