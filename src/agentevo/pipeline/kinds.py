@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from agentevo.config import RunConfig, Section
 from agentevo.registry import Registry
 
+TrainsOn = Literal["", "tasks", "conversations", "pairs"]
 AGENTEVO = (sys.executable, "-m", "agentevo")
 """How this version's commands are started."""
 
@@ -76,6 +77,8 @@ class StageKind:
     """Whether its program makes the folder, as the commands that train do."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Outputs that it always has."""
+    trains_on: ClassVar[TrainsOn] = ""
+    """What of its recipe it trains on, or keeps to be trained on: no held-out task may be there."""
     measured: ClassVar[bool] = False
     """Whether its `checkpoint` is a policy, which is measured unless the stage says otherwise."""
 

@@ -20,6 +20,7 @@ from agentevo.data import RowReport
 from agentevo.data.conversation import read_conversations
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError, shown
+from agentevo.pipeline.kinds import TrainsOn
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import QUERY_MESSAGES, Task
 
@@ -44,7 +45,7 @@ class Leaks:
     held_out: Asked = field(default_factory=Asked)
     trained: Asked = field(default_factory=Asked)
 
-    def see(self, config: RunConfig, where: str, *, trains: bool, command: str = "train") -> None:
+    def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
         """Takes up a stage's tasks and data, as far as its files are there. Raises ConfigError
         where a held-out task is trained on, here or in a stage that was seen before."""
         held_out, trained = Asked(), Asked()
@@ -53,14 +54,13 @@ class Leaks:
             tasks = source.held_out()
             for task in tasks:
                 held_out.add(_question(task), where)
-            if trains and command == "train":
+            if trains_on == "tasks":
                 names = {task.id for task in tasks}
                 for task in source.given():
                     if task.id not in names:
                         trained.add(_question(task), where)
-        if trains:
-            for text in _data_of(config, command):
-                trained.add(text, where)
+        for text in _data_of(config, trains_on):
+            trained.add(text, where)
         self.held_out.of = {**held_out.of, **self.held_out.of}
         self.trained.of = {**trained.of, **self.trained.of}
         _refuse(held_out.of, self.trained.of)
@@ -88,15 +88,16 @@ def _question(task: Task) -> str:
     return _last_question(task.metadata.get(QUERY_MESSAGES) or ())
 
 
-def _data_of(config: RunConfig, command: str) -> Iterator[str]:
+def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
     """Questions in the conversations or pairs that a stage trains on."""
-    if command == "sft":
+    if trains_on == "conversations":
         for source in config.data.train:
             if _are_there([source]):
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
                     yield from _questions(row.messages)
-    pairs = config.rm.pairs if command == "rm" else config.data.pairs
-    if pairs is not None and command in ("rm", "train") and _are_there([str(pairs)]):
+    given = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
+    pairs = given.get(trains_on)
+    if pairs is not None and _are_there([str(pairs)]):
         for line in read_rows(str(pairs)):
             prompt = line.value.get("prompt") if isinstance(line.value, dict) else None
             if isinstance(prompt, str):

@@ -242,7 +242,9 @@ def _with_measurements(
     held_out = config.held_out is not None
     measured = [one for one in bare if one.is_measured] if held_out else []
     if measured:
-        yield Instance(f"{START}@{HELD_OUT}", (), StageConfig(), kind, measures=START)
+        yield Instance(
+            f"{START}@{HELD_OUT}", (), StageConfig(kind="evaluate"), kind, measures=START
+        )
     by_id = {one.id: one for one in measured}
     for one in bare:
         own = {

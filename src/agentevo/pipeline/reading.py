@@ -202,8 +202,7 @@ def check_recipes(pipeline: Pipeline) -> None:
         try:
             config = checked_config(pipeline, recipes, one)
             if config is not None:
-                trains = one.measures is None and one.stage.kind in ("train", "sft", "rm")
-                leaks.see(config, recipes.place(one), trains=trains, command=one.stage.kind)
+                leaks.see(config, recipes.place(one), one.kind.trains_on)
         except (AgentEvoError, ReferenceProblem) as error:
             lines = str(error).splitlines()
             problems += [
@@ -231,7 +230,8 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
     run_dir = stage_folder(pipeline.dir, one)
     config = recipes.read(one, replaced(tree, meaning), folder, run_dir)
     kind.check(config, options, model)
-    if stage.kind in ("train", "sample", "sft") and not list(references_in(tree)):
+    looked_at = one.measures is not None or stage.kind in ("train", "sample", "sft")
+    if looked_at and not list(references_in(tree)):
         from agentevo.orchestration.checks import check_parts, check_sft_parts
 
         later = bool(list(references_in(stage.model)))  # its model can't be looked at yet

@@ -22,7 +22,7 @@ from agentevo.pages.still import render_still
 from agentevo.pipeline.plan import HELD_OUT, START
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.standing import Standing
-from agentevo.pipeline.state import StageState
+from agentevo.pipeline.state import PipelineState, StageState
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t at 97.5% with 1 to 10 degrees of freedom; of more it is nearly the normal 1.96."""
@@ -53,10 +53,10 @@ def over_seeds(values: Sequence[float]) -> Figure | None:
 def figure(states: Sequence[StageState], name: str) -> Figure | None:
     """A number of one stage, over its seeds."""
     values = [state.numbers[name] for state in states if name in state.numbers]
-    if len(values) != 1 or len(states) != 1:
-        return over_seeds(values)
-    numbers = states[0].numbers
-    return Figure(values[0], numbers[f"{name}_low"], numbers[f"{name}_high"])
+    ends = (f"{name}_low", f"{name}_high")
+    if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
+        return Figure(values[0], *(states[0].numbers[end] for end in ends))
+    return over_seeds(values)
 
 
 def success(numbers: Mapping[str, float]) -> str:
@@ -73,7 +73,7 @@ def points(numbers: Mapping[str, float]) -> str:
 def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str, Any]:
     """table.md, table.json and report.html in the pipeline's folder. Returns what table.json holds,
     and the table. Raises DiskError."""
-    rows = stage_rows(pipeline, standings)
+    rows = stage_rows([one.state for one in standings])
     table = markdown(rows, standings)
     found = {
         "name": pipeline.config.name,
@@ -108,7 +108,6 @@ class StageRow(NamedTuple):
     num_seeds: int
     """Of which there is a measurement."""
     why: str
-    measures_start: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """For files."""
@@ -133,21 +132,21 @@ class StageRow(NamedTuple):
         }
 
 
-def stage_rows(pipeline: Pipeline, standings: Sequence[Standing]) -> list[StageRow]:
-    """A row for each stage and round, the first model before them."""
-    rows = []
-    for one in pipeline.plan.instances:
-        if one.measures not in (None, START):
+def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
+    """A row for each stage and round, the first model before them. `states`: of each seed."""
+    first, rows = f"{START}@{HELD_OUT}", []
+    for name in states[0].stages:
+        if "@" in name and name != first:
             continue
-        own = [standing.state.stages[one.id] for standing in standings]
-        name = f"{one.id}@{HELD_OUT}" if one.measures is None else one.id
-        all_measured = [standing.state.stages.get(name) for standing in standings]
+        own = [state.stages[name] for state in states if name in state.stages]
+        measurement = name if name == first else f"{name}@{HELD_OUT}"
+        all_measured = [state.stages.get(measurement) for state in states]
         measured = [state for state in all_measured if state and state.status == "finished"]
         reasons = dict.fromkeys(state.why for state in own if state.why)
         rows.append(
             StageRow(
-                START if one.measures == START else one.id,
-                "" if one.measures == START else one.stage.kind,
+                START if name == first else name,
+                "" if name == first else own[0].kind,
                 ", ".join(dict.fromkeys(state.status for state in own)),
                 figure(measured, "success"),
                 figure(measured, "gain"),
@@ -156,7 +155,6 @@ def stage_rows(pipeline: Pipeline, standings: Sequence[Standing]) -> list[StageR
                 fmean(float(state.tokens) for state in own),
                 len(measured),
                 "; ".join(reasons)[:300],
-                one.measures == START,
             )
         )
     return rows
@@ -235,6 +233,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
         last=measured[-1].success if len(measured) > 1 else None,
         total=measured[-1].total if len(measured) > 1 else None,
         rows=rows,
+        urls={},
         legend=legend(standings),
         lineage=[lineage(one) for one in standings],
         config=without_passwords(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)),

@@ -236,9 +236,8 @@ class Standing:
         inputs: list[Input] = []
         job, setting = self._job(one, inputs)
         if job.config is not None:
-            trains = one.measures is None and one.stage.kind in ("train", "sft", "rm")
             place = f"{self.pipeline.where}: {self.recipes.place(one)}"
-            self.leaks.see(job.config, place, trains=trains, command=one.stage.kind)
+            self.leaks.see(job.config, place, one.kind.trains_on)
         digest = digest_of(setting)
         is_same = state.digest == digest and one.id not in self._again
         if state.status == "finished" and is_same and self._is_whole(state):

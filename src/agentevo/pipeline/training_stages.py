@@ -11,7 +11,7 @@ from agentevo.config.rm import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.summary import read_summary
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind, TrainsOn
 from agentevo.runs.folder import is_run_folder
 
 
@@ -72,6 +72,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 class TrainStage(RunStage):
     about: ClassVar[str] = "reinforcement or preference learning, as `agentevo train`"
+    trains_on: ClassVar[TrainsOn] = "tasks"
     measured: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class TrainStage(RunStage):
 
 class SftStage(RunStage):
     about: ClassVar[str] = "supervised fine-tuning on conversations, as `agentevo sft`"
+    trains_on: ClassVar[TrainsOn] = "conversations"
     measured: ClassVar[bool] = True
     needs_environment: ClassVar[bool] = False
 
@@ -98,6 +100,7 @@ class SftStage(RunStage):
 
 class SampleStage(RunStage):
     about: ClassVar[str] = "attempts at training tasks, scored and kept, without any update"
+    trains_on: ClassVar[TrainsOn] = "tasks"
 
     def __init__(self) -> None:
         super().__init__("train")
@@ -116,6 +119,7 @@ class SampleStage(RunStage):
 
 class RewardModelStage(StageKind):
     about: ClassVar[str] = "a reward model of pairs, as `agentevo rm`"
+    trains_on: ClassVar[TrainsOn] = "pairs"
     makes_folder: ClassVar[bool] = True
     needs_environment: ClassVar[bool] = False
     makes: ClassVar[tuple[str, ...]] = ("checkpoint",)

@@ -25,6 +25,7 @@ from agentevo.ui import (
     evaluation_page,
     live,
     metrics_page,
+    pipeline_page,
     processes_page,
     results_page,
     run_page,
@@ -59,6 +60,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     data_page.router,
     processes_page.router,
     results_page.router,
+    pipeline_page.router,
     try_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"

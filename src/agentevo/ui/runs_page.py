@@ -75,6 +75,7 @@ async def runs(
         "shown": shared.sources.shown,
         "is_cut": shared.sources.is_cut,
         "sweeps": sweeps_of([row.view for row in rows])[:MOST_SWEEPS],
+        "pipelines": sorted(await in_thread(shared.sources.pipelines))[:MOST_SWEEPS],
         "evaluations": sorted(await in_thread(shared.sources.results))[:MOST_SWEEPS],
     }
     if is_part(request):

@@ -31,6 +31,8 @@ SCAN_S = 2.0
 NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
 RESULTS_FILE = "eval.json"
 """Whatever `agentevo eval --out` makes has it first."""
+PIPELINE_FILE = "pipeline.json"
+"""Where a pipeline stands, with one seed."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SQLITE = "sqlite:///"
 
@@ -83,6 +85,8 @@ class Sources:
         self._runs: dict[str, RunSource] = {}
         self._results: dict[str, Path] = {}
         self._evaluated: dict[str, Path] = {}
+        self._pipelines: dict[str, Path] = {}
+        self._found_pipelines: dict[str, Path] = {}
         self._scanned_at = -SCAN_S
         self.is_cut = False
         """Whether there are more folders than are looked into."""
@@ -112,7 +116,7 @@ class Sources:
         at disks: on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
             found: dict[str, RunSource] = {}
-            self._evaluated = {}
+            self._evaluated, self._found_pipelines = {}, {}
             for source in self._find():
                 key, number = source.key, 2
                 while key in found:
@@ -126,6 +130,7 @@ class Sources:
                     self.is_cut = True
                     break
             self._runs, self._results = found, self._evaluated
+            self._pipelines = self._found_pipelines
             self._scanned_at = time.monotonic()
         return self._runs
 
@@ -133,6 +138,11 @@ class Sources:
         """The folders of evaluations by their key, as `runs` gives the runs."""
         self.runs()
         return self._results
+
+    def pipelines(self) -> dict[str, Path]:
+        """The folders of pipelines by their key, likewise."""
+        self.runs()
+        return self._pipelines
 
     def store_url(self, source: RunSource) -> str:
         """The URL of a run's store. Raises ConfigError for one outside of what was given: whoever
@@ -190,6 +200,8 @@ class Sources:
                     key, number = f"{own}-{number}", number + 1
                 self._evaluated[key] = folder
             return
+        if is_file_of(folder, PIPELINE_FILE) and len(self._found_pipelines) < MAX_RUNS:
+            self._found_pipelines.setdefault(_key(path or folder.name), folder)
         if depth == 0:
             return
         try:
@@ -209,8 +221,13 @@ class Sources:
 
 def is_results_folder(path: Path) -> bool:
     """Whether an evaluation was begun there; a link is none."""
+    return is_file_of(path, RESULTS_FILE)
+
+
+def is_file_of(folder: Path, name: str) -> bool:
+    """Whether the folder has such a file; a link is none."""
     try:
-        return stat.S_ISREG((path / RESULTS_FILE).lstat().st_mode)
+        return stat.S_ISREG((folder / name).lstat().st_mode)
     except OSError:
         return False
 
