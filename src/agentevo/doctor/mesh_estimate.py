@@ -286,8 +286,8 @@ def judge_meshes(
     if not good:
         advice = (
             "more devices (--devices), memory.checkpointing=full, a smaller "
-            "trainer.micro_batch_tokens, samplers of their own (rollout.samplers), or a smaller "
-            "model"
+            "trainer.micro_batch_tokens or engine.kv_cache_gb, samplers of their own "
+            "(rollout.samplers), or a smaller model"
         )
         return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
     advice = "start it with: " + _ready(good[0], devices, command)
