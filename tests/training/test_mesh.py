@@ -60,7 +60,8 @@ def test_weights_and_metrics_are_those_of_one_process(found):
     for of_process, _ in found:
         for case, differences in of_process:
             rate = runs.GRPO_RATE if case[1] == "grpo" else runs.RATE
-            same = differences["weights"] < 1e-5 and differences["metrics"] < 1e-5
+            bar = 2e-5 if case[1] == "grpo" else 1e-5  # 8e-6 and 3e-6 where it was measured
+            same = differences["weights"] < bar and differences["metrics"] < 1e-5
             if not same or differences["moved"] < 2 * rate:
                 wrong.append((case, differences))
     assert not wrong
