@@ -365,6 +365,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Turn index -> what that turn earned."""
     truncated: bool = False
     """A limit ended it."""
+    ending: str = ""
+    """What the world showed after the last turn, which no prompt holds: kept with the calls."""
     metrics: dict[str, float] = {}
     agents: dict[str, Outcome] = {}
     """How it ended for each of several agents, by name; for others the rest of this record."""
@@ -387,8 +389,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """`RECORDER-NUMBER`, unique in a store; a recorder belongs to one process."""
     trajectory_id: str
     parent: str | None = None
-    """Id of the call in which this one was made. None for the attempt itself, of which every try
-    has one."""
+    """Id of the call in which this one was made. None for the attempt itself, one for every try."""
     kind: str
     """`attempt`, `policy`, `tool`, `environment`, `scorer`, or any other word."""
     name: str
@@ -400,8 +401,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """None until it has ended. `cancelled`: it was broken off."""
     error: str | None = None
     attributes: dict[str, str | int | float | bool] = {}
-    """Small facts such as `turn` and `completion_tokens`, never a prompt; of a `process` what it
-    wrote last."""
+    """Small facts such as `turn`, never a prompt; what a `process` or an environment said last."""
 
 
 class TokenMasks(NamedTuple):

@@ -255,6 +255,7 @@ def test_the_environment_may_end_badly(play):
         -0.25,
         1,
     )
+    assert outcome.ending == "at -1"  # which no prompt holds: nothing is asked after it
 
 
 @pytest.mark.parametrize(

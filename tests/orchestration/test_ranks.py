@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentevo.config import load_config
-from agentevo.config.sweep import Sweep, SweepSection
 from agentevo.errors import ConfigError
 from agentevo.orchestration.checks import check_processes, load_checked
-from agentevo.orchestration.reward_model import train as train_reward_model
-from agentevo.processes.sweep import run_sweep
+from agentevo.runs.control import Action, answer_to, ask, read_session
 
 SMALL = [
     "model.name=tiny",
@@ -31,21 +29,31 @@ SMALL = [
 ]
 
 
-def launched(
+def launch(
     folder: Path, processes: int, *words: str, command: str = "train", **environment: str
-) -> tuple[int, str]:
-    """Exit code and output of a command in that many processes."""
+) -> subprocess.Popen[str]:
+    """A command in that many processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     started = [sys.executable, *(launcher if processes > 1 else ()), "-m", "agentevo", command]
-    ended = subprocess.run(
+    return subprocess.Popen(
         [*started, "coins", f"run.dir={folder}", *SMALL, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
     )
-    return ended.returncode, ended.stdout
+
+
+def launched(
+    folder: Path, processes: int, *words: str, command: str = "train", **environment: str
+) -> tuple[int, str]:
+    """Its exit code and output."""
+    with launch(folder, processes, *words, command=command, **environment) as running:
+        try:
+            said = running.communicate(timeout=500)[0]
+        finally:
+            running.kill()
+        return running.returncode, said
 
 
 def rows(folder: Path, key: str) -> dict[int, float]:
@@ -66,9 +74,15 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_shared_run_is_one_processs_and_goes_on_in_one(single, tmp_path):
+@pytest.mark.parametrize(
+    "sizes",
+    [["shard=2"], ["tensor=2"], ["context=2"]],
+    ids=" ".join,
+)
+def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path):
     """Two processes train two steps, one process a third."""
-    code, said = launched(tmp_path / "run", 2, "trainer.parallel.tensor=2")
+    keys = [f"trainer.parallel.{size}" for size in sizes]
+    code, said = launched(tmp_path / "run", 2, *keys)
     assert code == 0, said
     code, said = launched(tmp_path / "run", 1, "trainer.steps=3", "--resume")
     assert code == 0, said
@@ -162,6 +176,36 @@ def test_what_fails_on_the_first_process_ends_all(tmp_path):
     assert "lower trainer.learning_rate" in said
 
 
+@pytest.mark.slow
+def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_path):
+    folder, deadline = tmp_path / "run", time.monotonic() + 400
+
+    def until(find):
+        while not (found := find()):
+            assert time.monotonic() < deadline and running.poll() is None, said()
+            time.sleep(0.1)
+        return found
+
+    def said() -> str:
+        running.kill()
+        return running.communicate()[0]
+
+    def asked(do: Action) -> str:
+        session = until(lambda: read_session(folder))
+        ask(folder, do, id=f"request-{do}", session=session.id, who="a test")
+        return until(lambda: answer_to(folder, f"request-{do}")).result
+
+    with launch(folder, 2, "trainer.parallel.shard=2", "trainer.steps=900") as running:
+        assert "checkpoint of step" in asked("save")
+        assert "paused after step" in asked("pause")
+        assert read_session(folder).is_paused
+        assert asked("resume") == "it goes on"
+        assert "stops after this step" in asked("stop")
+        text = running.communicate(timeout=200)[0]  # the others end with it
+    assert "stopped cleanly" in text  # its code is SIGTERM's, which the launcher calls a failure
+    assert list((folder / "checkpoints").glob("step-*"))
+
+
 @pytest.mark.parametrize(
     ("words", "world", "message"),
     [
@@ -189,11 +233,3 @@ def test_a_model_that_can_not_be_shared_so_is_refused_before_its_run_has_a_folde
     config = load_config("coins", [*SMALL, *words])
     with pytest.raises(ConfigError, match=message):
         load_checked(config)
-
-
-def test_what_is_one_process_is_refused_under_torchrun(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"agentevo rm\) is one process: start it without"):
-        train_reward_model(load_config("coins", SMALL))
-    with pytest.raises(ConfigError, match="a sweep is one process"):
-        run_sweep(Sweep("many", Path("nowhere"), False, SweepSection(), ()))

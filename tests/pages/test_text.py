@@ -66,7 +66,7 @@ def test_any_numbers_can_be_drawn(values: list[float]) -> None:
 
 
 def test_a_chart_of_zeros_has_readable_bounds() -> None:
-    assert ">-1<" in (drawn := line_chart([1, 2], [("zero", [0.0, 0.0])])) and ">1<" in drawn
+    assert ">−1<" in (drawn := line_chart([1, 2], [("zero", [0.0, 0.0])])) and ">1<" in drawn
 
 
 def test_between_two_backticks_is_code_and_all_of_it_is_escaped():

@@ -111,4 +111,6 @@ def test_an_environment_that_is_waited_for_is_a_call(record) -> None:
     found = record(EnvironmentAgent(section, slow), [Task(id="one", seed=1)])
     for calls in found.values():
         kinds = [(call.kind, call.name) for call in calls]
+        attempt = next(call for call in calls if call.kind == "attempt")
+        assert attempt.attributes["ending"].strip()  # where it stood when the attempt was over
         assert ("environment", "reset") in kinds and ("environment", "make") not in kinds

@@ -100,7 +100,14 @@ def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
             call = {"trajectory_id": names[1], "started_at": 10.0, "ended_at": 12.5}
             await store.write_calls(
                 [
-                    Call(id="ab-1", kind="attempt", name="A", status="completed", **call),
+                    Call(
+                        id="ab-1",
+                        kind="attempt",
+                        name="A",
+                        status="completed",
+                        attributes={"ending": f"You fell. {HOSTILE}\n####\n#P_#\n####"},
+                        **call,
+                    ),
                     Call(
                         id="ab-2",
                         kind="tool",
@@ -229,6 +236,10 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     assert '<i class="player">P</i>' in world
     tools = pages["tools"].text
     assert "a secret thought" in tools
+    assert "At the end" in tools and "You fell." in tools and "fell." not in pages["many"].text
+    assert tools.count('<i class="wall">') == 10
+    diff = pages["diff"].text
+    assert "You fell." in diff and diff.count('class="turn-head"') == 3  # two turns, and the end
     assert "&#34;q&#34;: &#34;unicorn&#34;" in tools
     assert "no net" in tools
     assert "2.5 s" in tools

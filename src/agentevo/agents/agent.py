@@ -246,6 +246,7 @@ def _plain(outcome: Outcome) -> Outcome:
             for turn, reward in turn_rewards.items()
         },
         truncated=plain_bool(outcome.truncated, "the agent's truncated"),
+        ending=str(outcome.ending),
         metrics=_metrics(outcome.metrics),
     )
 

@@ -189,6 +189,7 @@ class EnvironmentAgent:
             reward_parts={"environment": episode.earned, "format": 0.0 - episode.penalties},
             turn_rewards=episode.turn_rewards,
             truncated=episode.truncated,
+            ending=episode.observation,
             metrics={
                 "num_actions": float(episode.num_actions),
                 "num_invalid_actions": float(episode.num_invalid),

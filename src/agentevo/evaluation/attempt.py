@@ -144,6 +144,9 @@ class LiveAttempt:
         if call.kind in ("policy", "remote"):
             if call.has_ended:
                 self._said(call)
+        elif call.kind == "attempt" and call.has_ended:
+            if ending := call.record("").attributes.get("ending"):
+                self._text("at the end", str(ending))
         elif call.kind in KINDS and (call.has_ended or call.kind in ("tool", "process")):
             self._made(call)
 

@@ -10,7 +10,7 @@ from agentevo.evaluation import player_words as words
 from agentevo.evaluation.attempt import KINDS, TEXTS, turn_of
 from agentevo.observability.attempt_tokens import Block, Training, block_of
 from agentevo.observability.attempt_view import Said, TurnView, said, turn_view
-from agentevo.pages.worlds import Piece, pieces
+from agentevo.pages.worlds import Legend, Piece, legend_of, pieces
 from agentevo.rollout.group import Attempt
 from agentevo.store.call_log import RunningCall
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
@@ -45,6 +45,9 @@ class LiveTurns:
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
         """Held, so that no other call gets the identity of one that has ended."""
+        self._legend: dict[str, str] = {}
+        """What the world says its symbols mean."""
+        self._ending: list[Piece] = []
         self._num_told = 0
 
     def told(self, call: RunningCall) -> None:
@@ -55,7 +58,10 @@ class LiveTurns:
         self._num_told += 1
         if self._num_told > MAX_EVENTS:
             return
-        if call.kind in ("policy", "remote"):
+        if call.kind == "attempt" and call.has_ended:
+            shown = str(call.record("").attributes.get("ending", ""))
+            self._ending = pieces(_cut(shown), self._legend) if shown else []
+        elif call.kind in ("policy", "remote"):
             self._asked(call)
         elif call.kind in KINDS:
             self._made(call)
@@ -67,12 +73,14 @@ class LiveTurns:
             return
         turn, agent = turn_of(self._attempt, call)
         if isinstance(turn, Turn):
-            view, tokens = turn_view(turn, turn.parent, False, {}), tokens_of(turn, self._decode)
+            self._legend |= legend_of(message.text for message in turn.messages)
+            view = turn_view(turn, turn.parent, False, {}, self._legend)
+            tokens = tokens_of(turn, self._decode)
         else:
             view, tokens, agent = _remote_view(turn), None, turn.model
         whole = view._replace(
             messages=[
-                _whole(one, message)
+                _whole(one, message, self._legend)
                 for one, message in zip(view.messages, turn.messages, strict=True)
             ]
         )
@@ -118,6 +126,7 @@ class LiveTurns:
                 turns=len(trajectory.turns),
                 tokens=int(trajectory.num_completion_tokens() or counted),
                 seconds=trajectory.duration_s,
+                ending=self._ending,
             )
         )
 
@@ -138,12 +147,12 @@ def _remote_view(turn: RemoteTurn) -> TurnView:
     )
 
 
-def _whole(shown: Said, message: Message) -> Said:
+def _whole(shown: Said, message: Message, legend: Legend) -> Said:
     """No page can ask for the rest of a message later: more of it is shown at once."""
     if not shown.rest:
         return shown
     text, left = message.text, len(message.text) - MAX_SHOWN
-    parts = pieces(text[:MAX_SHOWN])
+    parts = pieces(text[:MAX_SHOWN], legend)
     if left > 0:
         parts.append(Piece(f"... ({left} further characters)", []))
     return shown._replace(pieces=parts, rest=0)

@@ -9,6 +9,7 @@ import msgspec
 
 from agentevo.observability.attempt_tokens import Block
 from agentevo.observability.attempt_view import TurnView
+from agentevo.pages.worlds import Piece
 from agentevo.types import Message, Task
 
 MAX_MESSAGES = 64
@@ -156,6 +157,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     turns: int
     tokens: int
     seconds: float
+    ending: list[Piece] = []
+    """What the world showed at last."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from agentevo.pages.worlds import Piece, pieces
+from agentevo.pages.worlds import NO_LEGEND, Legend, Piece, legend_of, pieces
 from agentevo.store.calls import StoredCall
-from agentevo.types import ImagePart, Message, RemoteTurn, TextPart, Trajectory, Turn
+from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
 
 TURNS = 12
 """Turns of one part of the page."""
@@ -116,16 +116,26 @@ def part_of(
 ) -> Part:
     """`most` turns from the `start`-th of those to show."""
     shown, shared = selected(trajectory.turns, leaf)
-    uses = _uses(trajectory, calls)
+    uses, legend = _uses(trajectory, calls), world_of(trajectory.turns)
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
-    views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses) for i in page]
+    views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
     more = start + most
     return Part(views, more if more < len(shown) else None, len(shown))
 
 
+def world_of(turns: Sequence[Turn]) -> Legend:
+    """What the symbols of the attempt's world mean, which its first messages say."""
+    messages = turns[0].messages if turns else []
+    return legend_of(message.text[:FIRST] for message in messages)
+
+
 def turn_view(
-    turn: Turn, before: int | None, is_shared: bool, uses: dict[tuple[int, int], StoredCall]
+    turn: Turn,
+    before: int | None,
+    is_shared: bool,
+    uses: dict[tuple[int, int], StoredCall],
+    legend: Legend = NO_LEGEND,
 ) -> TurnView:
     low, high = min(turn.versions, default=None), max(turn.versions, default=None)
     note = ""
@@ -140,7 +150,7 @@ def turn_view(
                 _tool_use(call.name, call.arguments, call.id, uses.get((turn.index, place)))
             )
             place += 1
-        messages.append(said(message, number, tools))
+        messages.append(said(message, number, tools, legend))
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
         [f"with {', '.join(turn.overrides.given())} of its own: never trained"]
@@ -163,7 +173,7 @@ def turn_view(
     )
 
 
-def said(message: Message, number: int, tools: list[ToolUse]) -> Said:
+def said(message: Message, number: int, tools: list[ToolUse], legend: Legend = NO_LEGEND) -> Said:
     """A message with its first FIRST characters."""
     text = message.text
     return Said(
@@ -171,7 +181,7 @@ def said(message: Message, number: int, tools: list[ToolUse]) -> Said:
         role=message.role,
         who=message.name or "",
         thought=message.reasoning or "",
-        pieces=pieces(text[:FIRST]) if text else [],
+        pieces=pieces(text[:FIRST], legend) if text else [],
         images=_images(message),
         tools=tools,
         rest=max(0, len(text) - FIRST),
@@ -275,7 +285,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
         facts = ", ".join(
             f"{name} {value}"
             for name, value in call.attributes.items()
-            if name not in ("reason",) and len(str(value)) < 80
+            if name not in ("reason", "ending") and len(str(value)) < 80
         )
         rows.append(
             CallRow(
@@ -290,6 +300,28 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
             )
         )
     return rows
+
+
+def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[Piece]:
+    """What the world showed after the last turn, of the newest try that says so."""
+    told = [
+        str(stored.call.attributes["ending"])
+        for stored in sorted(calls, key=lambda one: one.call.started_at)
+        if stored.call.kind == "attempt" and stored.call.attributes.get("ending")
+    ]
+    return pieces(told[-1], world_of(trajectory.turns)) if told else []
+
+
+def slips(trajectory: Trajectory) -> str:
+    """`2 invalid actions, 1 answer without an action`: what the world could do nothing with."""
+    told = []
+    for name, one, many in (
+        ("num_invalid_actions", "invalid action", "invalid actions"),
+        ("num_format_errors", "answer without an action", "answers without an action"),
+    ):
+        if number := round(trajectory.metrics.get(name, 0.0)):
+            told.append(f"{number:,} {one if number == 1 else many}")
+    return ", ".join(told)
 
 
 class Verdict(NamedTuple):
@@ -367,66 +399,3 @@ def remote_part(
         )
         for turn in turns[:limit]
     ]
-
-
-def lines_of(trajectory: Trajectory) -> list[tuple[str, str]]:
-    """(who, line) of all that was said, for a comparison; at most MAX_LINES."""
-    lines: list[tuple[str, str]] = []
-    for turn in trajectory.turns:
-        for message in turn.messages:
-            texts = [message.reasoning or "", *_texts(message)]
-            texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
-            for text in filter(None, texts):
-                lines += [(message.role, line) for line in text[:MORE].split("\n")]
-                if len(lines) > MAX_LINES:
-                    return lines[:MAX_LINES]
-    return lines
-
-
-MAX_LINES = 1_500
-
-
-def _texts(message: Message) -> list[str]:
-    if isinstance(message.content, str):
-        return [message.content]
-    return [part.text for part in message.content if isinstance(part, TextPart)]
-
-
-class DiffRow(NamedTuple):
-    """Lines beside each other. `kind`: same, gone, new, changed, or skipped."""
-
-    kind: str
-    who: str
-    left: str
-    right: str
-    skipped: int = 0
-
-
-CONTEXT = 3
-
-
-def diff(left: Trajectory, right: Trajectory) -> list[DiffRow]:
-    """What two attempts said, line beside line; long stretches that are the same are skipped."""
-    from difflib import SequenceMatcher
-
-    one, two = lines_of(left), lines_of(right)
-    rows: list[DiffRow] = []
-    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=len(one) > 300).get_opcodes():
-        if kind == "equal":
-            rows += _same(one[a:b])
-            continue
-        for place in range(max(b - a, d - c)):
-            old = one[a + place] if a + place < b else None
-            new = two[c + place] if c + place < d else None
-            who = (old or new or ("", ""))[0]
-            what = "changed" if old and new else "gone" if old else "new"
-            rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))
-    return rows
-
-
-def _same(lines: Sequence[tuple[str, str]]) -> list[DiffRow]:
-    rows = [DiffRow("same", who, line, line) for who, line in lines]
-    if len(rows) <= 2 * CONTEXT + 2:
-        return rows
-    left_out: Any = len(rows) - 2 * CONTEXT
-    return [*rows[:CONTEXT], DiffRow("skipped", "", "", "", left_out), *rows[-CONTEXT:]]

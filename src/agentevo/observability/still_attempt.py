@@ -12,12 +12,14 @@ from agentevo.observability.attempt_view import (
     Part,
     Said,
     Verdict,
+    ending,
     part_of,
     remote_part,
     timeline,
     verdicts,
 )
 from agentevo.observability.trajectory_view import MOST_FILES, Decode, outcome
+from agentevo.pages.worlds import Piece
 from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory
 
@@ -49,6 +51,7 @@ class StillAttempt(NamedTuple):
     verdicts: list[Verdict]
     timeline: list[CallRow]
     num_calls: int
+    ending: list[Piece]
     turn_rewards: list[tuple[int, float]]
     files: list[tuple[str, int]]
 
@@ -81,6 +84,7 @@ def still_attempt(
         verdicts=verdicts(calls),
         timeline=timeline(calls),
         num_calls=len(calls),
+        ending=ending(trajectory, calls),
         turn_rewards=[(turn.index, turn.reward) for turn in trajectory.turns if turn.reward][
             :SHOWN_REWARDS
         ],

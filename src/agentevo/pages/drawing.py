@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from agentevo.pages.text import one_line
+from agentevo.pages.words import number as written
 
 SPARK_POINTS = 60
 CHART_POINTS = 300
@@ -188,12 +189,12 @@ def line_chart(
         '<text x="44" y="14" class="y">{top}</text><text x="44" y="{by}" class="y">{bottom}</text>'
         '<text x="48" y="{bx}">{first}</text><text x="{right}" y="{bx}" class="y">{last}</text>'
     ).format(
-        top=f"{high:.3g}",
-        bottom=f"{low:.3g}",
+        top=written(high),
+        bottom=written(low),
         by=height - 18,
         bx=height - 4,
-        first=f"{x[0]:g}",
-        last=f"{x[-1]:g}",
+        first=written(x[0]),
+        last=written(x[-1]),
         right=width - 8,
     )
     name = one_line(", ".join(name for name, _ in lines), 300)

@@ -3,6 +3,9 @@ them, drawn as the grids that they are. The text stays the text: only how it is 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 SYMBOLS = {
@@ -25,7 +28,19 @@ SYMBOLS = {
     "H": "hole",
     "F": "floor",
 }
-"""Symbol -> the class that it is drawn with; others are drawn as they are."""
+"""Symbol -> the class that it is drawn with, where the world does not say what it means."""
+MEANINGS = (
+    ("hole", ("hole",)),
+    ("player", ("player on target",)),
+    ("done", (" on goal", " on the goal", " on target", " on a target")),
+    ("wall", ("wall",)),
+    ("box", ("box",)),
+    ("player", ("player", "agent", "you")),
+    ("goal", ("goal", "target", "exit")),
+    ("floor", ("floor", "frozen", "ice", "empty", "ground")),
+)
+"""Class -> words of a legend that mean it; the first one counts."""
+LEGEND = re.compile(r"^Symbols: (.{1,400})$", re.MULTILINE)
 MAX_SIDE = 40
 MIN_ROWS, MIN_COLUMNS = 2, 3
 
@@ -38,22 +53,52 @@ class Piece(NamedTuple):
     """(symbol, class) of each cell; empty for text."""
 
 
-def pieces(text: str) -> list[Piece]:
-    """The message in its order; the texts of all pieces together are the message."""
+Legend = Mapping[str, str]
+NO_LEGEND: Legend = MappingProxyType({})
+
+
+def legend_of(texts: Iterable[str]) -> Legend:
+    """What a world says its symbols mean, as `Symbols: P player, O hole.`: symbol -> class. The
+    same sign is a hole in one world and a goal in another."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for line in LEGEND.findall(text):
+            for part in line.rstrip(". ").split(","):
+                symbol, _, meaning = part.strip().partition(" ")
+                kind = next(
+                    (name for name, words in MEANINGS if any(word in meaning for word in words)), ""
+                )
+                if len(symbol) == 1 and kind:
+                    found[symbol] = "lost" if kind == "hole" and "player" in meaning else kind
+    return found
+
+
+def pieces(text: str, legend: Legend = NO_LEGEND) -> list[Piece]:
+    """The message in its order; the texts of all pieces together are the message. `legend`: what
+    was said of the symbols before; the message's own counts first."""
+    symbols = {**SYMBOLS, **legend, **legend_of([text])}
     found: list[Piece] = []
     plain: list[str] = []
     lines = text.split("\n")
     start = 0
     while start < len(lines):
         end = start
-        width = _width(lines[start])
-        while width and end < len(lines) and _width(lines[end]) == width and end - start < MAX_SIDE:
+        width = _width(lines[start], symbols)
+        while (
+            width
+            and end < len(lines)
+            and _width(lines[end], symbols) == width
+            and end - start < MAX_SIDE
+        ):
             end += 1
         if width and end - start >= MIN_ROWS:
             if plain:
                 found.append(Piece("\n".join(plain), []))
                 plain = []
-            rows = [_cells(line) for line in lines[start:end]]
+            rows = [
+                [(symbol, symbols[symbol]) for symbol in _symbols(line)]
+                for line in lines[start:end]
+            ]
             found.append(Piece("\n".join(lines[start:end]), rows))
             start = end
         else:
@@ -64,13 +109,12 @@ def pieces(text: str) -> list[Piece]:
     return found
 
 
-def _width(line: str) -> int:
+def _width(line: str, known: Legend) -> int:
     """Of a line that can be a row of a world; 0 of another one."""
     if not MIN_COLUMNS <= len(line.strip()) <= 4 * MAX_SIDE:
         return 0
     symbols = _symbols(line)
-    known = sum(symbol in SYMBOLS for symbol in symbols)
-    if not MIN_COLUMNS <= len(symbols) <= MAX_SIDE or known < len(symbols):
+    if not MIN_COLUMNS <= len(symbols) <= MAX_SIDE or not known.keys() >= set(symbols):
         return 0
     return len(symbols)
 
@@ -79,7 +123,3 @@ def _symbols(line: str) -> list[str]:
     """Cells stand beside each other, or apart by spaces or tabs."""
     parts = line.split()
     return parts if len(parts) > 1 and all(len(part) == 1 for part in parts) else list(line.strip())
-
-
-def _cells(line: str) -> list[tuple[str, str]]:
-    return [(symbol, SYMBOLS[symbol]) for symbol in _symbols(line)]

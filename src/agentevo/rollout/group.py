@@ -26,6 +26,8 @@ from agentevo.store.trace_context import Said
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
+LONGEST_ENDING = 4_000
+"""Characters of what the world showed at last that are kept."""
 LETTING_GO_S = 5.0
 """How long an agent that was broken off may take to end. One that goes on is left alone, with a
 policy that answers no more."""
@@ -70,6 +72,7 @@ class Attempt:
         self._show = show
         self.unrewarded: set[str] = set()
         """Ids of the trajectories whose reward the agent has left to a scorer."""
+        self._endings: dict[str, str] = {}
         self._agent, self._task = agent, task
         self._limit_s = limit_s
         self._scope = TaskScope()
@@ -98,6 +101,7 @@ class Attempt:
             trajectories = await self._run(task_id, group_id, number)
             for call, trajectory in zip(calls, trajectories, strict=True):
                 call.outcome(trajectory.status, trajectory.error)
+                call.keep(ending=self._endings.get(trajectory.id, ""))
                 self._tell(call, trajectory)
             return trajectories
 
@@ -139,6 +143,7 @@ class Attempt:
             outcome = ended.agents.get(agent, ended)
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
+            self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
             is_main = conversation is self.policy.conversation
             beside = remote if is_main else None
             trajectories.append(

@@ -13,7 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.errors import ConfigError
 from agentevo.event_loop import in_thread
-from agentevo.observability import attempt_tokens, attempt_view
+from agentevo.observability import attempt_diff, attempt_tokens, attempt_view
 from agentevo.store.calls import StoredCall
 from agentevo.store.store import StoredTrajectory
 from agentevo.ui.annotate_page import annotation_facts, annotations_of
@@ -87,6 +87,8 @@ async def attempt(
         remote=attempt_view.remote_part(trajectory.remote_turns),
         timeline=attempt_view.timeline(calls),
         num_calls=len(calls),
+        ending=attempt_view.ending(trajectory, calls),
+        slips=attempt_view.slips(trajectory),
         verdicts=attempt_view.verdicts(calls),
         tree=attempt_view.tree(trajectory.turns, leaf),
         leaves=ends if attempt_view.is_branched(trajectory.turns) else [],
@@ -156,7 +158,10 @@ async def turns(
         found = await in_thread(
             lambda: attempt_view.part_of(stored.trajectory, calls, start=max(start, 0), leaf=leaf)
         )
-    return part("attempt_turns.html", view=view, part=found, one=stored.trajectory, leaf=leaf)
+    end = attempt_view.ending(stored.trajectory, calls)
+    return part(
+        "attempt_turns.html", view=view, part=found, one=stored.trajectory, leaf=leaf, ending=end
+    )
 
 
 @router.get("/runs/{run}/attempt/tokens", response_class=HTMLResponse)
@@ -222,7 +227,9 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
     async with asyncio.timeout(WITHIN_S):
         left, _ = await load_attempt(request, view, a)
         right, _ = await load_attempt(request, view, b)
-        rows = await in_thread(attempt_view.diff, left.trajectory, right.trajectory)
+        both = ((left, a), (right, b))
+        sides = [(one.trajectory, await _calls(request, view, name)) for one, name in both]
+        rows = await in_thread(attempt_diff.diff, *sides)
     return run_page(
         request,
         "attempts_diff.html",

@@ -53,7 +53,7 @@
       scales: { x: { time: Boolean(told.time) }, y: told.share ? { range: [-0.02, 1.02] } : { range: (chart, low, high) => span(low, high) } },
       axes: [{ ...axis, size: 22, ...(whole ? { incrs: WHOLE } : {}) }, { ...axis, size: 46, values: (chart, ticks) => ticks.map(show) }],
       series, bands,
-      hooks: { setCursor: [(chart) => read(figure, body, chart, told, show)] },
+      hooks: { setCursor: [(chart) => read(figure, body, chart, told, show)], ready: [(chart) => lead(figure, chart, told)] },
     };
     if (old) old.destroy();
     body.replaceChildren();
@@ -77,10 +77,24 @@
     if (!label) { label = document.createElement("div"); label.className = "reading"; body.append(label); }
     const values = told.lines.filter((line) => line.values[place] != null)
       .map((line) => (told.lines.length > 1 ? `${line.name} ${show(line.values[place])}` : show(line.values[place])));
-    label.textContent = `${told.name_of_x || "step"} ${number(told.x[place])} · ${values.slice(0, 6).join(" · ")}`;
+    label.textContent = `${told.name_of_x || "step"} ${number(told.x[place])} · ${values.slice(0, 6).join(" · ")}${leads(figure, told) && body.matches(":hover") ? " · click: its groups" : ""}`;
     const left = Math.min(chart.cursor.left + 56, body.clientWidth - label.offsetWidth - 4);
     label.style.left = `${Math.max(left, 0)}px`;
     label.style.top = "4px";
+  }
+
+  // A click on a point leads to the groups of its step; dragging looks closer, and a finger only reads.
+  const leads = (figure, told) => figure.dataset.steps && (told.name_of_x || "step") === "step";
+  function lead(figure, chart, told) {
+    if (!leads(figure, told)) return;
+    let from = null;
+    chart.over.style.cursor = "pointer";
+    chart.over.addEventListener("mousedown", (event) => { from = event.clientX; });
+    chart.over.addEventListener("click", (event) => {
+      const step = told.x[chart.cursor.idx];
+      if (step == null || from == null || Math.abs(event.clientX - from) > 3 || (event.pointerType && event.pointerType !== "mouse")) return;
+      location.assign(`${figure.dataset.steps}${step}`);
+    });
   }
 
   async function fill(figure) {

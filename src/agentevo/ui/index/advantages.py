@@ -25,6 +25,10 @@ MAX_CELLS = 50_000_000
 times."""
 
 
+ROUNDING = 1e-9
+"""What is left of a reward that is its group's mean counts as 0."""
+
+
 class Rule(NamedTuple):
     """How a run makes its advantages."""
 
@@ -99,7 +103,7 @@ def largest(samples: Sequence[Sample]) -> dict[str, float]:
         if len(trained):
             value = float(trained[abs(trained).argmax()])
             if abs(value) >= abs(found.get(sample.trajectory_id, 0.0)):
-                found[sample.trajectory_id] = value
+                found[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
     return found
 
 

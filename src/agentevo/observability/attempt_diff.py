@@ -1,0 +1,109 @@
+"""Two attempts beside each other: what they said, turn by turn and message by message, as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from agentevo.observability.attempt_view import MORE, ending
+from agentevo.store.calls import StoredCall
+from agentevo.types import Message, TextPart, Trajectory
+
+MAX_LINES = 1_500
+"""Of one attempt."""
+CONTEXT = 3
+"""Lines around what differs; longer stretches that are the same are skipped."""
+Played = tuple[Trajectory, Sequence[StoredCall]]
+"""An attempt, and the calls that were recorded of it."""
+
+
+def lines_of(attempt: Played) -> list[list[tuple[str, str]]]:
+    """(who, line) of all that was said in each turn, and last what the world showed at the end; at
+    most MAX_LINES."""
+    trajectory, calls = attempt
+    turns: list[list[tuple[str, str]]] = []
+    left = MAX_LINES
+    for turn in trajectory.turns:
+        lines: list[tuple[str, str]] = []
+        for message in turn.messages:
+            texts = [message.reasoning or "", *_texts(message)]
+            texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
+            for text in filter(None, texts):
+                lines += [(message.role, line) for line in text[:MORE].split("\n")][:left]
+        turns.append(lines[:left])
+        left -= len(turns[-1])
+        if left <= 0:
+            break
+    end = "\n".join(piece.text for piece in ending(trajectory, calls))
+    return [*turns, [("world", line) for line in end.split("\n") if end]]
+
+
+def _texts(message: Message) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [part.text for part in message.content if isinstance(part, TextPart)]
+
+
+class DiffRow(NamedTuple):
+    """Lines beside each other. `kind`: same, gone, new, changed, skipped, or turn: one begins,
+    which `who` names."""
+
+    kind: str
+    who: str
+    left: str
+    right: str
+    skipped: int = 0
+
+
+def diff(left: Played, right: Played) -> list[DiffRow]:
+    """What two attempts said, turn beside turn and line beside line; long stretches that are the
+    same are skipped."""
+    (*ones, one_end), (*twos, two_end) = lines_of(left), lines_of(right)
+    rows: list[DiffRow] = []
+    for number in range(max(len(ones), len(twos))):
+        rows.append(DiffRow("turn", f"Turn {number}", "", ""))
+        one = ones[number] if number < len(ones) else []
+        two = twos[number] if number < len(twos) else []
+        for own, other in _pairs(one, two):
+            rows += _beside(own, other)
+    if one_end or two_end:
+        rows += [DiffRow("turn", "At the end", "", ""), *_beside(one_end, two_end)]
+    return rows
+
+
+Lines = list[tuple[str, str]]
+
+
+def _pairs(one: Lines, two: Lines) -> list[tuple[Lines, Lines]]:
+    """The lines of each message beside those of the other turn's, where both have the same roles
+    in the same order; else all of them."""
+    ones, twos = ([(who, list(of)) for who, of in groupby(x, lambda s: s[0])] for x in (one, two))
+    if [who for who, _ in ones] != [who for who, _ in twos]:
+        return [(one, two)]
+    return [(own, other) for (_, own), (_, other) in zip(ones, twos, strict=True)]
+
+
+def _beside(one: Lines, two: Lines) -> list[DiffRow]:
+    from difflib import SequenceMatcher
+
+    rows: list[DiffRow] = []
+    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=len(one) > 300).get_opcodes():
+        if kind == "equal":
+            rows += _same(one[a:b])
+            continue
+        for place in range(max(b - a, d - c)):
+            old = one[a + place] if a + place < b else None
+            new = two[c + place] if c + place < d else None
+            who = (old or new or ("", ""))[0]
+            what = "changed" if old and new else "gone" if old else "new"
+            rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))
+    return rows
+
+
+def _same(lines: Sequence[tuple[str, str]]) -> list[DiffRow]:
+    rows = [DiffRow("same", who, line, line) for who, line in lines]
+    if len(rows) <= 2 * CONTEXT + 2:
+        return rows
+    left_out: Any = len(rows) - 2 * CONTEXT
+    return [*rows[:CONTEXT], DiffRow("skipped", "", "", "", left_out), *rows[-CONTEXT:]]
