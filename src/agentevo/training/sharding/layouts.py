@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -197,4 +197,4 @@ def gather_trained(model: nn.Module, target: nn.Module | None) -> None:
             continue
         whole = whole_of(parameter, parameter, layouts.get(name))
         if targets is not None:
-            targets[name].copy_(cast(torch.Tensor, whole))
+            targets[name].copy_(whole)
