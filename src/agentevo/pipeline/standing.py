@@ -298,6 +298,7 @@ class Standing:
         setting |= {"kind": stage.kind, "take": stage.take, **_files_outside(config, self.dir)}
         if config is not None:
             setting["run.seed"] = str(config.run.seed)
+        inputs[:] = {(used.stage, used.key): used for used in inputs}.values()
         for used in inputs:
             setting[f"input.{used.stage}.{used.key}"] = used.sha256
         return job, setting
@@ -314,6 +315,8 @@ class Standing:
         if one.measures in (None, START):
             return None
         assert one.measures is not None
+        if self.state.stages[one.measures].status != "finished":
+            raise NothingThereError(f"{one.measures} was left out")
         return str(self._output(one.measures, "checkpoint", inputs))
 
     def _meaning(self, one: Instance, reference: Reference, inputs: list[Input]) -> str | float:
