@@ -4,7 +4,6 @@ MEETING_FILE OUT_FILE; a shard of 1 is one process by itself."""
 from __future__ import annotations
 
 import sys
-from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ from data_parallel_runs import SECTION, model_of, samples_of
 from torch import distributed
 
 from agentevo.config import AlgorithmSection, ParallelSection
-from agentevo.models.sharded import gather_into, make_plain, shard, whole
+from agentevo.models.sharded import gather_into, make_plain, shard
 from agentevo.training.batching.passes import token_tables
 from agentevo.training.mesh import make_meshes
 from agentevo.training.trainer import Trainer
@@ -22,27 +21,18 @@ from agentevo.training.trainer import Trainer
 STEPS = 3
 
 
-def trained(mesh: Any, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """GRPO with a reference that follows; what is left
-    after STEPS, then after one more from that state."""
+def trained(mesh: Any) -> dict[str, Any]:
+    """GRPO with a reference that follows; what is left after STEPS and one more."""
     algorithm = AlgorithmSection(kl_coef=0.2, kl_in="loss", reference="ema", reference_decay=0.5)
     model = model_of(1)
     make_plain(model)  # as a sharded one is
-    if state is not None:
-        model.load_state_dict(state["weights"])
     if mesh is not None:
         shard(model, mesh)
     trainer = Trainer(model, SECTION, algorithm)
-    if state is None:
-        trainer.begin()
-        metrics = [trainer.step(with_reference(trainer)) for _ in range(STEPS)]
-    else:
-        trainer.load_state_dict(state["trainer"])
-        metrics = []
+    trainer.begin()
+    metrics = [trainer.step(with_reference(trainer)) for _ in range(STEPS + 1)]
     held = sum(p.to_local().numel() if mesh is not None else p.numel() for p in model.parameters())
-    kept = {"weights": weights_of(model, mesh), "trainer": deepcopy(whole(trainer.state_dict()))}
-    metrics.append(trainer.step(with_reference(trainer)))
-    return {**kept, "after": weights_of(model, mesh), "metrics": metrics, "held": held}
+    return {"after": weights_of(model, mesh), "metrics": metrics, "held": held}
 
 
 def with_reference(trainer: Trainer) -> list[Any]:
@@ -77,9 +67,5 @@ if __name__ == "__main__":
         timeout=timedelta(seconds=120),
     )
     mesh = make_meshes(ParallelSection(shard=int(size)), "cpu").data
-    found = trained(mesh)
-    # From one process's state, as after a resume on another number of processes.
-    torch.manual_seed(0)
-    found["resumed"] = trained(mesh, torch.load(f"{meeting}.state"))["after"]
-    torch.save(found, out)
+    torch.save(trained(mesh), out)
     distributed.destroy_process_group()

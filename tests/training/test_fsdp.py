@@ -21,10 +21,9 @@ def alone():
 
 
 @pytest.fixture(scope="module", params=[(2, 2), (2, 4)], ids=["2 shards", "2 shards, 2 replicas"])
-def found(request, alone, tmp_path_factory):
+def found(request, tmp_path_factory):
     shard, world = request.param
     folder = tmp_path_factory.mktemp("fsdp")
-    torch.save(alone, folder / "meeting.state")
     outs = [folder / f"{process}.pt" for process in range(world)]
     processes = [
         subprocess.Popen(
@@ -62,12 +61,3 @@ def test_weights_and_metrics_are_those_of_one_process(found, alone):
 
 def test_each_process_holds_its_part(found, alone):
     assert all(one["held"] <= alone["held"] / 2 + 64 for one in found)
-
-
-def test_one_processes_state_goes_on_over_several(found, alone):
-    for one in found:
-        check_weights(one["resumed"], alone["after"])
-
-
-def test_the_state_of_several_processes_goes_on_in_one(found, alone):
-    check_weights(runs.trained(None, found[0])["after"], alone["after"])

@@ -383,6 +383,10 @@ class CheckpointSection(Section):
     """Save after this many, in steps; 0 saves only at the end."""
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest checkpoints stay on disk; the best one stays besides."""
+    background: bool = False
+    """Write the files while the next step goes on, from a copy of weights and optimizer in the
+    CPU's memory. The step waits for the copy alone, and for the checkpoint before it if that is
+    still being written."""
 
 
 class StoreSection(Section):

@@ -15,9 +15,10 @@ that join it without its folder (runs/identity.py); engines announce themselves 
 from __future__ import annotations
 
 import hashlib
+import io
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,6 +38,8 @@ from agentevo.inference.weight_versions import (
     side_by_side,
     version_numbers,
 )
+from agentevo.models.parts import Spec
+from agentevo.models.tensor_file import TensorFile
 
 WRITER_FILE = "writer.json"
 CONFIG_FILE = "config.yaml"
@@ -134,6 +137,26 @@ class ObjectStoreWeights(WeightVersions):
             return Part(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
 
         made = manifest(side_by_side(upload, contents))
+        self.objects.put(_path(version, MANIFEST_FILE), made)
+        return made
+
+    def _put_gathered(
+        self,
+        version: int,
+        files: dict[str, dict[str, Spec]],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        manifest: Callable[[list[Part]], bytes],
+    ) -> bytes:
+        """One file is in memory at a time."""
+        parts = []
+        for file, specs in files.items():
+            buffer = io.BytesIO()
+            TensorFile(buffer, specs).take(tensors)
+            raw = buffer.getvalue()
+            del buffer
+            self.objects.put(_path(version, file), raw)
+            parts.append(Part(file, hashlib.sha256(raw).hexdigest(), len(raw)))
+        made = manifest(parts)
         self.objects.put(_path(version, MANIFEST_FILE), made)
         return made
 

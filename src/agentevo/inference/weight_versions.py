@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +32,10 @@ from safetensors.torch import load
 from agentevo.errors import EngineError
 from agentevo.inference.weight_delta import checksum, delta_of, num_bytes, with_delta
 from agentevo.inference.weight_transport import Latest
+from agentevo.models.in_parts import InParts, in_parts
 from agentevo.models.parameters import trained_weights
+from agentevo.models.parts import Spec
+from agentevo.models.tensor_file import split_files
 
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest.json"
@@ -125,6 +128,17 @@ class WeightVersions(ABC):
         """Writes a version in place of what was there, and returns its manifest's bytes."""
 
     @abstractmethod
+    def _put_gathered(
+        self,
+        version: int,
+        files: dict[str, dict[str, Spec]],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        manifest: Callable[[list[Part]], bytes],
+    ) -> bytes:
+        """The same of tensors that come one after the other, in the order of the files, and are let
+        go one by one."""
+
+    @abstractmethod
     def _put_latest(self, content: bytes) -> None:
         """Writes latest.json."""
 
@@ -144,7 +158,13 @@ class WeightVersions(ABC):
         names) and returns the version's checksum. Of this and older versions, the newest `keep`
         stay, and what they build on. Whatever goes wrong leaves what was there. Replaces what is
         there of `version`. `in_full`: no delta. Raises OSError.
+
+        A model that lies in parts on several processes is gathered tensor by tensor, and always
+        written in full.
         """
+        how = in_parts(model)
+        if how is not None:
+            return self._written(version, self._put_parts(version, how), keep).sha256
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
@@ -161,13 +181,24 @@ class WeightVersions(ABC):
             made = self._put_full(version, trained)
         else:
             made = self._put_delta(version, base, trained, change)
-        latest = Latest(version, hashlib.sha256(made).hexdigest())
-        self._put_latest(msgspec.json.encode(latest))
+        latest = self._written(version, made, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
             self._held = Held(latest, msgspec.json.decode(made, type=Manifest), snapshot)
-        self._delete_old(version, keep)
         return latest.sha256
+
+    def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
+        """The version is there: announces it."""
+        latest = Latest(version, hashlib.sha256(manifest).hexdigest())
+        self._put_latest(msgspec.json.encode(latest))
+        self._delete_old(version, keep)
+        return latest
+
+    def _put_parts(self, version: int, how: InParts) -> bytes:
+        specs, self._held, self.advice = how.specs(only_trained=True), None, ""
+        files = split_files("weights", specs, PART_BYTES)
+        with how.tensors(only_trained=True) as tensors:
+            return self._put_gathered(version, files, tensors, _full_manifest(version, len(specs)))
 
     def _base(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
         """What a delta may build on; None for a full version."""
@@ -184,13 +215,8 @@ class WeightVersions(ABC):
         return held if same else None
 
     def _put_full(self, version: int, trained: dict[str, torch.Tensor]) -> bytes:
-        return self._put(
-            version,
-            _split("weights", trained),
-            lambda parts: msgspec.json.encode(
-                Manifest(version, sum(part.bytes for part in parts), len(trained), parts)
-            ),
-        )
+        files = _split("weights", trained)
+        return self._put(version, files, _full_manifest(version, len(trained)))
 
     def _put_delta(
         self,
@@ -412,22 +438,19 @@ def version_numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def _full_manifest(version: int, tensors: int) -> Callable[[list[Part]], bytes]:
+    """What makes a full version's manifest of its files."""
+    return lambda parts: msgspec.json.encode(
+        Manifest(version, sum(part.bytes for part in parts), tensors, parts)
+    )
+
+
 def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
     """Files of at most PART_BYTES."""
-    groups: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        mine = num_bytes({name: tensor})
-        if groups[-1] and size + mine > PART_BYTES:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += mine
-    if len(groups) == 1:
-        return [Content(f"{stem}.safetensors", groups[0])]
+    specs = {name: Spec(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
     return [
-        Content(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group)
-        for number, group in enumerate(groups, 1)
+        Content(file, {name: tensors[name] for name in group})
+        for file, group in split_files(stem, specs, PART_BYTES).items()
     ]
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -30,6 +32,8 @@ from agentevo.inference.weight_versions import (
     side_by_side,
     version_numbers,
 )
+from agentevo.models.parts import Spec
+from agentevo.models.tensor_file import write_files
 
 
 class WeightsFolder(WeightVersions):
@@ -81,12 +85,7 @@ class WeightsFolder(WeightVersions):
         contents: list[Content],
         manifest: Callable[[list[Part]], bytes],
     ) -> bytes:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(
-            f".*{PARTIAL}"
-        ):  # of a writer that was killed; there is only one, and this is it
-            shutil.rmtree(leftover, ignore_errors=True)
-        with atomic_folder(self.path(version)) as staging:
+        with self._placed(version) as staging:
 
             def save(content: Content) -> Part:
                 path = staging / content.file
@@ -94,15 +93,37 @@ class WeightsFolder(WeightVersions):
                     save_file(content.tensors, path)
                 except SafetensorError as error:  # also where a file can't be written
                     raise OSError(f"{self.path(version) / content.file}: {error}") from error
-                sync_to_disk(path)
-                return Part(content.file, _sha256(path), path.stat().st_size)
+                return _part(path)
 
             made = manifest(side_by_side(save, contents))
-            (staging / MANIFEST_FILE).write_bytes(made)
-            sync_to_disk(staging / MANIFEST_FILE)
-            sync_to_disk(staging)
+            _write_manifest(staging, made)
         sync_to_disk(self.folder)
         return made
+
+    def _put_gathered(
+        self,
+        version: int,
+        files: dict[str, dict[str, Spec]],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        manifest: Callable[[list[Part]], bytes],
+    ) -> bytes:
+        with self._placed(version) as staging:
+            write_files(staging, files, tensors)
+            made = manifest(side_by_side(_part, (staging / file for file in files)))
+            _write_manifest(staging, made)
+        sync_to_disk(self.folder)
+        return made
+
+    @contextmanager
+    def _placed(self, version: int) -> Iterator[Path]:
+        """A folder that becomes the version's."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(
+            f".*{PARTIAL}"
+        ):  # of a writer that was killed; there is only one, and this is it
+            shutil.rmtree(leftover, ignore_errors=True)
+        with atomic_folder(self.path(version)) as staging:
+            yield staging
 
     def _put_latest(self, content: bytes) -> None:
         write_atomic(self.folder / LATEST_FILE, content, durable=True)
@@ -117,6 +138,18 @@ class WeightsFolder(WeightVersions):
         except OSError as error:
             raise self._unreadable(version, error) from error
         self._compare(version, part, found)
+
+
+def _part(path: Path) -> Part:
+    """Of a file that was written, and outlasts a power cut from here on."""
+    sync_to_disk(path)
+    return Part(path.name, _sha256(path), path.stat().st_size)
+
+
+def _write_manifest(folder: Path, content: bytes) -> None:
+    (folder / MANIFEST_FILE).write_bytes(content)
+    sync_to_disk(folder / MANIFEST_FILE)
+    sync_to_disk(folder)
 
 
 def _sha256(path: Path) -> str:

@@ -204,12 +204,17 @@ def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
                 layer.eval()
 
 
-def write_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the adapter in use into an existing folder, in PEFT's format."""
+def write_adapter(
+    model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Writes the adapter in use into an existing folder, in PEFT's format. `weights`: by name, in
+    place of the model's own."""
     adapted: Any = model
     name = adapted.active_adapter
     # Never the base's embeddings; left to PEFT, it would ask the hub whether they have changed.
-    adapted.save_pretrained(folder, selected_adapters=[name], save_embedding_layers=False)
+    adapted.save_pretrained(
+        folder, selected_adapters=[name], save_embedding_layers=False, state_dict=weights
+    )
     keep_overrides(folder, _overrides_of(model))
     if name != ADAPTER:  # PEFT puts all but its own name into a folder below
         for file in (folder / name).iterdir():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from agentevo.errors import ModelError
 from agentevo.files import atomic_folder
 from agentevo.models.adapters import is_adapted, is_adapter_folder, write_adapter
+from agentevo.models.in_parts import in_parts, write_from_parts
+from agentevo.models.parameters import trained_weights
+from agentevo.models.parts import Wholes
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -32,15 +36,38 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     return folder
 
 
-def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    weights: Wholes | Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Writes both into an existing folder, file by file; of a model with adapters, the adapter in
-    use alone. For callers that make the whole folder appear at once by `atomic_folder`."""
+    use alone. For callers that make the whole folder appear at once by `atomic_folder`.
+
+    `weights`: those of another moment (`saved_weights`), in place of the model's own. Of a model
+    that lies in parts on several processes they are gathered, one tensor after the other.
+    """
+    how = in_parts(model)
     with no_progress_bars():
         if is_adapted(model):
-            write_adapter(model, folder)
+            if how is not None and weights is None:
+                weights = how.tensors(only_trained=True)
+            write_adapter(model, folder, None if weights is None else dict(weights))
+        elif how is not None:
+            assert not isinstance(weights, Mapping), "this process has no whole weights"
+            write_from_parts(how, folder, weights)
         else:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         tokenizer.save_pretrained(folder)
+
+
+def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a folder of a model that this process has whole is written from."""
+    if is_adapted(model):
+        return trained_weights(model)
+    return dict(model.state_dict())
 
 
 @contextmanager

@@ -7,7 +7,8 @@ losses are parts of the whole minibatch's. The shards are float32 whatever the m
 they are the master weights.
 
 Every pass is one that all ranks make together, so each makes as many as the others
-(`passes.null_batches`). Weights and moments become whole tensor by tensor, on the first process.
+(`passes.null_batches`). What is written lies in parts too (`parts.py`); weights become whole tensor
+by tensor, on the first process.
 
 Layers that keep packed copies of their weights (models/linear.py, models/fused.py) become plain
 ones: gathered weights come and go.
@@ -24,10 +25,10 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -131,26 +132,9 @@ def gather_into(model: nn.Module, target: nn.Module | None) -> None:
             targets[name].copy_(tensor)
 
 
-def whole(value: Any) -> Any:
-    """The value with each sharded tensor in it whole and on the CPU on the first process, and an
-    empty one in its place on the others; called by all."""
-    if isinstance(value, DTensor):
-        tensor = cast(DTensor, value.detach()).full_tensor()
-        return tensor.cpu() if distributed.get_rank() == 0 else torch.empty(0)
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, list) else value
-
-
-def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, which every process has, as a shard of the parameter's kind; as it is beside
-    a parameter that is whole."""
-    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-        return tensor
-    placed = tensor.to(parameter.device)
-    return distribute_tensor(
-        placed, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without weights, in the dtypes that it has outside of training."""
+    return _SHARDED[model].skeleton if model in _SHARDED else model
 
 
 def changed(model: nn.Module) -> None:

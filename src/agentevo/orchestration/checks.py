@@ -38,7 +38,14 @@ def check_parts(
     check_tracking(config)
     check_play(config, tasks)
     check_engine(config.engine)
-    check_transport(config, apart=apart or config.rollout.samplers > 0)
+    apart = apart or config.rollout.samplers > 0
+    check_transport(config, apart=apart)
+    if serves_elsewhere(config, apart=apart) and config.rollout.weights.delta:
+        raise ConfigError(
+            "rollout.weights.delta: weights that lie in parts on several processes "
+            "(trainer.parallel) are published in full, as no process has those before to compare "
+            "with: set rollout.weights.delta=false"
+        )
     check_preference(config)
     if config.algorithm.credit is not None:
         find_credit(config.algorithm.credit)
@@ -79,6 +86,12 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
             "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
             "and share the base by trainer.parallel.shard, long sequences by context"
         )
+
+
+def serves_elsewhere(config: RunConfig, *, apart: bool) -> bool:
+    """Whether the first of several processes needs no whole model: what it trains lies in parts on
+    them, and engines in other processes serve (`apart`)."""
+    return apart and is_spread(config.trainer.parallel) and not config.data.given
 
 
 def load_checked(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:

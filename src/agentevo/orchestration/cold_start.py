@@ -104,7 +104,8 @@ def cold_start(
 async def teach(run: TrainingRun, *, again: bool) -> None:
     """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
     whose log has it already."""
-    if run.parts.config.model.name != "tiny" and not again:  # random weights show nothing
+    shows = run.parts.config.model.name != "tiny" and run.parts.elsewhere is None
+    if shows and not again:  # random weights show nothing, and engines elsewhere have none yet
         try:
             run.progress.cold_start_before = await run.evaluate(
                 "before the cold start", full=False, label="untaught-"

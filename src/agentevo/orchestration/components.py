@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +51,9 @@ from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.types import Task
 
+if TYPE_CHECKING:
+    from agentevo.inference.run_engines import RunEngines
+
 
 @dataclass(eq=False)
 class Components:
@@ -74,6 +78,8 @@ class Components:
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
     """By name, those of a rollout of several agents, the main one among them; empty where there is
     but one."""
+    elsewhere: RunEngines | None = None
+    """`engine`, where this process makes none and the run's others evaluate."""
 
     @property
     def engines(self) -> list[UpdatableEngine]:
@@ -182,17 +188,17 @@ async def open_components(
     note: Callable[[str], None] = to_stderr,
     may_play: bool = True,
     traced: bool = False,
+    elsewhere: bool = False,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
     `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
     engine gets what is trained (`local_transport`); `note` is told what somebody should know;
     `may_play=False`: a program's own loop plays, and nobody here; `traced`: its calls go where the
-    recipe's `tracing` says."""
+    recipe's `tracing` says; `elsewhere`: no engine is made here, the run's others are asked."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
-    engine = engines.get(config.engine.type)(
-        model if transport == "shared" else copy_policy(model), loaded.tokenizer, config.engine
-    )
+    others = _run_engines(config) if elsewhere else None
+    engine = others or _own_engine(config, loaded, transport)
     main = AgentPolicy(model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
@@ -222,6 +228,7 @@ async def open_components(
             note=note,
             checkpoint=checkpoint,
             policies=policies,
+            elsewhere=others,
         )
         if player is not None:
             stack.push_async_callback(player.close)
@@ -229,6 +236,17 @@ async def open_components(
             # Refuses, before anything is computed, what can't be continued.
             stack.callback(parts.sampler.close)
         yield parts
+
+
+def _own_engine(config: RunConfig, loaded: LoadedModel, transport: str) -> UpdatableEngine:
+    model = loaded.model if transport == "shared" else copy_policy(loaded.model)
+    return engines.get(config.engine.type)(model, loaded.tokenizer, config.engine)
+
+
+def _run_engines(config: RunConfig) -> RunEngines:
+    from agentevo.inference.run_engines import RunEngines  # which needs websockets
+
+    return RunEngines(config)
 
 
 def load_token_reward_model(

@@ -6,10 +6,11 @@ others take its trainers' calls.
 
 Sampling, evaluation, store, folder, control requests and the decision to stop are the first
 process's alone. What it does with its trainers it tells the others beforehand, arguments included,
-and all do it together. A model that lies in parts on them is trained beside a whole one on the
-first process, which serves, is published and is saved; after every update the parts are gathered
-into that, tensor by tensor. So a checkpoint is the same whatever trained it, and a resume may have
-other processes.
+and all do it together. Of a model that lies in parts on them the first process has a whole one
+besides where its own engine serves, into which the parts are gathered after every update, tensor by
+tensor. Where engines elsewhere serve it has none: what is published and saved is gathered tensor by
+tensor. In a checkpoint the model is the same whatever trained it, each process writes its own part
+of the trainer's state, and a resume may have other processes.
 
 A process that fails ends, which breaks its connections: those that wait for it fail at once, with
 its words (rank_failures.py), and the launcher ends the rest. Others than the first leave SIGINT and
@@ -34,19 +35,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo import devices
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
+from agentevo.models.in_parts import InParts, lies_in_parts
+from agentevo.models.parts import give
+from agentevo.models.sharded import skeleton_of
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import make_learner
 from agentevo.orchestration.rank_failures import Failures, RankLog
+from agentevo.orchestration.shared_saves import SharedSaves, contribution_of
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.contribution import Contribution
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.optimization import Optimization
 from agentevo.training.sharding.layouts import gather_trained
+from agentevo.training.sharding.saving import weight_parts
 from agentevo.training.spread import is_spread, spread
 from agentevo.types import Sample, Trajectory
 
 COMPUTING = timedelta(minutes=10)
 """The longest that a process waits for the others within one call."""
+SAVING = timedelta(hours=1)
+"""The same while a checkpoint is written, which takes as long as the slowest disk."""
 SAMPLING = timedelta(days=7)
 """The longest that others wait for the first process's next call; its end they see at once."""
 
@@ -54,8 +63,18 @@ SAMPLING = timedelta(days=7)
 class Ranks:
     """This process among those that train together."""
 
-    def __init__(self, meshes: Meshes, calls: distributed.ProcessGroup, failures: Failures) -> None:
+    def __init__(
+        self,
+        meshes: Meshes,
+        calls: distributed.ProcessGroup,
+        failures: Failures,
+        weights: distributed.ProcessGroup | None = None,
+        saves: distributed.ProcessGroup | None = None,
+    ) -> None:
+        """Groups of all processes for what lies on the CPU: `calls` of trainers, `weights` on their
+        way to the first process, and `saves`, which may go on beside both."""
         self.meshes, self._calls, self._failures = meshes, calls, failures
+        self.weights, self.saves = weights, saves
 
     def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
         """On the first process: the others make this call, too."""
@@ -110,7 +129,10 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
     try:
         meshes = make_meshes(config.trainer.parallel, device.type)
         calls = distributed.new_group(backend="gloo", timeout=SAMPLING)
-        ranks = Ranks(meshes, calls, failures)
+        weights, saves = (
+            distributed.new_group(backend="gloo", timeout=limit) for limit in (COMPUTING, SAVING)
+        )
+        ranks = Ranks(meshes, calls, failures, weights, saves)
         try:
             yield ranks
         except (KeyboardInterrupt, SystemExit):
@@ -142,6 +164,8 @@ def follow(config: RunConfig) -> None:
         while True:
             learner, name, arguments, options = ranks.told()
             if name == "end":
+                if follower is not None:
+                    follower.saves.end()
                 return
             if name == "start":
                 follower = _Follower(ranks, config, *arguments)
@@ -154,7 +178,8 @@ class _Follower:
     """One of the others: its part of the model, and its trainers."""
 
     def __init__(self, ranks: Ranks, config: RunConfig, checkpoint: Path | None) -> None:
-        self._config, self._share = config, ranks.share
+        self._config, self._share, self._ranks = config, ranks.share, ranks
+        self.saves = SharedSaves()
         self._log = ranks.log(config.run_dir)
         loaded = load_policy(config, checkpoint)
         self._model, self._tokenizer = ranks.share(loaded.model), loaded.tokenizer
@@ -170,6 +195,10 @@ class _Follower:
                 )
             elif name == "gather":
                 gather_trained(self._model, None)
+            elif name == "give":
+                give(weight_parts(self._model, *arguments), self._ranks.weights)
+            elif name == "contribute":
+                self._contribute(self._learners[learner].state_dict(), **options)
             elif name == "load_state_dict":
                 self._learners[learner].load_state_dict(saved_state(self._config, *arguments))
             elif name == "carry_on":
@@ -178,11 +207,17 @@ class _Follower:
             else:
                 getattr(self._learners[learner], name)(*arguments, **options)
 
+    def _contribute(self, state: dict[str, Any], *, with_weights: bool, copied: bool) -> None:
+        made = contribution_of(
+            self._model, state, self._ranks.saves, with_weights=with_weights, copied=copied
+        )
+        self.saves.give(made, copied=copied)
+
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint."""
+    """The trainer's state in a checkpoint, of which this process reads what it needs."""
     folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, alone=True)
-    return folder.load(checkpoint)[0]
+    return folder.load(checkpoint, mapped=is_spread(config.trainer.parallel))[0]
 
 
 class Leader:
@@ -195,14 +230,32 @@ class Leader:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         checkpoint: Path | None,
+        *,
+        serves: bool = True,
     ) -> None:
-        """`model` is the one that serves; `checkpoint` what it was loaded from."""
+        """`model` is the one that serves, unless engines elsewhere do (`serves=False`): then it
+        becomes this process's part of it. `checkpoint`: what it was loaded from."""
         self.ranks, self.serving, self.checkpoint = ranks, model, checkpoint
         self._config, self._tokenizer = config, tokenizer
         ranks.tell("", "start", checkpoint)
         self.log = ranks.log(config.run_dir)
-        self._apart = is_spread(config.trainer.parallel)
-        self._model = ranks.share(copy.deepcopy(model)) if self._apart else model
+        self._is_spread = is_spread(config.trainer.parallel)
+        self._has_whole = serves or not self._is_spread
+        """Whether this process has the whole model, too."""
+        if self._is_spread:
+            self._model = ranks.share(copy.deepcopy(model) if serves else model)
+        else:
+            self._model = model
+        if not self._has_whole:
+            lies_in_parts(
+                model,
+                InParts(
+                    skeleton_of(model),
+                    lambda only_trained: weight_parts(model, only_trained),
+                    lambda only_trained: ranks.tell("", "give", only_trained),
+                    ranks.weights,
+                ),
+            )
 
     def make(self, name: str, *given: Any, local: Callable[..., Any] | None = None) -> Led:
         """A trainer that all processes make (learners.py). `local` makes this process's, where it
@@ -221,21 +274,29 @@ class Leader:
 
     def gather(self) -> None:
         """Brings the model that serves to what is trained."""
-        if self._apart:
+        if self._is_spread and self._has_whole:
             self.ranks.tell("", "gather")
             gather_trained(self._model, self.serving)
+
+    def contribution(self, learner: Led, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
+        """The trainer's state and what all processes add to its checkpoint, the others beginning
+        now. `copied`: of now, whenever it is written."""
+        wanted = {"with_weights": not self._has_whole, "copied": copied}
+        self.ranks.tell(learner.name, "contribute", **wanted)
+        state = learner.own_state()
+        return state, contribution_of(self._model, state, self.ranks.saves, **wanted)
 
 
 class Led:
     """The first process's trainer, of any kind, whose calls all processes make together."""
 
     def __init__(self, leader: Leader, name: str, learner: Any) -> None:
-        self._leader, self._name, self._learner = leader, name, learner
+        self._leader, self.name, self._learner = leader, name, learner
 
     def _all(self, name: str, *arguments: Any, here: Any = None, **options: Any) -> Any:
         """The call by all. `here`: what stands for the arguments on this process."""
-        with self._leader.log.call(f"{self._name} {name}"):
-            self._leader.ranks.tell(self._name, name, *arguments, **options)
+        with self._leader.log.call(f"{self.name} {name}"):
+            self._leader.ranks.tell(self.name, name, *arguments, **options)
             given = arguments if here is None else here
             return getattr(self._learner, name)(*given, **options)
 
@@ -262,7 +323,7 @@ class Led:
         """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
         alone."""
         given = (list(trajectories), dict(baselines))
-        if self._name == "preferences":
+        if self.name == "preferences":
             prepared = self._learner.prepare(*given, version=version, bound=bound)
         else:
             prepared = self._all("prepare", *given, version=version, bound=bound)
@@ -279,7 +340,7 @@ class Led:
     ) -> dict[str, float] | None:
         """See SupervisedTrainer.held_out; this process alone may stop it."""
         ranks = self._leader.ranks
-        ranks.tell(self._name, "held_out", samples)
+        ranks.tell(self.name, "held_out", samples)
         found: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
         return found
 
@@ -289,8 +350,12 @@ class Led:
 
     def carry_on(self, checkpoint: Path) -> None:
         """See Optimization.carry_on: every process reads the other run's checkpoint."""
-        self._leader.ranks.tell(self._name, "carry_on", checkpoint)
+        self._leader.ranks.tell(self.name, "carry_on", checkpoint)
         self.optimization.carry_on(self._leader.saved_state(checkpoint)["optimization"])
+
+    def own_state(self) -> dict[str, Any]:
+        """This process's part of `state_dict`; the others make theirs at the same time."""
+        return cast(dict[str, Any], self._learner.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Learner.load_state_dict; the others read the checkpoint's file themselves."""

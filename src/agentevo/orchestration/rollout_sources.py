@@ -419,7 +419,10 @@ class DisaggregatedRollouts:
         check: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
-        self._parts = parts
+        self._parts, self._stop, self._note = parts, stop, note
+        self._elsewhere = parts.elsewhere
+        """The engines that evaluate, where this process has none of its own: they get a step's
+        weights before it is committed."""
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
         self._lost = LostAttempts(parts.config, parts.store, note)
         self._stream = Stream(
@@ -427,7 +430,7 @@ class DisaggregatedRollouts:
             self._lost,
             stop,
             check,
-            serves_early=False,
+            serves_early=self._elsewhere is not None,
             look_after=self._published.look_after,
         )
 
@@ -435,6 +438,8 @@ class DisaggregatedRollouts:
         await self._parts.weights.begin(step)
         await self._lost.look()
         await self._published.begin(step)
+        if self._elsewhere is not None:
+            await self._elsewhere.reach(step, self._stop, self._note)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
@@ -450,9 +455,12 @@ class DisaggregatedRollouts:
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)  # this process's own engine evaluates
+        if self._elsewhere is not None:
+            await self._published.publish(step)
 
     async def announce(self, step: int) -> None:
-        await self._published.publish(step)
+        if self._elsewhere is None:
+            await self._published.publish(step)
 
     def stats(self) -> dict[str, float]:
         return self._lost.stats()

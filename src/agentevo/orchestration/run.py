@@ -23,12 +23,18 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.transports import local_transport
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
-from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts, load_checked
+from agentevo.orchestration.checks import (
+    check_agent,
+    check_parts,
+    check_sft_parts,
+    load_checked,
+    serves_elsewhere,
+)
 from agentevo.orchestration.components import (
     AgentFunction,
     open_components,
 )
-from agentevo.orchestration.conversations import read_sft_data
+from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.obeying import asked_through
 from agentevo.orchestration.progress import summary_of
 from agentevo.orchestration.ranks import follow, follows, joined
@@ -48,9 +54,6 @@ from agentevo.signals import end_stopped, stop_on_interrupt
 from agentevo.tracing import check_tracing
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
-
-APART = ("learn", "sft")
-"""Those whose own engine does not sample for training."""
 
 
 def train(
@@ -133,28 +136,27 @@ async def run_training(
             make_final = stack.enter_context(new_folder(config))
             stack.enter_context(only_trainer_here(folder, view, stopped))
         processes = None if supervisor is None else supervisor(config, view.note)
+        beside = bool(supervisor) or command == "learn"  # others sample for training
         async with open_components(
             config,
             agent=agent,
             tasks=tasks,
             checkpoint=start.checkpoint,
             loaded=loaded,
-            transport=local_transport(config, apart=bool(supervisor) or command in APART),
+            transport=local_transport(config, apart=beside or command == "sft"),
             note=view.note,
             may_play=submissions is None,
             traced=True,
+            elsewhere=ranks is not None and serves_elsewhere(config, apart=beside),
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
             given = (checkpoints, view, stopped, command, processes, submissions, ranks)
             run = TrainingRun(parts, conversations, *given)
-            write_config(config, kind_of(command))
-            make_final()
+            _begin_folder(config, command, make_final, conversations)
             run.control = stack.enter_context(asked_through(folder, stop_signals, view))
-            if conversations is not None:
-                conversations.write_reports(folder)
             run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))
-            with run.log, processes if processes is not None else nullcontext():
+            with run.log, run.background, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
             if run.progress.step >= run.end.step and (run.progress.begun or not resume):
@@ -162,3 +164,16 @@ async def run_training(
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
+
+
+def _begin_folder(
+    config: RunConfig,
+    command: Command,
+    make_final: Callable[[], None],
+    conversations: SFTData | None,
+) -> None:
+    """The run's folder is there from here on."""
+    write_config(config, kind_of(command))
+    make_final()
+    if conversations is not None:
+        conversations.write_reports(config.run_dir)

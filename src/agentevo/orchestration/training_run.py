@@ -12,9 +12,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from agentevo.models.device_peak import device_peak
+from agentevo.models.in_parts import in_parts
+from agentevo.models.save import saved_weights
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
+from agentevo.orchestration.background_save import BackgroundSave
 from agentevo.orchestration.cold_start import teach
 from agentevo.orchestration.components import (
     Components,
@@ -45,7 +49,11 @@ from agentevo.runs.creation import kind_of
 from agentevo.signals import finished_before_stop
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.contribution import Contribution
+from agentevo.training.copies import copied_state, copied_weights
 from agentevo.training.phases import phase
+from agentevo.training.spread import is_spread
+from agentevo.training.state_parts import split_state
 
 Command = Literal["train", "learn", "sft", "loop"]
 
@@ -87,7 +95,14 @@ class TrainingRun:
         self.leader = (
             None
             if ranks is None
-            else Leader(ranks, parts.config, parts.model, parts.tokenizer, parts.checkpoint)
+            else Leader(
+                ranks,
+                parts.config,
+                parts.model,
+                parts.tokenizer,
+                parts.checkpoint,
+                serves=parts.elsewhere is None,
+            )
         )
         """Of the processes that train together, where there are several."""
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, self.leader)
@@ -104,6 +119,7 @@ class TrainingRun:
         )
         self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
+        self.background = BackgroundSave(self._saved, self.warn)
 
     async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
         """Brings trainer and progress to where the run stands: at its beginning, after a cold start
@@ -117,7 +133,8 @@ class TrainingRun:
             something = start.checkpoint is not None or start.steps
             self.log.resume(start.end.step if something else -1)
         if start.checkpoint is not None:
-            trainer_state, run_state = self.checkpoints.load(start.checkpoint)
+            mapped = self.leader is not None and is_spread(config.trainer.parallel)
+            trainer_state, run_state = self.checkpoints.load(start.checkpoint, mapped=mapped)
             self.trainer.load_state_dict(trainer_state)
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
@@ -152,6 +169,7 @@ class TrainingRun:
         async with self.rollouts.running():
             with self.profiling:
                 while self.progress.step < self._num_steps:
+                    self.background.settle(wait=False)
                     await obey(self)
                     if self.is_stopped():
                         break
@@ -163,6 +181,7 @@ class TrainingRun:
                             break
         if self.progress.step > self.end.step:
             self._give_up_step(committed)
+            self.background.settle(wait=True)
             return
         trains = self.parts.config.trainer.epochs > 0
         for text in self.progress.shortcomings(self.source.num_steps, trains=trains):
@@ -171,9 +190,14 @@ class TrainingRun:
 
     def keep_checkpoint(self) -> None:
         """Saves the committed weights, between two steps, if no checkpoint has them."""
+        self.background.settle(wait=True)
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
-            saved = self.save()
-            self.head.saved(self.progress.step, saved["sha256"])
+            self._saved(self.progress.step, self._writer(None, copied=False)())
+
+    def _saved(self, step: int, sha256: str) -> None:
+        """A checkpoint is there that no record names."""
+        self.head.saved(step, sha256)
+        if step <= self.end.step:
             self.checkpoints.prune()
 
     def _give_up_step(self, committed: Progress) -> None:
@@ -305,10 +329,23 @@ class TrainingRun:
         better = bool(every) and value is not None and (best is None or value > best)
         return self.save(value) if last or due or better else None
 
-    def save(self, value: float | None = None) -> dict[str, str]:
+    def save(self, value: float | None = None) -> dict[str, str] | None:
         """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
-        `value` is its evaluation, if any."""
-        self.view.phase("saving", f"checkpoint of step {self.progress.step}")
+        `value` is its evaluation, if any. None where it is written in the background, and no record
+        will name it."""
+        self.background.settle(wait=True)
+        step, copied = self.progress.step, self.parts.config.checkpoint.background
+        self.view.phase("saving", f"checkpoint of step {step}")
+        write = self._writer(value, copied=copied)
+        if copied:
+            self.background.start(step, write)
+            return None
+        path = self.checkpoints.path(step).relative_to(self.parts.config.run_dir)
+        return {"path": str(path), "sha256": write()}
+
+    def _writer(self, value: float | None, *, copied: bool) -> Callable[[], str]:
+        """What writes the checkpoint of `progress.step` and returns its sha256. `copied`: of the
+        state as it is now, whenever it is called and on whichever thread."""
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {
@@ -318,18 +355,38 @@ class TrainingRun:
             "source": self.source.state_dict(),
             CHAIN: msgspec.to_builtins(self.end),
         }
+        parts, step = self.parts, self.progress.step
+        saved, beside = {"": parts.model}, parts.saved_beside
+        saved |= {folder: model for folder, (model, _) in beside.items()}
+        shared: Contribution | None = None
+        copies: dict[str, dict[str, torch.Tensor]] = {}
         with phase("checkpoint"):
-            path, sha256 = self.checkpoints.save(
-                self.progress.step,
-                self.parts.model,
-                self.parts.tokenizer,
-                self.trainer.state_dict(),
-                state,
-                value,
-                prune=False,
-                beside=self.parts.saved_beside,
-            )
-        return {"path": str(path.relative_to(self.parts.config.run_dir)), "sha256": sha256}
+            if self.leader is None or not isinstance(self.trainer, Led):
+                trained = self.trainer.state_dict()
+            else:
+                trained, shared = self.leader.contribution(self.trainer, copied=copied)
+                trained, _ = split_state(trained)  # the parts are in what is shared
+            if copied:
+                trained = copied_state(trained)
+                whole = {k: one for k, one in saved.items() if in_parts(one) is None}
+                copies = {k: copied_weights(saved_weights(one)) for k, one in whole.items()}
+
+        def write() -> str:
+            with phase("checkpoint"):
+                return self.checkpoints.save(
+                    step,
+                    parts.model,
+                    parts.tokenizer,
+                    trained,
+                    state,
+                    value,
+                    prune=False,
+                    beside=beside,
+                    contribution=shared,
+                    copies=copies,
+                )[1]
+
+        return write
 
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""

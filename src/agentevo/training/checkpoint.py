@@ -4,7 +4,7 @@ state beside it.
     checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt,
                                state.json, checkpoint.json (with adapters:
                                adapter_model.safetensors and adapter_config.json in place of the
-                               first two)
+                               first two; of sharded trainers: trainer/, see state_parts.py)
     checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}, for
                                readers; not read here
 
@@ -25,7 +25,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -34,11 +34,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.models.adapters import is_adapter_folder
+from agentevo.models.parts import Wholes
 from agentevo.models.save import write_model
 from agentevo.parsing import read_json_object
 from agentevo.training import manifest
+from agentevo.training.contribution import Contribution
 from agentevo.training.manifest import Manifest, TornError
 from agentevo.training.parallel import on_first
+from agentevo.training.state_parts import FOLDER, PartsError, join_state, split_state
 
 T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{6,})")
@@ -95,6 +98,8 @@ class Checkpoints:
         beside: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = MappingProxyType(
             {}
         ),
+        contribution: Contribution | None = None,
+        copies: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> tuple[Path, str]:
         """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of
         it (`Manifest.sha256`).
@@ -105,11 +110,15 @@ class Checkpoints:
         resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
         behind and the older ones as they were. Where several processes train, all of them call it,
         and the first one writes.
+
+        `contribution`: what lies in parts of the model and of `trainer_state`, to which all
+        processes add theirs while the first one alone calls this. `copies`: folder -> the weights
+        that are written in place of that model's own (`saved_weights`), "" for the main one.
         """
+        models = {"": (model, tokenizer), **beside}
+        state = (trainer_state, run_state)
         sha256 = self._on_first(
-            lambda: self._write(
-                step, {"": (model, tokenizer), **beside}, trainer_state, run_state, value
-            )
+            lambda: self._write(step, models, state, value, contribution, copies)
         )
         self.best_value, self.best_step = self._on_first(self._best)
         if prune:
@@ -125,24 +134,34 @@ class Checkpoints:
         self,
         step: int,
         models: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
-        trainer_state: dict[str, Any],
-        run_state: dict[str, Any],
+        state: tuple[dict[str, Any], dict[str, Any]],
         value: float | None,
+        contribution: Contribution | None,
+        copies: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> str:
+        """`state`: of the trainer and of the run."""
         value = float(value) if value is not None and math.isfinite(value) else None
+        plain, _ = split_state(state[0])
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_folder(self.path(step)) as staging:
-                for folder, (model, tokenizer) in models.items():
-                    (staging / folder).mkdir(parents=True, exist_ok=True)
-                    write_model(model, tokenizer, staging / folder)
-                _write_state(trainer_state, staging / "trainer.pt")
-                (staging / "state.json").write_text(
-                    json.dumps(run_state, indent=1), encoding="utf-8"
-                )
-                sealed = manifest.seal(staging, step, value)
+            with _Shared(contribution) as shared:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with atomic_folder(self.path(step)) as staging:
+                    for folder, (model, tokenizer) in models.items():
+                        (staging / folder).mkdir(parents=True, exist_ok=True)
+                        weights = None if folder else shared.weights
+                        write_model(
+                            model,
+                            tokenizer,
+                            staging / folder,
+                            weights=copies.get(folder) if weights is None else weights,
+                        )
+                    _write_state(plain, staging / "trainer.pt")
+                    (staging / "state.json").write_text(
+                        json.dumps(state[1], indent=1), encoding="utf-8"
+                    )
+                    sealed = manifest.seal(staging, step, value, shared.finish(staging))
             sync_to_disk(self.folder)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, PartsError) as error:
             older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error}): make room there and resume; "
@@ -200,15 +219,18 @@ class Checkpoints:
                 return step
         return None
 
-    def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trainer state and run state of a checkpoint. Raises UnusableCheckpointError if it can't
-        be read."""
+    def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Trainer state and run state of a checkpoint. What several processes have saved in parts
+        is `Stored` in there, to be read where it is used. `mapped`: other tensors are mapped from
+        the file, for whoever needs a part of each. Raises UnusableCheckpointError if it can't be
+        read."""
         try:
             if not zipfile.is_zipfile(
                 path / "trainer.pt"
             ):  # torn or none at all, on which torch.load may raise anything
                 raise ValueError("trainer.pt is not whole")
-            trainer_state = torch.load(path / "trainer.pt", weights_only=True)
+            saved = torch.load(path / "trainer.pt", weights_only=True, mmap=mapped)
+            trainer_state = join_state(saved, path / FOLDER)
         except Exception as error:
             raise self._unusable(path, error) from error
         return trainer_state, self.run_state(path)
@@ -293,6 +315,36 @@ class Checkpoints:
                 f"{self.folder / 'index.json'} could not be written ({error}): make room there "
                 "and resume; the checkpoints are as they were"
             ) from error
+
+
+class _Shared:
+    """Around what the first process writes: the other processes add theirs, and are sent home
+    where it does not come to that. Without others it does nothing."""
+
+    def __init__(self, contribution: Contribution | None) -> None:
+        self._contribution, self._done = contribution, contribution is None
+        self.weights: Wholes | None = None
+        """The model's, one whole tensor after the other; None: the model has them."""
+        if contribution is not None and contribution.weights:
+            self.weights = contribution.tensors()
+
+    def finish(self, folder: Path) -> dict[str, str]:
+        """Makes all write into the checkpoint's folder: file -> sha256."""
+        if self._contribution is None:
+            return {}
+        self._done = True
+        found = self._contribution.finish(folder / FOLDER)
+        return {f"{FOLDER}/{name}": digest for name, digest in found.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._contribution is None or self._done:
+            return
+        if self.weights is not None:
+            self.weights.close()
+        self._contribution.finish(None)
 
 
 def _write_state(state: dict[str, Any], path: Path) -> None:

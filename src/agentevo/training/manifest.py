@@ -16,9 +16,11 @@ import errno
 import hashlib
 import json
 import stat
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -26,6 +28,9 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
+SEEN_S, LOOK_S = 90.0, 0.1
+"""How long a file that another machine wrote may take to be seen here, as network file systems
+remember folders, and how often to look."""
 _CHUNK = 1 << 20
 _READERS = 4
 """The number of files that are hashed at once; hashing releases Python's lock."""
@@ -47,16 +52,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-def seal(folder: Path, step: int, value: float | None) -> Manifest:
-    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. Raises
-    OSError."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+def seal(
+    folder: Path,
+    step: int,
+    value: float | None,
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> Manifest:
+    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. `known`:
+    those that other processes have written, hashed and brought there. Raises OSError."""
+    deadline = time.monotonic() + SEEN_S
+    while lacking := [name for name in known if not (folder / name).is_file()]:
+        if time.monotonic() > deadline:
+            raise OSError(
+                errno.ENOENT,
+                "another process wrote it, but this one does not see it: all processes need the "
+                "same folder for run.dir",
+                lacking[0],
+            )
+        time.sleep(LOOK_S)
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    own = sorted(names - known.keys())
     with ThreadPoolExecutor(_READERS) as pool:
-        digests = list(pool.map(_hash_and_sync, paths))
-    files = {
-        path.relative_to(folder).as_posix(): digest
-        for path, digest in zip(paths, digests, strict=True)
-    }
+        digests = list(pool.map(_hash_and_sync, (folder / name for name in own)))
+    files = {**known, **dict(zip(own, digests, strict=True))}
     manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
     (folder / NAME).write_bytes(_encoded(manifest))
     for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
+from agentevo.models.parts import Part, Stored
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, sum_gradients
 from agentevo.training.phases import phase
@@ -27,10 +28,9 @@ from agentevo.training.sharding.layouts import (
     Layout,
     clip,
     gradient_norm,
+    kept,
     local,
     part_of,
-    saved,
-    whole_of,
 )
 
 
@@ -211,13 +211,13 @@ class Optimization:
             self.masters.give_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        masters: list[torch.Tensor] | None = None
+        masters: list[torch.Tensor | Part] | None = None
         if self.masters is not None or self.sharded:
-            masters = [self._whole(m, p) for m, p in self._stepped()]
+            masters = [self._kept(m, p) for m, p in self._stepped()]
         state = self.optimizer.state_dict()
         moments = {
             index: {
-                name: self._whole(value, self._parameter_of(index))
+                name: self._kept(value, self._parameter_of(index))
                 for name, value in of_parameter.items()
             }
             for index, of_parameter in state["state"].items()
@@ -272,8 +272,8 @@ class Optimization:
             shapes = {tuple(one.shape) for one in moments.values() if torch.is_tensor(one)}
             if not shapes <= {tuple(parameter.shape), ()}:
                 raise CheckpointError(f"trainer.optimizer_from: moments of other shapes: {_OTHER}")
-        for group, kept in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(kept)
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)
         self.steps = steps
 
     def _stepped(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -286,19 +286,16 @@ class Optimization:
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         return next(parameter for one, parameter in self._stepped() if one is stepped[index])
 
-    def _whole(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """What a checkpoint keeps of a tensor that lies as the parameter does; other values as they
-        are."""
+    def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
+        """What a checkpoint keeps of a tensor that lies as the parameter does (`kept`); other
+        values as they are."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
-        layout = self.layouts.get(parameter)
-        if layout is None and not isinstance(parameter, DTensor):
-            return value.detach()
-        return saved(whole_of(value, parameter, layout), parameter)
+        return kept(value, parameter, self.layouts.get(parameter))
 
     def _part(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """The inverse of `_whole`."""
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        """The inverse of `_kept`."""
+        if not isinstance(value, torch.Tensor | Stored) or not value.shape:
             return value
         part = part_of(value, parameter, self.layouts.get(parameter))
         return part if self.masters is None else local(part)

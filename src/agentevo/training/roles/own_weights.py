@@ -1,5 +1,5 @@
-"""Weights of the models beside the policy, as a checkpoint has them: whole, whatever the processes
-that trained them."""
+"""Weights of the models beside the policy, as a checkpoint has them: this process's part of each,
+where they lie in parts, to be read by any number of processes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from types import MappingProxyType
 
 import torch
 
-from agentevo.training.sharding.layouts import Layout, part_of, saved, whole_of
+from agentevo.models.parts import Part, Saved
+from agentevo.training.sharding.layouts import Layout, kept, part_of
 
 Layouts = Mapping[torch.nn.Parameter, Layout]
 
 
 def weights_of(
     parameters: Mapping[str, torch.nn.Parameter], layouts: Layouts = MappingProxyType({})
-) -> dict[str, torch.Tensor]:
-    """Name -> weight, for a checkpoint; see `saved`. Called by all processes."""
+) -> dict[str, torch.Tensor | Part]:
+    """Name -> weight, for a checkpoint; see `kept`."""
     return {
-        name: saved(whole_of(parameter, parameter, layouts.get(parameter)), parameter)
+        name: kept(parameter, parameter, layouts.get(parameter))
         for name, parameter in parameters.items()
     }
 
@@ -26,7 +27,7 @@ def weights_of(
 @torch.no_grad()
 def load_weights(
     parameters: Mapping[str, torch.nn.Parameter],
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Saved],
     layouts: Layouts = MappingProxyType({}),
 ) -> None:
     """The inverse of `weights_of`; other names in `weights` are ignored."""

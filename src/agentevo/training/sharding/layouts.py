@@ -18,7 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from agentevo.models.sharded import like
+from agentevo.models.parts import Cut, Part, Saved, own_part
 from agentevo.training.collectives import Ranks, slices_gathered
 
 _KEY = "_agentevo_layouts"
@@ -39,6 +39,13 @@ class Layout:
     sharing: tuple[Ranks, ...] | None = None
     """The processes over which its gradient is summed; None for all data-parallel ranks. A slice
     of experts that tokens of other ranks have come to has their share already."""
+
+    @property
+    def cut(self) -> Cut | None:
+        """Where this process's slice lies in the whole tensor; None for a whole one."""
+        if self.dim is None:
+            return None
+        return Cut(self.dim, sum(self.sizes[: self.ranks.rank]), sum(self.sizes))
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This process's slice of the whole tensor."""
@@ -164,18 +171,21 @@ def whole_shape(parameter: torch.Tensor, layout: Layout | None) -> torch.Size:
     return torch.Size(shape)
 
 
-def saved(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor as the first process saves it: there on the CPU where FSDP has sharded the
-    parameter, empty on the others."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    return whole.cpu() if distributed.get_rank() == 0 else torch.empty(0)
+def kept(
+    tensor: torch.Tensor, parameter: torch.Tensor, layout: Layout | None
+) -> torch.Tensor | Part:
+    """What a checkpoint keeps of a tensor that lies as the parameter does: this process's part, or
+    all of it where every process has that. `tensor` may be what FSDP has left here."""
+    cut = None if layout is None else layout.cut
+    if cut is None and not isinstance(parameter, DTensor):
+        return tensor.detach()
+    return Part.of(tensor, parameter, cut)
 
 
-def part_of(whole: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """The inverse of `whole_of`: what lies here of a whole tensor that every process has, as FSDP
-    has it where it has sharded the parameter."""
-    return like(whole if layout is None else layout.own(whole), parameter)
+def part_of(saved: Saved, parameter: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """The inverse of `kept`, whoever has kept it: what lies here of a tensor of a checkpoint, as
+    FSDP has it where it has sharded the parameter."""
+    return own_part(saved, parameter, None if layout is None else layout.cut)
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

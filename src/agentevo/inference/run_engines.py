@@ -1,0 +1,143 @@
+"""The run's engines in other processes, in place of one in the trainer's: a trainer whose model
+lies in parts on several processes evaluates through them, and needs no whole model.
+
+Weights reach them as they reach whoever samples; here it is only said which version is meant, and
+requests wait until it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from agentevo.config import RunConfig
+from agentevo.errors import EngineUnavailableError
+from agentevo.inference.announcements import Lookout, StoreAnnouncements
+from agentevo.inference.directory import EngineDirectory
+from agentevo.inference.engine import InFlight, TokenListener, TokenScores, Weights
+from agentevo.inference.objects import Objects
+from agentevo.inference.remote import RemoteEngine
+from agentevo.inference.secret import RunSecret
+from agentevo.types import Completion, SamplingParams
+
+TOLD_S = 10.0
+"""After how long a wait it is said what is waited for."""
+
+
+class RunEngines:
+    """An UpdatableEngine, see the module. Belongs to one event loop."""
+
+    def __init__(self, config: RunConfig) -> None:
+        directory = EngineDirectory(config.run_dir / "engines")
+        self._place, self._poll_s = directory.folder, config.rollout.poll_s
+        secret = RunSecret(directory.folder, config.rollout.engine_secret)
+        url = config.rollout.weights.url
+        self._engines = RemoteEngine(
+            directory,
+            also=config.rollout.engine_urls,
+            lookout=None if url is None else Lookout(StoreAnnouncements(Objects(url), secret)),
+            secret=secret,
+            poll_s=config.rollout.poll_s,
+        )
+        self._meant = 0
+
+    @property
+    def version(self) -> int:
+        """See Engine.version."""
+        return self._engines.version
+
+    async def reach(
+        self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
+    ) -> None:
+        """Waits until the engines serve the version, or a newer one, or `stop` says so."""
+        began, told = time.monotonic(), False
+        await self._engines.refresh()
+        while self._engines.version < version and not stop():
+            if not told and time.monotonic() - began > TOLD_S:
+                note(
+                    f"waiting for an engine with version {version}: is `agentevo serve` running "
+                    f"and announced in {self._place}?"
+                )
+                told = True
+            await asyncio.sleep(self._poll_s)
+
+    async def begin(
+        self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
+    ) -> None:
+        """See UpdatableEngine.begin."""
+        self._meant = version
+
+    def verify(self, weights: Weights) -> Weights:
+        """See UpdatableEngine.verify: who reads them from the transport does that."""
+        return weights
+
+    async def publish(
+        self,
+        version: int,
+        weights: Weights | None = None,
+        *,
+        in_flight: InFlight = "finish",
+        deadline_s: float = 60.0,
+    ) -> None:
+        """See UpdatableEngine.publish."""
+        self._meant = version
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
+        listen: TokenListener | None = None,
+    ) -> Completion:
+        """See RemoteEngine.generate."""
+        left = await self._reached(deadline_s)
+        return await self._engines.generate(
+            prompt_ids, sampling, session=session, deadline_s=left, listen=listen
+        )
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """See RemoteEngine.score."""
+        left = await self._reached(deadline_s)
+        return await self._engines.score(context_ids, ids, temperature=temperature, deadline_s=left)
+
+    async def _reached(self, deadline_s: float) -> float:
+        """Waits for the version that is meant; the seconds that are left."""
+        deadline = time.monotonic() + deadline_s
+        if self._engines.version < self._meant:
+            await self._engines.refresh()
+        while self._engines.version < self._meant:
+            if time.monotonic() > deadline:
+                raise EngineUnavailableError(
+                    f"no engine has had version {self._meant} within {deadline_s:g} s (the oldest "
+                    f"serves {self._engines.version}): look into the log of `agentevo serve`"
+                )
+            await asyncio.sleep(self._poll_s)
+        return max(deadline - time.monotonic(), self._poll_s)
+
+    async def release(self, session: str) -> None:
+        """See Engine.release."""
+        await self._engines.release(session)
+
+    def stats(self) -> dict[str, float]:
+        """See RemoteEngine.stats."""
+        return self._engines.stats()
+
+    async def forget_cache(self) -> None:
+        """See UpdatableEngine.forget_cache: others' caches are not this process's."""
+
+    def check(self) -> None:
+        """See UpdatableEngine.check: engines may come back at any time."""
+
+    async def close(self) -> None:
+        """See UpdatableEngine.close."""
+        await self._engines.close()

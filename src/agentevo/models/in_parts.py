@@ -1,0 +1,139 @@
+"""Models of which no process has all weights: where the whole tensors come from when such a model
+is written for others (a checkpoint's folder, a version for engines).
+
+Whoever makes a model lie in parts says so once, by `lies_in_parts`. On the first process, which
+writes, `InParts.tensors` then makes one whole tensor after the other; the others give theirs, for
+which `tell` calls them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from agentevo.models.parts import Part, Spec, Wholes, give
+from agentevo.models.tensor_file import split_files, write_files
+
+FILE_BYTES = 5 * 2**30
+"""Most bytes of a file of a model's folder, unless a single tensor is larger."""
+
+
+@dataclass(frozen=True, eq=False)
+class InParts:
+    """See the module."""
+
+    skeleton: PreTrainedModel
+    """The model with its configuration, whose weights are not looked at."""
+    own: Callable[[bool], Mapping[str, Part]]
+    """This process's parts as they are now, of the dtype that is served, by name in one order
+    everywhere; whether of what is trained alone."""
+    tell: Callable[[bool], None] = lambda only_trained: None
+    """Makes the other processes call `give`."""
+    group: distributed.ProcessGroup | None = None
+    """All processes, for tensors on the CPU."""
+
+    def specs(self, *, only_trained: bool) -> dict[str, Spec]:
+        """What `tensors` gives, in its order."""
+        return {name: part.spec for name, part in self.own(only_trained).items()}
+
+    def tensors(self, *, only_trained: bool) -> Wholes:
+        """On the first process: (name, whole tensor on the CPU), one made after the other."""
+        self.tell(only_trained)
+        return Wholes(self.own(only_trained), self.group)
+
+    def give(self, only_trained: bool) -> None:
+        """On the others."""
+        give(self.own(only_trained), self.group)
+
+
+_IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()
+
+
+def lies_in_parts(model: nn.Module, how: InParts) -> None:
+    """From now on whoever writes the model gathers it."""
+    _IN_PARTS[model] = how
+
+
+def in_parts(model: nn.Module) -> InParts | None:
+    """None for a model that this process has whole."""
+    return _IN_PARTS.get(model)
+
+
+def write_from_parts(
+    how: InParts,
+    folder: Path,
+    weights: Wholes | None = None,
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes a model's configuration and weights as `save_pretrained` does, layer by layer: what
+    transformers has merged when it loaded the model (experts, say) is parted again within each.
+    `weights`: of another moment, in place of those that the model has now."""
+    how.skeleton.save_pretrained(folder, state_dict={})
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    coming = how.tensors(only_trained=False) if weights is None else weights
+    with coming:
+        _write_weights(how.skeleton, folder, coming, file_bytes)
+
+
+def _write_weights(model: PreTrainedModel, folder: Path, weights: Wholes, file_bytes: int) -> None:
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    specs = {n: s for n, s in weights.specs.items() if n not in ignored}
+    layers: dict[str, dict[str, Spec]] = {}
+    for name, spec in specs.items():
+        layers.setdefault(_layer_of(name), {})[name] = spec
+    saved: dict[str, Spec] = {}
+    for layer in layers.values():
+        hollow = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in layer.items()}
+        saved |= {
+            name: Spec(tensor.dtype, tuple(tensor.shape))
+            for name, tensor in _as_saved(model, hollow).items()
+        }
+    files = split_files("model", saved, file_bytes)
+    write_files(folder, files, _by_layers(model, weights, layers))
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(spec.num_bytes for spec in saved.values())},
+            "weight_map": {name: file for file, group in files.items() for name in group},
+        }
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _by_layers(
+    model: PreTrainedModel,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    layers: Mapping[str, Mapping[str, Spec]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as they are saved, of one layer after the other."""
+    waiting = {layer: set(specs) for layer, specs in layers.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        layer = _layer_of(name)
+        if name not in waiting.get(layer, ()):
+            continue
+        found.setdefault(layer, {})[name] = tensor
+        del tensor
+        waiting[layer].discard(name)
+        if not waiting[layer]:
+            yield from _as_saved(model, found.pop(layer)).items()
+
+
+def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return cast(dict[str, torch.Tensor], revert_weight_conversion(cast(Any, model), tensors))
+
+
+def _layer_of(name: str) -> str:
+    """A layer's name (`model.layers.3`), or, outside of layers, the tensor's own."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else name

@@ -1,0 +1,248 @@
+"""Tensors that lie in parts on several processes: which box of the whole each of them has, and how
+wholes are made of that on the first process, one after the other.
+
+A part is a box: FSDP cuts rows, tensor and expert parallelism cut one dimension, and both at once
+cut a box out of a box. Processes that have the same box are replicas, of which one gives it.
+
+Wholes are made on the CPU, and whoever takes them frees each before the next, so the first process
+holds its parts and one tensor, never a model. What travels is bytes, so every bit arrives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self, runtime_checkable
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from agentevo.errors import ModelError
+
+
+class Cut(NamedTuple):
+    """This process's slice of a tensor along one dimension."""
+
+    dim: int
+    first: int
+    length: int
+    """Of the whole."""
+
+
+class Spec(NamedTuple):
+    """What a whole tensor is like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Box(NamedTuple):
+    """Where a part lies in the whole."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Indices of the part in the whole."""
+        return tuple(
+            slice(first, first + size) for first, size in zip(self.offset, self.sizes, strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What this process has of one tensor."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offset: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    """Of what is given, where that is not `local`'s."""
+
+    @classmethod
+    def of(
+        cls, tensor: torch.Tensor, parameter: torch.Tensor | None = None, cut: Cut | None = None
+    ) -> Part:
+        """Of a tensor that lies as a parameter does (by default, as it says itself): sharded by
+        FSDP, or not, within a slice, or not."""
+        place = tensor if parameter is None else parameter
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        shape, offset = list(place.shape), [0] * place.dim()
+        if isinstance(place, DTensor):
+            offset = list(place.__create_chunk_list__()[0].offsets)
+        if cut is not None:
+            shape[cut.dim] = cut.length
+            offset[cut.dim] += cut.first
+        return cls(local, tuple(shape), tuple(offset))
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.local.shape))
+
+    @property
+    def spec(self) -> Spec:
+        """Of the whole."""
+        return Spec(self.dtype or self.local.dtype, self.shape)
+
+    @property
+    def given(self) -> torch.Tensor:
+        """What is given of it, on the CPU."""
+        return self.local.detach().to(self.spec.dtype).cpu().contiguous()
+
+    def to(self, dtype: torch.dtype) -> Part:
+        """The same, given in another dtype."""
+        return Part(self.local, self.shape, self.offset, dtype)
+
+    def copied(self) -> Part:
+        """A copy on the CPU, which later steps don't change."""
+        copy = self.local.detach().to("cpu", self.spec.dtype, copy=True)
+        return Part(copy, self.shape, self.offset)
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A tensor in a file, of which any box can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """What lies in the box, or all of it, on the CPU."""
+        ...
+
+
+Saved = torch.Tensor | Stored
+"""A whole tensor of a checkpoint, in memory or not."""
+
+
+def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+    """The inverse of `Part.of`: of a whole tensor what this process has of one that lies as the
+    parameter does. It is on the parameter's device, sharded where that is. Raises ValueError for a
+    tensor of another shape, where a part of it is asked for."""
+    if not isinstance(parameter, DTensor) and cut is None:
+        return saved.to(parameter.device) if isinstance(saved, torch.Tensor) else saved.read()
+    part = Part.of(parameter, cut=cut)
+    if tuple(saved.shape) != part.shape:
+        raise ValueError(f"a tensor {tuple(saved.shape)} for one of {part.shape}")
+    box = part.box
+    local = saved.read(box) if not isinstance(saved, torch.Tensor) else saved[box.slices].clone()
+    local = local.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class Wholes:
+    """On the first process: iterates over (name, the whole tensor on the CPU) of every tensor, in
+    the order of the names, while the others `give` theirs. Who breaks off calls `close`, which
+    takes what is given still; as a context manager it does. Raises ModelError for parts that are
+    not all of a tensor."""
+
+    def __init__(
+        self, parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None
+    ) -> None:
+        """`group`: of all processes and for tensors on the CPU. They all have the same names."""
+        self._parts, self._group = parts, group
+        self._boxes = _boxes_of_all(parts, group)
+        self._waiting = iter(parts)
+        self.specs = {name: part.spec for name, part in parts.items()}
+        """What comes, in this order."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name = next(self._waiting)
+        part, givers = self._parts[name], self._givers(name)
+        whole = _begun(part)
+        self._take(whole, givers)
+        found, wanted = sum(math.prod(box.sizes) for box in givers.values()), whole.numel()
+        if found != wanted:
+            raise ModelError(
+                f"{name}: processes have parts of {found} elements of a tensor of {wanted}: this "
+                "is a defect, please report it"
+            )
+        return name, whole
+
+    def close(self) -> None:
+        """Takes the rest and keeps nothing of it."""
+        for name in self._waiting:
+            part = self._parts[name]
+            self._take(torch.empty(part.shape, dtype=part.spec.dtype), self._givers(name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _givers(self, name: str) -> dict[int, Box]:
+        return _givers([boxes[name] for boxes in self._boxes])
+
+    def _take(self, whole: torch.Tensor, givers: Mapping[int, Box]) -> None:
+        """Puts what the other processes give into the whole."""
+        for process, box in givers.items():
+            if process == 0:
+                continue
+            given = torch.empty(box.sizes, dtype=whole.dtype)
+            distributed.recv(_bytes(given), group=self._group, group_src=process)
+            whole[box.slices] = given
+
+
+def give(parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None) -> None:
+    """What the other processes do while the first one iterates over `Wholes` of its own parts."""
+    boxes, me = _boxes_of_all(parts, group), distributed.get_rank(group)
+    for name, part in parts.items():
+        if me in _givers([of_one[name] for of_one in boxes]):
+            distributed.send(_bytes(part.given), group=group, group_dst=0)
+
+
+def _boxes_of_all(
+    parts: Mapping[str, Part], group: distributed.ProcessGroup | None
+) -> list[dict[str, Box]]:
+    """Where the parts of each process lie; called by all of them."""
+    own = {name: part.box for name, part in parts.items()}
+    if not distributed.is_initialized():
+        return [own]
+    of_all: list[dict[str, Box]] = [{}] * distributed.get_world_size(group)
+    distributed.all_gather_object(of_all, own, group=group)
+    return of_all
+
+
+def _givers(boxes: list[Box]) -> dict[int, Box]:
+    """Process -> box: who gives what, the first of those that have the same."""
+    givers: dict[Box, int] = {}
+    for process, box in enumerate(boxes):
+        if math.prod(box.sizes):
+            givers.setdefault(box, process)
+    return {process: box for box, process in givers.items()}
+
+
+def _begun(part: Part) -> torch.Tensor:
+    """The whole with this process's own part in it."""
+    if tuple(part.local.shape) == part.shape:
+        return part.given
+    whole = torch.empty(part.shape, dtype=part.spec.dtype)
+    whole[part.box.slices] = part.given
+    return whole
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor on the CPU, as a view."""
+    return tensor.reshape(-1).view(torch.uint8)

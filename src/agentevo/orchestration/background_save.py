@@ -1,0 +1,88 @@
+"""A checkpoint that is written while the run goes on.
+
+    start(step, write) -> a thread writes -> settle: the run knows of it, or ends with the failure
+
+At most one is under way. What the thread writes is a copy that was made before. A step counts as
+saved only when its folder is there whole and the run has recorded it (head.json), which happens as
+soon as the event loop is free; a kill before that leaves what a resume deletes, and it goes on from
+the checkpoint before. What goes wrong is told at once, and ends the run before its next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Self
+
+from agentevo.errors import AgentEvoError, CheckpointError, described
+
+
+class BackgroundSave:
+    """See the module."""
+
+    def __init__(self, saved: Callable[[int, str], None], warn: Callable[[str], None]) -> None:
+        """`saved(step, sha256)` is called on the thread of the run, as is `warn`."""
+        self._saved, self._warn = saved, warn
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._outcome: str | Exception | None = None
+
+    def start(self, step: int, write: Callable[[], str]) -> None:
+        """`write` returns the checkpoint's sha256. Nothing else may be under way (`settle`)."""
+        assert self._thread is None, "one checkpoint at a time"
+        loop = _running_loop()
+
+        def work() -> None:
+            try:
+                self._outcome = write()
+            except Exception as error:  # noqa: BLE001 (told at once, and raised by `settle`)
+                self._outcome = error
+            if loop is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._look)
+
+        self._step, self._outcome = step, None
+        self._thread = threading.Thread(target=work, name=f"checkpoint {step}", daemon=True)
+        self._thread.start()
+
+    def settle(self, *, wait: bool) -> None:
+        """Records the checkpoint that was written. `wait`: until it is. Raises CheckpointError for
+        one that could not be."""
+        if self._thread is None or not (wait or self._outcome is not None):
+            return
+        self._thread.join()
+        outcome, self._thread, self._outcome = self._outcome, None, None
+        if isinstance(outcome, AgentEvoError):
+            raise outcome
+        if isinstance(outcome, Exception):
+            raise CheckpointError(
+                f"the checkpoint of step {self._step} could not be written "
+                f"({described(outcome)}): resume from an older one"
+            ) from outcome
+        assert outcome is not None
+        self._saved(self._step, outcome)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for what is under way where the run has failed of something else: what goes wrong
+        with it is told, not raised."""
+        try:
+            self.settle(wait=True)
+        except AgentEvoError as error:
+            self._warn(str(error))
+
+    def _look(self) -> None:
+        """On the event loop, when the thread has ended."""
+        if isinstance(self._outcome, Exception):
+            self._warn(f"checkpoint of step {self._step}: {described(self._outcome)}")
+        else:
+            self.settle(wait=False)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,95 @@
+"""What each of several processes adds to a checkpoint of a model that lies in parts on them.
+
+    first    tensors -> the model's files, one whole tensor after the other
+             finish(folder) ----------+-> its own part of the trainer's state, hashed
+    others   give(): tensors, then ---+-> theirs, and the hashes go to the first process
+
+The first process makes the folder, and says in between whether there is one to write to: where it
+could not write its own files, nobody writes. Who fails says so to the first process, whose error
+counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from agentevo.files import sync_to_disk
+from agentevo.models.parts import Part, Wholes, give
+from agentevo.training.state_parts import METADATA, PartsError, write_parts
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """See the module."""
+
+    weights: Mapping[str, Part]
+    """Of the model, as they are saved; empty where the first process has all of it."""
+    state: Mapping[str, Part]
+    """Of the trainer's state (`split_state`)."""
+    group: distributed.ProcessGroup | None = None
+    """All processes, for tensors on the CPU."""
+
+    def copied(self) -> Contribution:
+        """As it is now, whatever is trained meanwhile."""
+        return Contribution(
+            {name: part.copied() for name, part in self.weights.items()},
+            {name: part.copied() for name, part in self.state.items()},
+            self.group,
+        )
+
+    def tensors(self) -> Wholes:
+        """On the first process: the model's weights, all of which have to be taken."""
+        return Wholes(self.weights, self.group)
+
+    def finish(self, folder: Path | None) -> dict[str, str]:
+        """On the first process: name of a file in the folder -> its sha256, once all processes have
+        written theirs. None: nothing is written after all. Raises PartsError."""
+        told: list[Any] = [None if folder is None else str(folder)]
+        if distributed.is_initialized():
+            distributed.broadcast_object_list(told, group=self.group, group_src=0)
+        return {} if folder is None or not self.state else self._write(folder)
+
+    def give(self) -> None:
+        """On the others, from beginning to end."""
+        if self.weights:
+            give(self.weights, self.group)
+        told: list[Any] = [None]
+        distributed.broadcast_object_list(told, group=self.group, group_src=0)
+        if told[0] is not None and self.state:
+            try:
+                self._write(Path(told[0]))
+            except PartsError:
+                return  # which the first process raises, too
+
+    def _write(self, folder: Path) -> dict[str, str]:
+        folder.mkdir(parents=True, exist_ok=True)  # where folders are not shared, `seal` says so
+        write_parts(folder, self.state, self.group)
+        process = distributed.get_rank(self.group) if distributed.is_initialized() else 0
+        own: dict[str, str] | str
+        try:
+            paths = sorted(folder.glob(f"__{process}_*"))
+            paths += [folder / METADATA] if process == 0 else []
+            own = {path.name: _hash_and_sync(path) for path in paths}
+        except OSError as error:
+            own = f"{folder}: process {process} could not read its part again ({error})"
+        of_all: list[Any] = [own]
+        if distributed.is_initialized():
+            of_all *= distributed.get_world_size(self.group)
+            distributed.all_gather_object(of_all, own, group=self.group)
+        failed = [one for one in of_all if isinstance(one, str)]
+        if failed:
+            raise PartsError(failed[0])
+        return {name: digest for one in of_all for name, digest in one.items()}
+
+
+def _hash_and_sync(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    sync_to_disk(path)
+    return digest

@@ -1,0 +1,41 @@
+"""What a process has of a model that lies in parts, for those that write the model."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.models.adapters import is_adapted
+from agentevo.models.parts import Part
+from agentevo.models.sharded import skeleton_of
+from agentevo.training.sharding.layouts import layouts_by_name
+
+
+def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str, Part]:
+    """Name -> this process's part of every weight, and of every buffer that is saved, in the dtypes
+    that the model has outside of training, as they are now. Tied weights have one name."""
+    skeleton, layouts = skeleton_of(model), layouts_by_name(model)
+    dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not only_trained:
+            layout = layouts.get(name)
+            part = Part.of(parameter, cut=None if layout is None else layout.cut)
+            found[name] = part.to(dtypes.get(name, parameter.dtype))
+    if not only_trained:
+        found |= {name: Part.of(buffer) for name, buffer in _saved_buffers(model).items()}
+    return found
+
+
+def saved_parts(model: PreTrainedModel) -> dict[str, Part]:
+    """Those that a checkpoint has: of a model with adapters these alone."""
+    return weight_parts(model, only_trained=is_adapted(model))
+
+
+def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }

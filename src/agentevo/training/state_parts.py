@@ -1,0 +1,221 @@
+"""A trainer's state whose tensors lie in parts on several processes, in torch's distributed
+checkpoint format (`torch.distributed.checkpoint`): each process writes what it has, and any number
+of processes reads what each needs.
+
+    trainer.pt               the state, with `{"dcp": NAME}` in place of such a tensor
+    trainer/.metadata        what lies where
+    trainer/__0_0.distcp     the parts of the first process, and so on
+
+Nothing here makes a folder appear whole: `checkpoint.py` does, when all have written and hashed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from agentevo.errors import CheckpointError, UnusableCheckpointError
+from agentevo.models.parts import Box, Part
+
+FOLDER = "trainer"
+METADATA = ".metadata"
+_KEY = "dcp"
+_RECORDS = {
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+}
+"""Of torch's format: plain data, all of them."""
+
+
+def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
+    """(the state with names in place of its parts, the parts by these names)."""
+    if isinstance(state, Part):
+        return {_KEY: name}, {name: state}
+    if isinstance(state, dict):
+        plain: dict[Any, Any] = {}
+        parts: dict[str, Part] = {}
+        for key, value in state.items():
+            plain[key], found = split_state(value, f"{name}.{key}" if name else str(key))
+            parts |= found
+        return plain, parts
+    if isinstance(state, list):
+        items = [split_state(value, f"{name}.{at}") for at, value in enumerate(state)]
+        return [item for item, _ in items], {k: v for _, own in items for k, v in own.items()}
+    return state, {}
+
+
+def write_parts(
+    folder: Path, parts: Mapping[str, Part], group: distributed.ProcessGroup | None
+) -> None:
+    """Writes this process's parts; all processes of the group call it. Raises PartsError on all of
+    them if one can't write."""
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    entries = {name: _Entry(part) for name, part in parts.items()}
+    try:
+        dcp.save(entries, storage_writer=writer, planner=_Saving(), process_group=group)
+    except dcp.CheckpointException as error:
+        reasons = {process: failed[0] for process, failed in error.failures.items()}
+        process, first = min(reasons.items())
+        raise PartsError(
+            f"{folder}: process {process} could not write its part ({first})"
+        ) from error
+
+
+class PartsError(CheckpointError):
+    """A process could not write its part of a checkpoint."""
+
+
+class StoredPart:
+    """A tensor of a checkpoint: a `Stored`."""
+
+    def __init__(self, reader: _Reader, name: str) -> None:
+        self._reader, self._name = reader, name
+        found = reader.metadata.state_dict_metadata.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise UnusableCheckpointError(f"{reader.path} has no tensor {name}: it is not whole")
+        self.dtype, self.shape = found.properties.dtype, tuple(found.size)
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """What lies in the box, or all of it, on the CPU, and the caller's own."""
+        box = Box((0,) * len(self.shape), self.shape) if box is None else box
+        into = torch.empty(box.sizes, dtype=self.dtype)
+        if into.numel():
+            wanted = {self._name: _Entry(Part(into, self.shape, box.offset))}
+            try:
+                dcp.load(wanted, storage_reader=self._reader, planner=_Loading(), no_dist=True)
+            except dcp.CheckpointException as error:
+                raise UnusableCheckpointError(
+                    f"{self._reader.path}: {self._name} can't be read ({error}): resume from an "
+                    "older checkpoint"
+                ) from error
+        return into
+
+
+def join_state(plain: Any, folder: Path) -> Any:
+    """The inverse of `split_state`: names become `StoredPart`. Raises UnusableCheckpointError for
+    what is not as `write_parts` writes it."""
+    reader: _Reader | None = None
+
+    def joined(state: Any) -> Any:
+        nonlocal reader
+        if isinstance(state, dict):
+            if state.keys() == {_KEY}:
+                reader = _Reader(folder) if reader is None else reader
+                return StoredPart(reader, state[_KEY])
+            return {key: joined(value) for key, value in state.items()}
+        return [joined(value) for value in state] if isinstance(state, list) else state
+
+    return joined(plain)
+
+
+class _Entry:
+    """A part as the planners see it."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.part.shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.part.offset), self.part.local.shape)]
+
+    def __create_write_items__(self, name: str, entry: object) -> list[WriteItem]:
+        if not self.part.local.numel():
+            return []
+        (chunk,) = self.__create_chunk_list__()
+        data = TensorWriteData(
+            chunk, TensorProperties.create_from_tensor(self.part.local), self.size()
+        )
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, None, data)]
+
+
+class _Saving(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        entry: _Entry = self.state_dict[index.fqn]
+        return entry.part.local
+
+
+class _Loading(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        entry: _Entry = self.state_dict[index.fqn]
+        return entry.part.local
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:
+        raise UnusableCheckpointError(
+            "a checkpoint's parts hold something else than tensors, which is not read"
+        )
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, and nothing in it that could be a program."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with (Path(path) / METADATA).open("rb") as file:
+            self.metadata: Metadata = _Restricted(file).load()
+        if not isinstance(self.metadata, Metadata):
+            raise UnusableCheckpointError(f"{path}/{METADATA} is not what torch writes")
+        outside = [
+            info.relative_path
+            for info in self.metadata.storage_data.values()
+            if Path(info.relative_path).name != info.relative_path
+        ]
+        if outside:
+            raise UnusableCheckpointError(f"{path}/{METADATA} names a file {outside[0]!r}")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+class _Restricted(pickle.Unpickler):
+    """Makes records of torch's format, sizes and dtypes, and no other object."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_record = module.startswith("torch.distributed.checkpoint.") and name in _RECORDS
+        is_value = module == "torch" and (
+            name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        is_layout = (module, name) == ("torch.serialization", "_get_layout")
+        is_path = module.partition(".")[0] == "pathlib" and name == "PosixPath"  # of the writer
+        if not (is_record or is_value or is_layout or is_path):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+        return super().find_class(module, name)

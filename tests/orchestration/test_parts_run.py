@@ -1,0 +1,65 @@
+"""A run whose trainer lies in parts on two processes while engines elsewhere serve: no process has
+the whole model."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentevo.cli.main import main
+from agentevo.config import load_config
+from agentevo.errors import ConfigError
+from agentevo.inference.weights import WeightsFolder
+from agentevo.orchestration.checks import check_parts
+from agentevo.runs.chain import read_head
+from agentevo.training.checkpoint import Checkpoints
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ranks import SMALL, launched, rows
+
+APART = ["rollout.samplers=1", "rollout.staleness=1", "trainer.parallel.shard=2"]
+
+
+@pytest.mark.slow
+def test_what_no_process_has_whole_is_published_saved_and_resumed(tmp_path, capsys):
+    """Checkpoints are written while steps go on; with the newest gone, one process does the last
+    steps again from their plans and goes on."""
+    run = tmp_path / "run"
+    code, said = launched(
+        run, 2, *APART, "trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9",
+        "checkpoint.background=true",
+    )  # fmt: skip
+    assert code == 0, said
+    checkpoints = Checkpoints(run / "checkpoints", 9)
+    assert checkpoints.steps()[-1] == 3
+    for step in checkpoints.steps():
+        files = checkpoints.verify(checkpoints.path(step)).files
+        assert {"trainer/.metadata", "trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= set(files)
+    head = read_head(run)
+    assert head is not None
+    assert 3 in head.checkpoints
+    saved = AutoModelForCausalLM.from_pretrained(checkpoints.path(3))
+    published = WeightsFolder(run / "weights").read(3)
+    assert all(torch.equal(published[name], p) for name, p in saved.named_parameters())
+    assert main(["audit", str(run)]) == 0
+    for step in checkpoints.steps()[1:]:
+        shutil.rmtree(checkpoints.path(step))
+    code, said = launched(run, 1, *APART[:2], "trainer.steps=4", "--resume")
+    assert code == 0, said
+    assert "committed steps after it are done again" in said
+    assert "has a gradient norm" not in said
+    assert 4 in rows(run, "actor/grad_norm")
+    assert main(["audit", str(run)]) == 0
+
+
+def test_deltas_of_weights_in_parts_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    keys = ["rollout.weights.delta=true", "model.dtype=bfloat16"]
+    config = load_config("coins", [*SMALL, *APART, *keys])
+    with pytest.raises(ConfigError, match="published in full"):
+        check_parts(config, None, resume=False)

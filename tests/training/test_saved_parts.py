@@ -1,0 +1,113 @@
+"""Checkpoints that several processes write in parts: whole or not there, and the same to whoever
+reads them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import saved_runs as runs
+
+pytestmark = pytest.mark.slow
+
+
+def together(folder: Path, what: str, shards: int, world: int) -> list[dict]:
+    outs = [folder / f"{what}-{process}.pt" for process in range(world)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, runs.__file__, what, str(shards), str(process), str(world),
+             str(folder / f"meeting-{what}"), str(folder), str(out)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process, out in enumerate(outs)
+    ]  # fmt: skip
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    return [torch.load(out) for out in outs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """Saved by two processes."""
+    return together(folder, "save", 2, 2)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Saved by one."""
+    trainer = runs.taught(None)
+    assert runs.save(trainer, folder / "of-1", runs.STEPS) == "saved"
+    return runs.whole_state(trainer)
+
+
+@pytest.fixture(scope="module")
+def four(folder, two, alone):
+    """Two shards on each of two replicas, which go on from either."""
+    return together(folder, "load", 2, 4)
+
+
+def same_bits(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not wrong
+
+
+def test_moments_of_two_processes_are_bit_equal_on_four_and_on_one(folder, two, four):
+    for process in four:
+        same_bits(process["of-2"]["state"], two[0]["state"])
+    one = runs.resumed(None, folder / "of-2" / f"step-{runs.STEPS:06d}")
+    same_bits(runs.whole_state(one), two[0]["state"])
+    norm = one.step(runs.with_reference(one))["actor/grad_norm"]
+    for found in (two[0]["metrics"], four[0]["of-2"]["metrics"]):
+        assert norm == pytest.approx(found["actor/grad_norm"], rel=1e-4)
+
+
+def test_moments_of_one_process_are_bit_equal_on_several(alone, four):
+    for process in four:
+        same_bits(process["of-1"]["state"], alone)
+
+
+def test_a_process_that_can_not_write_leaves_nothing(two):
+    """The first one's own file, then the other one's part."""
+    first, other = two
+    assert first["said"] == "saved"
+    assert other["said"] == "gave"
+    assert "No space left on device" in first["full"]
+    assert "process 1 could not write its part" in first["part"]
+    assert first["left"] == ["index.json", "step-000002"]
+
+
+def test_what_is_written_later_is_what_was_copied(folder, two):
+    whole = {name: tensor for name, tensor in two[0]["state"].items() if name.startswith("policy.")}
+    model = runs.LlamaForCausalLM.from_pretrained(folder / "late" / f"step-{runs.STEPS:06d}")
+    assert all(torch.equal(whole[f"policy.{n}"], p) for n, p in model.named_parameters())
+
+
+def test_the_first_process_makes_no_whole_model(two):
+    """Of twelve layers it makes hardly more than one at a time; the other one makes none."""
+    first, other = two[0]["memory"], two[1]["memory"]
+    assert first["saved"]
+    assert first["published"]
+    assert first["whole"] > 10 * first["layer"]
+    for what in ("saving", "publishing"):
+        assert first[what] < 2.5 * first["layer"], what
+        assert other[what] < first["layer"], what
+
+
+def test_a_kill_leaves_whole_checkpoints(folder):
+    out = folder / "killed.pt"
+    command = [sys.executable, runs.__file__, "kill", str(folder), "8", str(out)]
+    subprocess.run(command, check=True, timeout=500)
+    assert torch.load(out) == []
