@@ -31,6 +31,7 @@ from agentevo.cli import (
     data,
     doctor,
     evaluation,
+    evolve,
     launch,
     mcp,
     names,
@@ -41,6 +42,7 @@ from agentevo.cli import (
     sandbox,
     server,
     store,
+    tasks,
     tools,
     top,
     train,
@@ -73,6 +75,8 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(train.sft)
 app.command()(train.rm)
+app.command()(evolve.evolve)
+app.command("mcp-rl")(evolve.mcp_rl)
 app.command()(pipeline.pipeline)
 app.command()(processes.learn)
 app.command()(processes.sample)
@@ -102,6 +106,7 @@ app.add_typer(annotating.commands, name="annotations")
 app.add_typer(store.stores, name="store")
 app.add_typer(sandbox.sandbox, name="sandbox")
 app.add_typer(mcp.mcp, name="mcp")
+app.add_typer(tasks.tasks, name="tasks")
 app.add_typer(tools.tools, name="tools")
 app.add_typer(launch.launch, name="launch")
 

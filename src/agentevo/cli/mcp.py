@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentevo.cli.arguments import Port, check_arguments
+from agentevo.cli.server_words import server_section
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def inspect(
     if sum(one is not None for one in (call, prompt, resource)) > 1:
         raise ConfigError("--call, --prompt and --resource: give one of them")
     check_arguments(arguments)
-    section = _section(server)
+    section = server_section(server)
     if prompt is not None:
         section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
     if resource is not None:
@@ -216,30 +217,6 @@ async def _asked(
 def _line(function: dict[str, Any]) -> str:
     about = " ".join(function["description"].split())
     return f"{function['name']}({', '.join(_parameters(function['parameters']))})  {about}"
-
-
-def _section(words: list[str]) -> ToolSection:
-    """Raises ConfigError."""
-    from pathlib import Path
-
-    import pydantic
-
-    from agentevo.config.mcp import MCPFileSection, MCPServerSection
-    from agentevo.config.mcp_manager import PATH, MCPManagerSection
-    from agentevo.tools.mcp_connection import UNNAMED
-
-    first = words[0]
-    try:
-        if "://" in first and first.rstrip("/").endswith(PATH):
-            return MCPManagerSection(url=first)
-        if "://" in first:
-            is_sse = first.rstrip("/").endswith("/sse")
-            return MCPServerSection(name=UNNAMED, url=first, transport="sse" if is_sse else "http")
-        if len(words) == 1 and first.endswith(".json"):
-            return MCPFileSection(file=Path(first))
-        return MCPServerSection(name=UNNAMED, command=first, args=tuple(words[1:]))
-    except pydantic.ValidationError as error:
-        raise ConfigError(f"{first}: {error.errors()[0]['msg']}") from error
 
 
 def _parameters(schema: dict[str, Any]) -> list[str]:

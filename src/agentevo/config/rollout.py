@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
+from agentevo.config.curriculum import curriculum_contradictions
 from agentevo.config.section import Section
 from agentevo.config.task_stages import stage_contradictions
 
@@ -101,7 +102,8 @@ class RolloutSection(Section):
 
 def rollout_contradictions(config: RunConfig) -> list[str]:
     """Values that can't hold together with those of other sections, as 'what: remedy'."""
-    section, problems = config.rollout, stage_contradictions(config)
+    section = config.rollout
+    problems = [*stage_contradictions(config), *curriculum_contradictions(config)]
     apart = section.staleness > 0 or section.samplers > 0
     weighs = (
         config.algorithm.importance != "none"

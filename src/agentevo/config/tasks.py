@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import PositiveFloat, field_validator, model_validator
 
 from agentevo.config.agents import brings_tasks
+from agentevo.config.curriculum import Curriculum, with_curriculum_read
 from agentevo.config.section import Section
 from agentevo.config.task_stages import TaskStage, stage_problem, with_stages_read
 
@@ -54,6 +55,11 @@ class TasksSection(Section):
     share of attempts that succeed, as a mean over `success_window` steps, 5), which the last has
     not. Such a run needs `eval`, whose tasks are reported for each stage. Default: every task from
     the first step on."""
+    curriculum: Curriculum | None = None
+    """Which tasks a step plays follows from how often they were solved so far: those that about
+    half of their attempts solve come most often, solved ones are retired, and a task with the key
+    `variant_of` (another's id) waits until that one is. `true`, or a section with `window`,
+    `retire_after` and `floor`. Default: every task as often as any other."""
     fields: TaskFields = TaskFields()
     """The keys of a row that hold a task's fields."""
     allow_bad_rows: bool = True
@@ -66,9 +72,8 @@ class TasksSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_sources(cls, given: Any) -> Any:
-        return with_stages_read(
-            {"train": given} if isinstance(given, (str, list, tuple)) else given
-        )
+        section = {"train": given} if isinstance(given, (str, list, tuple)) else given
+        return with_stages_read(with_curriculum_read(section))
 
     @field_validator("train", "eval", mode="before")
     @classmethod
@@ -95,6 +100,13 @@ class TasksSection(Section):
                 "stages choose among the tasks of train, and those of eval are reported for each "
                 f"stage: give {missing}"
             )
+        if self.curriculum is not None and (self.stages or self.weights):
+            other = "stages" if self.stages else "weights"
+            raise ValueError(
+                f"curriculum and {other} both say which tasks a step plays: leave one of them out"
+            )
+        if self.curriculum is not None and not self.train:
+            raise ValueError("curriculum chooses among the tasks of train: give train")
         if problem := stage_problem(self.stages, self.train, self.eval):
             raise ValueError(problem)
         return self

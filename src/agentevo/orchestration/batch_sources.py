@@ -17,7 +17,6 @@ from agentevo.errors import ConfigError
 from agentevo.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.task_stages import TaskStages
 from agentevo.store.store import StepRecord, Store
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
@@ -97,20 +96,19 @@ class RolloutBatches(WithoutHeldOutData):
         tasks: StepTasks,
         trainer: RolloutTrainer,
         store: Store,
-        stages: TaskStages | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`note` hears of each of the stages that begins."""
+        """`note` hears of each stage of the tasks that begins."""
         self.num_steps = config.trainer.steps
         self.collector = Collector(config, rollouts, tasks)
         self._only_samples = config.trainer.epochs == 0
-        self._stages, self._note, self._stage = stages or TaskStages((), lag=0), note, ""
+        self._tasks, self._note, self._stage = tasks, note, ""
         self._staleness, self._trainer, self._store = config.rollout.staleness, trainer, store
 
     async def collect(self, step: int) -> Collected:
-        """See Collector.collect. The committed steps say which stage it is."""
-        await self._stages.learn(self._store)
-        stage = self._stages.name_at(step)
+        """See Collector.collect. The committed steps say which tasks it has."""
+        await self._tasks.learn(self._store)
+        stage = self._tasks.stage_name(step)
         if stage != self._stage:
             self._stage = stage
             self._note(f"step {step} is of the stage {stage}")

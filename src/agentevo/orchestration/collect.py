@@ -24,7 +24,9 @@ from agentevo.orchestration.step_metrics import (
     metrics_by_source,
     rollout_metrics,
 )
+from agentevo.rollout.curriculum import SOLVED
 from agentevo.rollout.sampler import BASELINE
+from agentevo.store.store import Store
 from agentevo.training.batching.selection import rewards_by_group, select, usable
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
@@ -76,8 +78,14 @@ class StepTasks(Protocol):
     def source_of(self, task_id: str) -> str | None:
         """The name of a task's source, where sources are mixed."""
 
-    def stage_of(self, step: int) -> int | None:
-        """The number of the stage that a step is in, from 1; None where there are none."""
+    async def learn(self, store: Store) -> None:
+        """Reads of the committed steps what later ones' tasks follow from."""
+
+    def stage_name(self, step: int) -> str:
+        """The name of the stage that a step is in; empty where there are none."""
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """What is to be said of how a step's tasks were chosen."""
 
 
 class Collector:
@@ -88,6 +96,7 @@ class Collector:
         self._config, self._attempts, self._tasks = config, attempts, tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
+        self._solved: dict[str, list[int]] = {}
 
     async def collect(self, step: int) -> Collected:
         """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as
@@ -112,13 +121,15 @@ class Collector:
         if self._rlpr is not None:
             self._rlpr.end_step()
         collected = self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
-        if (stage := self._tasks.stage_of(step)) is not None:
-            collected.metrics["training/stage"] = float(stage)
+        collected.metrics.update(self._tasks.metrics_of(step))
+        self._solved = solved_attempts(gathered.sampled) if self._config.tasks.curriculum else {}
         return collected
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as JSON values."""
-        return {"rlpr": self._rlpr.state_dict()} if self._rlpr is not None else {}
+        """The state that a resumed run needs, as JSON values. What the newest step solved is in it
+        for its record, which a curriculum reads."""
+        rlpr = {"rlpr": self._rlpr.state_dict()} if self._rlpr is not None else {}
+        return rlpr | ({SOLVED: self._solved} if self._solved else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave; a filter that was off until now begins anew."""
@@ -202,6 +213,17 @@ class Collector:
             baselines=baselines,
             metrics=metrics,
         )
+
+
+def solved_attempts(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
+    """Task id -> how many of its completed attempts have succeeded, and how many there are."""
+    found: dict[str, list[int]] = {}
+    for one in trajectories:
+        if one.status == "completed":
+            counts = found.setdefault(one.task_id, [0, 0])
+            counts[0] += one.success
+            counts[1] += 1
+    return found
 
 
 def is_baseline(trajectory: Trajectory) -> bool:

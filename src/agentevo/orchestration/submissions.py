@@ -184,9 +184,16 @@ class Submissions:
         """See StepTasks.source_of: whoever submits attempts has no sources."""
         return None
 
-    def stage_of(self, step: int) -> int | None:
-        """See StepTasks.stage_of: nor stages."""
-        return None
+    async def learn(self, store: Store) -> None:
+        """See StepTasks.learn: whoever submits attempts chooses their tasks."""
+
+    def stage_name(self, step: int) -> str:
+        """See StepTasks.stage_name: nor stages."""
+        return ""
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """See StepTasks.metrics_of."""
+        return {}
 
 
 class SubmittedRollouts:

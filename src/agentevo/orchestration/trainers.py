@@ -95,7 +95,7 @@ def make_trainer(
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
     tasks, store, note = parts.tasks, parts.store, parts.note
-    return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, tasks.stages, note)
+    return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, note)
 
 
 def training_notes(parts: Components) -> list[str]:

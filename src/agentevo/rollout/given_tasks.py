@@ -30,6 +30,7 @@ from agentevo.files import create_atomic
 from agentevo.parsing import read_json_object
 from agentevo.paths import short
 from agentevo.rewards.answers import ANSWER_SCHEMA, check_place
+from agentevo.tools.state_checks import state_checks
 from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
 
 ID_KEYS = ("id", "task_id")
@@ -175,7 +176,8 @@ def _scorer(given: Any) -> str | None:
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises RowError for a place of the answer that is none, and an agent that is no name."""
+    """Raises RowError for a place of the answer that is none, an agent that is no name, and checks
+    of the state that are none."""
     place, agent = metadata.get(ANSWER_SCHEMA), metadata.get(AGENT_NAME)
     try:
         if place is not None:
@@ -184,6 +186,10 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
         raise RowError("unknown_form", f"{ANSWER_SCHEMA}: {error}") from error
     if agent is not None and not (isinstance(agent, str) and agent.strip()):
         raise RowError("unknown_form", f"the {AGENT_NAME} is {agent!r}: it must be a name")
+    try:
+        state_checks(metadata)
+    except ValueError as error:
+        raise RowError("unknown_form", str(error)) from error
 
 
 def content_id(row: Any) -> str:

@@ -75,8 +75,8 @@ class NextTasks:
         self._step = max(self._step, done)
         while True:
             if not self._ahead:
-                await tasks.stages.learn(self._store)
-                if not tasks.stages.is_known(self._step + 1):
+                await tasks.learn(self._store)
+                if not tasks.is_known(self._step + 1):
                     raise Refusal(
                         f"which tasks step {self._step + 1} has follows from steps that are not "
                         "trained yet: ask again",

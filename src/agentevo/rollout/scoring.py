@@ -44,6 +44,7 @@ from agentevo.rollout.group import InfrastructureFailure
 from agentevo.sandbox import Sandboxes
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls
+from agentevo.tools.state_checks import STATE_CHECKS
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, Trajectory
 
@@ -303,7 +304,8 @@ class Scoring:
         for reward in self._configured:
             reward.check()
         for task in tasks:
-            if needed and not self._configured and task.scorer is None:
+            is_judged = bool(self._configured) or task.scorer is not None
+            if needed and not is_judged and STATE_CHECKS not in task.metadata:
                 raise ConfigError(
                     f"rewards: nothing judges the task {task.id!r}: set rewards=[exact_match] "
                     "(`agentevo list rewards` has others), or give each row a scorer"

@@ -178,9 +178,9 @@ class SamplerService:
             while self._next_step <= min(
                 version + 1 + self._rollout.staleness, self._config.trainer.steps
             ):
-                if not self._tasks.stages.is_known(self._next_step):
-                    await self._tasks.stages.learn(self._store)
-                    if not self._tasks.stages.is_known(self._next_step):
+                if not self._tasks.is_known(self._next_step):
+                    await self._tasks.learn(self._store)
+                    if not self._tasks.is_known(self._next_step):
                         return  # the weights are there before their step is committed
                 await self._add(self._tasks.queued(self._next_step))
                 self._next_step += 1

@@ -16,11 +16,13 @@ from agentevo.config.agents import brings_tasks
 from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError
 from agentevo.rollout.agent_tasks import tasks_of_agent
+from agentevo.rollout.curriculum import TaskCurriculum
 from agentevo.rollout.given_tasks import GivenTasks, read_tasks
 from agentevo.rollout.mixture import Mixture, TaskPool
 from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.seeds import derive_seed
+from agentevo.store.store import Store
 from agentevo.types import QUEUED_FOR_STEP, Task
 
 
@@ -50,6 +52,7 @@ class TaskSource:
         names = source_names(config.tasks.train) if config.tasks.weights else []
         self._names = dict(zip(config.tasks.train, names, strict=False))
         self._pools = None if train is None else self._pools_of(train)
+        self.curriculum = self._curriculum_of(train)
         self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
         self._train = train or []
         _check_ids(self._by_id)
@@ -66,6 +69,25 @@ class TaskSource:
             own_seed = derive_seed(seed, "stage", number) if number else seed
             pools.append(TaskPool(own, own_seed, groups, self._mixture(own, own_seed)))
         return pools
+
+    def _curriculum_of(self, train: Sequence[Task] | None) -> TaskCurriculum | None:
+        config, section = self._config, self._config.tasks.curriculum
+        if section is None or train is None:
+            return None
+        seed, groups = config.run.seed, config.trainer.groups_per_step
+        return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
+
+    async def learn(self, store: Store) -> None:
+        """Reads of the committed steps what later ones' tasks follow from, if anything does."""
+        await self.stages.learn(store)
+        if self.curriculum is not None:
+            await self.curriculum.learn(store)
+
+    def is_known(self, step: int) -> bool:
+        """Whether the committed steps say which tasks the step has."""
+        return self.stages.is_known(step) and (
+            self.curriculum is None or self.curriculum.is_known(step)
+        )
 
     def _mixture(self, tasks: Sequence[Task], seed: int) -> Mixture | None:
         """Of these tasks, where sources are mixed by weights; a source without one is left out."""
@@ -116,13 +138,17 @@ class TaskSource:
         if self._pools is None:
             count = self._config.trainer.groups_per_step
             return self._environment("train", (step - 1) * count, count)
+        if self.curriculum is not None:
+            return self.curriculum.of_step(step)
         begins = self.stages.begins(step)
         return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
     def queued(self, step: int) -> list[Task]:
         """Tasks of step `step` as samplers queue them: their metadata says for which step, and a
-        given task that a later round repeats is a task of its own there, ID~ROUND."""
+        given task that a later round repeats is a task of its own there, ID~ROUND. With a
+        curriculum every step is a round."""
         round_ = 0 if self._pools is None else self._round(self._pools, step)
+        round_ = round_ if self.curriculum is None else step
         return [
             replace(
                 task,
@@ -158,13 +184,27 @@ class TaskSource:
         """The number of the stage that a step is in, from 1; None where there are none."""
         return len(self.stages.begins(step)) if self.stages.stages else None
 
+    def stage_name(self, step: int) -> str:
+        """The name of the step's stage; empty where there are none."""
+        return self.stages.name_at(step)
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """What is to be said of how the step's tasks were chosen."""
+        stage = self.stage_of(step)
+        found = {} if stage is None else {"training/stage": float(stage)}
+        return found if self.curriculum is None else found | self.curriculum.metrics(step)
+
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch, always the same ones: endless new
         ones of an environment; of given tasks all others of its stage, each once, in an order of
-        the step's own."""
+        the step's own, which is the curriculum's where there is one."""
         if self._pools is None:
             assert self._config.environment is not None
             yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
+            return
+        if self.curriculum is not None:
+            order = self.curriculum.order(step)[len(self.train(step)) :]
+            yield from (self.curriculum.tasks[place] for place in order)
             return
         pool = self._pools[len(self.stages.begins(step)) - 1]
         taken = {task.id for task in self.train(step)}

@@ -18,7 +18,7 @@ FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
 QUEUED_KEYS = (
     *("trainer.groups_per_step", "trainer.group_size"),
-    *("tasks.weights", "tasks.stages"),
+    *("tasks.weights", "tasks.stages", "tasks.curriculum"),
 )
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
 the store have that size."""

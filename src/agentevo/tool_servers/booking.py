@@ -10,21 +10,31 @@ got what they asked for.
 `bookings` stand before the attempt. It is worth 1 where exactly the bookings of `wanted` stand at
 its end, else 0: each where it stood before, or in the cheapest room of that kind and city that was
 free then and that no other booking has. A task without `wanted` says nothing of its worth.
+
+With the option `rooms` a task that names no rooms finds an office with so many of them, of which
+some are taken. They are drawn from `world` of its metadata (0 where it has none): a server that
+anybody can ask, whether or not a task is made for it. A city without a hotel is an error there.
 """
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import msgspec
 
 from agentevo.config.tools import tool
-from agentevo.errors import EnvironmentFailure, ToolError
+from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.types import Task
 
 MAX_NIGHTS = 30
 MAX_BOOKINGS = 1000
 MAX_NAME = 100
+MAX_ROOMS = 1000
+CITIES = ("Bonn", "Cairo", "Delhi", "Lima", "Oslo", "Quito", "Rome", "Seoul")
+KINDS = ("single", "double", "family")
+GUESTS = ("Abe", "Bea", "Cy", "Dot", "Ed", "Fay")
+"""Of a drawn world, as the two above."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,10 +73,16 @@ class _World(msgspec.Struct, kw_only=True):
 class BookingOffice:
     """The office of one attempt."""
 
-    def __init__(self, task: Task) -> None:
-        """Raises EnvironmentFailure for a task whose world is none."""
+    def __init__(self, task: Task, rooms: int = 0) -> None:
+        """`rooms`: of an office that no task names the rooms of. Raises EnvironmentFailure for a
+        task whose world is none, ConfigError for too many rooms."""
+        if not 0 <= rooms <= MAX_ROOMS:
+            raise ConfigError(f"booking: rooms={rooms}: give 0 to {MAX_ROOMS}")
         names = _World.__struct_fields__
         given = {name: task.metadata[name] for name in names if name in task.metadata}
+        self._names_cities = bool(rooms) and "rooms" not in given
+        if self._names_cities:
+            given |= _drawn_world(rooms, task.metadata.get("world", 0))
         try:
             world = msgspec.convert(given, _World)
         except msgspec.ValidationError as error:
@@ -88,6 +104,10 @@ class BookingOffice:
             city: Where, such as Rome.
             kind: single, double or family.
         """
+        cities = sorted({one.city for one in self._rooms.values()})
+        if self._names_cities and city.strip().lower() not in map(str.lower, cities):
+            there = f"{', '.join(cities[:-1])} or {cities[-1]}" if cities[1:] else cities[0]
+            raise ToolError(f"no hotel is in {city[:MAX_NAME]}; city: {there}")
         free = [
             one
             for one in self._rooms.values()
@@ -177,3 +197,25 @@ class BookingOffice:
 
 def _cheapest(room: Room) -> Any:
     return room.price, room.room
+
+
+def _drawn_world(num_rooms: int, world: Any) -> dict[str, Any]:
+    """Rooms and bookings as metadata has them, the same ones for the same number and `world`."""
+    draw = random.Random(f"booking-{num_rooms}-{world}")
+    cities = draw.sample(CITIES, min(len(CITIES), max(1, num_rooms // 3)))
+    rooms = [
+        {
+            "room": number,
+            "city": draw.choice(cities),
+            "kind": draw.choice(KINDS),
+            "price": draw.randint(20, 99),
+        }
+        for number in draw.sample(range(1, max(10, num_rooms + 1)), num_rooms)
+    ]
+    guests = draw.sample(GUESTS, min(len(GUESTS), num_rooms // 3))
+    taken = zip(draw.sample(rooms, len(guests)), guests, strict=True)
+    bookings = [
+        {"room": room["room"], "guest": guest, "nights": draw.randint(1, 9)}
+        for room, guest in taken
+    ]
+    return {"rooms": rooms, "bookings": bookings}

@@ -41,6 +41,7 @@ from agentevo.store.call_log import RunningCall, record_call
 from agentevo.tools.cache import ResultCache
 from agentevo.tools.shorten import shortened
 from agentevo.tools.sources import make_toolsets
+from agentevo.tools.state_checks import STATE_CHECKS, StateCheck, state_checks, state_reached
 from agentevo.tools.tool import Condense, Offering, ToolResult, ToolSession, Toolset, ToolSpec
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, ToolCall
@@ -54,12 +55,14 @@ METRICS = {
     "num_tool_failures": "calls whose tool broke or could not be reached",
 }
 """Name of a metric of an attempt -> what it counts."""
+UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
+"""Those of calls whose result no tool gave."""
 RETRY_PAUSE_S = 0.5
 """Before the second try of a call; each later pause is twice as long."""
 MAX_NAME = 64
 """Characters of a tool's name that models and APIs take."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
-OWN_PARTS = ("tool_results", "call_penalty", "code_penalty")
+OWN_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
 """What agents call the parts of a reward that are their own, beside those of their tools."""
 LONGEST_ERROR = 10_000
 """Characters that the policy reads of a call of no tool."""
@@ -94,14 +97,19 @@ class Toolbox:
     @asynccontextmanager
     async def open(self, task: Task, seed: int) -> AsyncIterator[AttemptTools]:
         """The tools of one attempt; what they keep for it ends with the block. Raises
-        ToolUnavailableError where they can't be opened."""
+        ToolUnavailableError where they can't be opened, EnvironmentFailure for a task whose
+        `state_checks` are none."""
+        try:
+            checks = state_checks(task.metadata)
+        except ValueError as error:
+            raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
         async with AsyncExitStack() as stack:
             sessions = []
             for offer in self._offers:
                 async with record_call("tool", f"open {offer.toolset.name}"):
                     session = offer.toolset.session(task, seed)
                     sessions.append((offer, await stack.enter_async_context(session)))
-            yield AttemptTools(sessions, self._cache, self._show)
+            yield AttemptTools(sessions, self._cache, self._show, checks)
 
     def _show(self, name: str, error: Exception) -> None:
         """Of a tool's code, at once: the policy alone would read of it otherwise."""
@@ -155,9 +163,12 @@ class AttemptTools:
         sessions: Sequence[tuple[_Offer, ToolSession]],
         cache: ResultCache,
         show: Callable[[str, Exception], None],
+        checks: Sequence[StateCheck] = (),
     ) -> None:
-        """Raises ConfigError for tools that can't be told apart, and where there are none."""
+        """`checks`: what the task says of the state that is to be left. Raises ConfigError for
+        tools that can't be told apart, and where there are none."""
         self._sessions, self._cache, self._show = sessions, cache, show
+        self._checks = checks
         _check_included(sessions)
         self._tools = _named(
             [
@@ -172,6 +183,11 @@ class AttemptTools:
         }
         if sessions and not self._tools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
+            if not any(session.specs for _, session in sessions):
+                raise ConfigError(
+                    f"agent.tools: {names} has no tools at all: look with `agentevo mcp inspect`, "
+                    "and name a server that has some"
+                )
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
         self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
         """What the policy reads of the tools before the task."""
@@ -198,8 +214,9 @@ class AttemptTools:
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
-        """What the attempt is worth by each toolset that says so. Raises what they raise."""
-        found = {}
+        """What the attempt is worth by each toolset that says so, and by the task's
+        `state_checks`. Raises what they raise, and EnvironmentFailure where nobody answers."""
+        found: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
             limit = asyncio.timeout(limit_s)
@@ -213,7 +230,20 @@ class AttemptTools:
                     f"the tools {offer.toolset.name!r} have not said within {limit_s:g} s what the "
                     "attempt is worth"
                 ) from error
+        if self._checks:
+            found[STATE_CHECKS] = await state_reached(self._checks, self._checked)
         return {name: one for name, one in found.items() if one is not None}
+
+    async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
+        """The result of a call that is not the policy's, and whether a tool gave it."""
+        metrics, condense = self.metrics, self.condense
+        self.metrics, self.condense = Counter(), None
+        try:
+            result = await self._answered(call)
+            was_answered = not any(self.metrics[name] for name in UNANSWERED)
+        finally:
+            self.metrics, self.condense = metrics, condense
+        return result, was_answered
 
     async def _answered(self, call: ToolCall) -> ToolResult:
         async with record_call("tool", call.name) as recorded:

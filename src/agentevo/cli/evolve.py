@@ -1,0 +1,75 @@
+"""`agentevo evolve` and its shortest form, `agentevo mcp-rl`: from a server of tools to a better
+agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentevo.cli.arguments import Overrides, Resume
+from agentevo.cli.table import print_table
+
+if TYPE_CHECKING:
+    from agentevo.evolution.evolve import Evolution
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="URL of an MCP server, a command that starts one (in quotes), or a YAML file with a "
+        "section `evolve` or with agent.tools.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything and list the stages; call no server, create nothing."
+    ),
+]
+
+
+def evolve(
+    target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
+) -> None:
+    """Make tasks for a server of tools, show them, learn from what attempts are worth, make tasks
+    at the edge of what is solved, and again (docs/evolve.md). Real calls are made."""
+    _evolve(target, overrides or [], resume, dry_run)
+
+
+def mcp_rl(
+    target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
+) -> None:
+    """The shortest `evolve`: tasks from the server, then reinforcement learning on them, once, with
+    success on held-out tasks before and after."""
+    short: dict[str, Any] = {"rounds": 1, "new_tasks": 0, "demonstrations": {"source": "none"}}
+    _evolve(target, overrides or [], resume, dry_run, **short)
+
+
+def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **given: Any) -> None:
+    import sys
+
+    from agentevo.evolution.evolve import evolve as run
+    from agentevo.evolution.evolve import last_run, read_evolution
+    from agentevo.paths import short
+
+    evolution = read_evolution(target, overrides, **given)
+    if dry_run:
+        _list(evolution)
+        return
+    run(evolution, resume=resume, note=lambda line: print(line, file=sys.stderr))
+    last = last_run(evolution.folder)
+    if last is not None:
+        print(f"serve it: agentevo serve --openai {short(last)}")
+
+
+def _list(evolution: Evolution) -> None:
+    from agentevo.paths import short
+
+    pipeline = evolution.check()
+    tasks = evolution.section.tasks
+    print(f"{short(evolution.folder)}: {tasks.train} tasks and {tasks.held_out} held out, then")
+    print_table(
+        (one.id, "measures" if one.measures is not None else one.stage.kind)
+        for one in pipeline.plan.instances
+    )

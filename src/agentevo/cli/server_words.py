@@ -1,0 +1,62 @@
+"""A server of tools in words of the command line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.tools import ToolSection
+
+
+def server_section(words: Sequence[str]) -> ToolSection:
+    """The server of a URL (of a manager's node, where it ends with /mcpapi), a file such as
+    mcp_config.json, or a command with its arguments. Raises ConfigError."""
+    from pathlib import Path
+
+    import pydantic
+
+    from agentevo.config.mcp import MCPFileSection, MCPServerSection
+    from agentevo.config.mcp_manager import PATH, MCPManagerSection
+    from agentevo.tools.mcp_connection import UNNAMED
+
+    first = words[0]
+    try:
+        if "://" in first and first.rstrip("/").endswith(PATH):
+            return MCPManagerSection(url=first)
+        if "://" in first:
+            is_sse = first.rstrip("/").endswith("/sse")
+            return MCPServerSection(name=UNNAMED, url=first, transport="sse" if is_sse else "http")
+        if len(words) == 1 and first.endswith(".json"):
+            return MCPFileSection(file=Path(first))
+        return MCPServerSection(name=UNNAMED, command=first, args=tuple(words[1:]))
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{first}: {error.errors()[0]['msg']}") from error
+
+
+def tool_sections(
+    words: Sequence[str], *, choose: Mapping[str, Any], tells_world: bool
+) -> Sequence[ToolSection]:
+    """The tools of a server, or of a recipe (`agent.tools`). `choose`: `include` and `exclude`.
+    `tells_world`: a server at a URL is told of each attempt's task. Raises ConfigError."""
+    from agentevo.config.mcp import MCPServerSection
+
+    if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
+        from agentevo.config import load_config
+
+        config = load_config(words[0], [], needs_environment=False)
+        sections = tuple(getattr(config.agent, "tools", ()))
+        if not sections:
+            raise ConfigError(f"{words[0]}: agent.type={config.agent.type} has no tools")
+    else:
+        sections = (server_section(shlex.split(words[0]) if len(words) == 1 else words),)
+    changed = []
+    for one in sections:
+        update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
+        if tells_world and isinstance(one, MCPServerSection) and one.url is not None:
+            update["send_task"] = True
+        changed.append(one.model_copy(update=update))
+    return changed

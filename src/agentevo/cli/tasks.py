@@ -1,0 +1,307 @@
+"""`agentevo tasks`: tasks made for a server of tools, and how hard they are for an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentevo.cli.arguments import Overrides, path_word, plain_options
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.tools import ToolSection
+    from agentevo.remote_models.model import RemoteModel
+    from agentevo.task_making.making import Made, Wanted
+
+tasks = typer.Typer(no_args_is_help=True, help="Tasks made for a server of tools.")
+
+Out = Annotated[
+    Path, typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for them.")
+]
+Value = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--value",
+        metavar="NAME=VALUES",
+        help="Values of a parameter, such as city=Rome or 'city=[Rome, Oslo]'.",
+    ),
+]
+Include = Annotated[
+    list[str] | None, typer.Option(metavar="TOOL", help="Only tools of this name or pattern.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option(metavar="TOOL", help="No tools of this name or pattern.")
+]
+
+
+Server = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SERVER...",
+        help="A URL, a command with its arguments, a file such as mcp_config.json, or a recipe "
+        "with agent.tools.",
+    ),
+]
+Train = Annotated[int, typer.Option(min=1, max=100_000, help="Tasks to train on.")]
+HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="Held-out tasks.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of all draws.")]
+Worlds = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=1_000_000,
+        help="For a server that makes its state from `world` of the task: how many there are.",
+    ),
+]
+MaxCalls = Annotated[int, typer.Option(min=1, max=12, help="Calls that a task needs.")]
+Difficulty = Annotated[str, typer.Option(metavar="1-5", help="From the easiest on.")]
+Kind = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="state (what the calls leave decides), answer, or open (a judge decides); repeat for "
+        "several."
+    ),
+]
+Language = Annotated[list[str] | None, typer.Option(help="en, de or zh; repeat for several.")]
+Persona = Annotated[
+    list[str] | None,
+    typer.Option(help="hurried, polite or newcomer: who asks; repeat for several."),
+]
+Demonstrations = Annotated[
+    int, typer.Option(min=0, max=100_000, help="Conversations that solve tasks of train.jsonl.")
+]
+System = Annotated[str, typer.Option(metavar="TEXT", help="System message of the demonstrations.")]
+HarderThan = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Make harder variants of these tasks, made before."),
+]
+After = Annotated[
+    Path | None,
+    typer.Option(
+        parser=path_word,
+        metavar="RUN_DIR",
+        help="Go on from a run with tasks.curriculum: its tasks that are not solved, and harder "
+        "variants of those that are.",
+    ),
+]
+Writer = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="A model that says them: its OpenAI-compatible API."),
+]
+WriterModel = Annotated[str, typer.Option(metavar="NAME", help="Its name there.")]
+WriterKey = Annotated[
+    str | None, typer.Option(metavar="${env:NAME}", help="Its key, in an environment variable.")
+]
+
+
+@tasks.callback()
+def _group() -> None: ...
+
+
+@tasks.command("make", context_settings={"ignore_unknown_options": True})
+def make(
+    server: Server,
+    out: Out,
+    train: Train = 200,
+    held_out: HeldOut = 50,
+    seed: Seed = 0,
+    worlds: Worlds = 1,
+    max_calls: MaxCalls = 4,
+    difficulty: Difficulty = "1-5",
+    kind: Kind = None,
+    language: Language = None,
+    persona: Persona = None,
+    value: Value = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    demonstrations: Demonstrations = 0,
+    system: System = "",
+    harder_than: HarderThan = None,
+    after: After = None,
+    writer: Writer = None,
+    writer_model: WriterModel = "default",
+    writer_key: WriterKey = None,
+) -> None:
+    """Make tasks from what a server's tools say of themselves and answer, held-out ones among them:
+    call sequences are carried out, and what they leave or find is recorded. These are real calls:
+    leave out by --exclude what must not be called."""
+    from agentevo.cli.server_words import tool_sections
+    from agentevo.task_making.files import check_new
+    from agentevo.task_making.making import Wanted, check_wanted
+
+    check_new(out)
+    least, most = _difficulties(difficulty)
+    wanted = Wanted(
+        train=train,
+        held_out=held_out,
+        seed=seed,
+        worlds=worlds,
+        max_calls=max_calls,
+        languages=tuple(language or ("en",)),
+        personas=tuple(persona or ("",)),
+        kinds=tuple(kind or ("state", "answer")),
+        min_difficulty=least,
+        max_difficulty=most,
+        values=_values(value or []),
+    )
+    check_wanted(wanted)
+    model = None if writer is None else _writer(writer, writer_model, writer_key)
+    chosen = {"include": include or (), "exclude": exclude or ()}
+    begun = _begun(harder_than or [], after)
+    sections = tool_sections(server, choose=chosen, tells_world=worlds > 1)
+    made = _made(sections, wanted, *begun)
+    if after is not None:  # what the variants are of is played no more
+        from agentevo.task_making.afterwards import free
+
+        made.train = [*begun[1], *map(free, made.train)]
+    _write(out, made, wanted, model, demonstrations, system)
+
+
+def _begun(
+    harder_than: list[str], after: Path | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tasks that harder variants are made of, and those that are kept beside them."""
+    from agentevo.task_making.afterwards import left_by
+    from agentevo.task_making.files import made_rows
+
+    if after is None:
+        return made_rows(harder_than), []
+    if harder_than:
+        raise ConfigError("--after and --harder-than both name what to go on from: give one")
+    return left_by(after)
+
+
+def _made(
+    sections: Sequence[ToolSection],
+    wanted: Wanted,
+    parents: list[dict[str, Any]],
+    kept: list[dict[str, Any]],
+) -> Made:
+    from agentevo.event_loop import run_coroutine
+    from agentevo.progress import bar
+    from agentevo.task_making.making import make_tasks
+
+    with bar("making tasks", wanted.train + wanted.held_out, "tasks") as so_far:
+        work = make_tasks(
+            sections,
+            wanted,
+            taken=frozenset(str(row["content"]) for row in [*parents, *kept]),
+            harder_than=parents,
+            tell=_note,
+            progress=so_far.to,
+        )
+        return run_coroutine(work)
+
+
+def _write(
+    out: Path,
+    made: Made,
+    wanted: Wanted,
+    model: RemoteModel | None,
+    num_shown: int,
+    system: str,
+) -> None:
+    import random
+
+    from agentevo.event_loop import run_coroutine
+    from agentevo.task_making.demonstrations import demonstration
+    from agentevo.task_making.files import write_made
+    from agentevo.task_making.writer import reworded
+
+    account = {**made.account, "seed": wanted.seed}
+    if model is not None:
+        try:
+            written = [*made.train, *made.held_out]
+            work = reworded(written, model, made.known.names, seed=wanted.seed)
+            rows, account["writer"] = run_coroutine(work)
+        finally:
+            model.close()
+        made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+    draw = random.Random(f"demonstrations-{wanted.seed}")
+    shown = [
+        demonstration(draw.choice(made.train), made.known.specs, system) for _ in range(num_shown)
+    ]
+    write_made(out, train=made.train, held_out=made.held_out, demonstrations=shown, account=account)
+    for line in _lines(account):
+        print(line)
+    missing = wanted.train + wanted.held_out - len(made.train) - len(made.held_out)
+    if missing > 0:
+        why = "; ".join(f"{reason}: {count}" for reason, count in list(made.reasons.items())[:4])
+        _note(f"{missing} fewer than asked for: further walks gave nothing new ({why})")
+
+
+def _lines(account: dict[str, Any]) -> list[str]:
+    grades = ", ".join(f"{count} of {grade}" for grade, count in account["difficulty"].items())
+    used = [f"{name} {count}" for name, count in account["tools"].items()]
+    return [
+        f"tasks        {account['train']} to train on, {account['held_out']} held out",
+        f"difficulty   {grades}",
+        f"tools        {', '.join(used)}",
+        f"pairs        {', '.join(account['pairs']) or 'none'}",
+    ]
+
+
+@tasks.command("grade")
+def grade(
+    folder: Annotated[
+        Path,
+        typer.Argument(parser=path_word, metavar="FOLDER", help="Of `agentevo tasks make`."),
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A recipe, or the folder of a run: who plays.")
+    ],
+    out: Out,
+    overrides: Overrides = None,
+    attempts: Annotated[int, typer.Option(min=2, max=1024, help="Real attempts at each task.")] = 4,
+) -> None:
+    """Play every task to train on, and write the folder anew: tasks that all or none of the
+    attempts have solved are in reserve.jsonl, and each task says its `success_rate`."""
+    from agentevo.task_making.files import check_new
+    from agentevo.task_making.solvability import graded_folder
+
+    check_new(out)
+    found = graded_folder(folder, target, out, overrides or [], attempts=attempts, note=_note)
+    for line in found:
+        print(line)
+
+
+def _note(line: str) -> None:
+    import sys
+
+    print(line, file=sys.stderr)
+
+
+def _difficulties(word: str) -> tuple[int, int]:
+    first, _, last = word.partition("-")
+    if not (first.isdecimal() and first.isascii() and (last or first).isdecimal()):
+        raise ConfigError(f"--difficulty {word[:20]}: write 1-5, or one number")
+    return int(first[:9]), int((last or first)[:9])
+
+
+def _values(words: list[str]) -> dict[str, list[Any]]:
+    given = plain_options(words, "city=[Rome, Oslo]")
+    for name, one in given.items():
+        listed = one if isinstance(one, list) else [one]
+        if not listed or not all(isinstance(value, (str, int, float)) for value in listed):
+            raise ConfigError(f"--value {name}: give a value, or a list such as [Rome, Oslo]")
+        given[name] = listed
+    return given
+
+
+def _writer(url: str, name: str, key: str | None) -> RemoteModel:
+    import pydantic
+
+    from agentevo.config.remote_models import RemoteModelSection
+    from agentevo.remote_models.model import RemoteModel
+
+    try:
+        section = RemoteModelSection(base_url=url, model=name, api_key=key)
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(
+            f"--writer: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+        ) from error
+    return RemoteModel("writer", section)

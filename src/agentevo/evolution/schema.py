@@ -1,0 +1,96 @@
+"""What `agentevo evolve` reads beside the keys of a recipe: its section `evolve`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from agentevo.config.section import Section
+
+
+class TasksToMake(Section):
+    """The tasks of the first round (docs/task_making.md)."""
+
+    train: int = Field(default=200, ge=1, le=100_000)
+    """Tasks to train on."""
+    held_out: int = Field(default=64, ge=1, le=100_000)
+    """Held-out tasks, the same in every stage and round."""
+    worlds: int = Field(default=1, ge=1, le=1_000_000)
+    """For a server that makes its state from `world` of the task: how many worlds there are."""
+    max_calls: int = Field(default=4, ge=1, le=12)
+    """Calls that a task needs at most."""
+    min_difficulty: int = Field(default=1, ge=1, le=5)
+    """The easiest tasks."""
+    max_difficulty: int = Field(default=5, ge=1, le=5)
+    """The hardest tasks of the first round; later ones may be harder."""
+    kinds: tuple[Literal["state", "answer", "open"], ...] = ("state", "answer")
+    """What decides: the state that calls leave, what is said, or (`open`, for what varies) the
+    recipe's `rewards`, such as a judge of groups."""
+    languages: tuple[str, ...] = ("en",)
+    """Languages of the tasks: en, de, zh."""
+    personas: tuple[str, ...] = ("",)
+    """Who asks: hurried, polite, newcomer, or "" for nobody in particular."""
+    values: dict[str, list[Any]] = Field(default_factory=dict)
+    """Values of parameters, by name, beside those that the server shows."""
+    seed: int = Field(default=0, ge=0)
+    """Of all draws."""
+
+
+class DemonstrationsSection(Section):
+    """What the policy reads before it learns from reward."""
+
+    source: Literal["calls", "attempts", "none"] = "calls"
+    """`calls`: the calls by which tasks were made, which solve them. `attempts`: the policy's own
+    attempts that succeeded (rejection sampling), for one that solves some. `none`: no
+    fine-tuning."""
+    count: int = Field(default=200, ge=1, le=100_000)
+    """Conversations of `calls`."""
+    steps: int = Field(default=4, ge=1)
+    """Steps of `attempts` that are sampled, of trainer.groups_per_step groups."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """What the fine-tuning changes in the recipe, such as {sft: {learning_rate: 1e-4}}."""
+
+
+class EvolveSection(Section):
+    """Discover, make tasks, demonstrate, fine-tune, learn from reward, make tasks at the edge of
+    what is solved, and again, until rounds bring nothing or a budget is used."""
+
+    server: str | None = None
+    """URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
+    include: tuple[str, ...] = ()
+    """Names or patterns of the tools that are used. Default: all."""
+    exclude: tuple[str, ...] = ()
+    """Names or patterns of those that are not: neither called nor trained with."""
+    outcome: str | None = None
+    """A tool of the server that says what an attempt is worth by its state, beside the tasks' own
+    checks; the policy does not see it."""
+    tasks: TasksToMake = TasksToMake()
+    """The tasks that are made."""
+    demonstrations: DemonstrationsSection = DemonstrationsSection()
+    """What is read before learning from reward."""
+    rounds: int = Field(default=3, ge=1, le=1000)
+    """Rounds of learning from reward, each with tasks of its own."""
+    new_tasks: int = Field(default=100, ge=0, le=100_000)
+    """Tasks that each further round gets: harder variants of those that were solved, or where none
+    were new ones. 0: the tasks stay."""
+    patience: int = Field(default=2, ge=1)
+    """Rounds in a row without a gain on the held-out tasks that end it."""
+    min_gain: float = Field(default=0.0, ge=0, lt=1)
+    """What counts as a gain: more than this, as a share of the held-out tasks."""
+    budget: dict[str, float] = Field(default_factory=dict)
+    """`hours`, `tokens` or `cost` after which no stage begins."""
+    seeds: tuple[int, ...] = ()
+    """Runs the stages once with each of these, on the same tasks. Default: run.seed."""
+    merge: bool | None = None
+    """Whether adapters are merged into one plain model at the end. Default: with model.lora."""
+    skip: tuple[str, ...] = ()
+    """Stages that are left out: try, choose, show, improve, merge."""
+
+    @field_validator("budget")
+    @classmethod
+    def _known_budgets(cls, value: dict[str, float]) -> dict[str, float]:
+        unknown = sorted(set(value) - {"hours", "tokens", "cost"})
+        if unknown:
+            raise ValueError(f"there is no {unknown[0]}: give hours, tokens or cost")
+        return value

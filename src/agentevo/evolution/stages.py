@@ -1,0 +1,130 @@
+"""The pipeline of an evolution, as a mapping (docs/pipelines.md): which stages there are, and what
+each begins with.
+
+    try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts)
+    show                           demonstrations of made tasks, fine-tuned on (calls)
+    improve: rl -> more            repeated: learning from reward; tasks at the edge
+    merge                          adapters and their base as one plain model
+
+The first round's tasks are there before the pipeline is (evolve.py), so that the held-out ones are
+the same in every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.evolution.schema import EvolveSection
+from agentevo.rollout.task_files import HELD_OUT, TRAIN
+from agentevo.task_making.files import DEMONSTRATIONS
+
+
+def stages_of(
+    section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
+) -> dict[str, Any]:
+    """The stages. `recipe`: what is trained; `folder`: of the first tasks; `words`: of `agentevo
+    tasks make` for further ones, which lack --seed, --after and --out."""
+    train = str(folder / TRAIN)
+    model = recipe.get("model")
+    first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
+    stages: dict[str, Any] = {}
+    shown = section.demonstrations
+    if shown.source == "attempts":
+        stages["try"] = {"kind": "sample", "config": {"trainer": {"steps": shown.steps}}}
+        stages["choose"] = {"kind": "filter", "options": {"source": "${stages.try.folder}"}}
+    if shown.source != "none":
+        is_calls = shown.source == "calls"
+        file = str(folder / DEMONSTRATIONS) if is_calls else "${stages.choose.file}"
+        stages["show"] = {"kind": "sft", "config": {"data": {"train": file}, **shown.config}}
+    stages = {name: one for name, one in stages.items() if name not in section.skip}
+    begin = "stages.show.checkpoint" if "show" in stages else first
+    more_tasks = section.new_tasks > 0 and section.rounds > 1
+    own_tasks = f"${{previous.more.file|{train}}}" if more_tasks else train
+    inner: dict[str, Any] = {
+        "rl": {
+            "kind": "train",
+            "model": f"${{previous.rl.checkpoint|{begin}}}",
+            "config": {"tasks": {"train": own_tasks}},
+        }
+    }
+    if more_tasks:
+        inner["more"] = {
+            "kind": "command",
+            "options": {
+                "run": [
+                    *("agentevo", "tasks", "make", "--out", "${stage.folder}/made"),
+                    *("--after", "${stages.rl.folder}", "--seed", "${round}"),
+                    *words,
+                ],
+                "file": f"made/{TRAIN}",
+            },
+            "when": f"${{round}} < {section.rounds}",
+        }
+    improve: dict[str, Any] = {"repeat": section.rounds, "stages": inner}
+    if section.rounds > 1:
+        improve["stop"] = {"rounds_without_gain": section.patience, "min_gain": section.min_gain}
+    if "improve" not in section.skip:
+        stages["improve"] = improve
+    lora = model.get("lora") if isinstance(model, Mapping) else None
+    is_merged = bool(lora) if section.merge is None else section.merge
+    last = last_model(stages)
+    if is_merged and last is not None and "merge" not in section.skip:
+        stages["merge"] = {"kind": "merge", "options": {"source": f"${{{last}}}"}}
+    return stages
+
+
+def last_model(stages: Mapping[str, Any]) -> str | None:
+    """The reference to what the last stage that trains has made."""
+    if "improve" in stages:
+        return "stages.improve.rl.checkpoint"
+    return "stages.show.checkpoint" if "show" in stages else None
+
+
+def pipeline_of(
+    section: EvolveSection,
+    recipe: Mapping[str, Any],
+    folder: Path,
+    words: Sequence[str],
+    *,
+    name: str,
+    seed: int,
+) -> dict[str, Any]:
+    """The file of the pipeline, as a mapping; its recipe lies beside it."""
+    return {
+        "name": name,
+        "description": "Made by `agentevo evolve` (docs/evolve.md).",
+        "dir": str(folder.parent / "run"),
+        "recipe": "recipe.yaml",
+        "seed": seed,
+        "seeds": list(section.seeds),
+        "held_out": {"tasks": section.tasks.held_out},
+        "budget": dict(section.budget),
+        "stages": stages_of(section, recipe, folder, words),
+    }
+
+
+def recipe_of(
+    section: EvolveSection,
+    given: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    folder: Path,
+) -> dict[str, Any]:
+    """The recipe of all stages: as given, with the tools and the first tasks, and the curriculum
+    where it says nothing else."""
+    tree = {key: value for key, value in given.items() if key not in ("evolve", "run")}
+    agent = tree.get("agent")
+    tree["agent"] = {
+        "type": "tool_agent",
+        **(agent if isinstance(agent, Mapping) else {}),
+        "tools": [dict(one) for one in tools],
+    }
+    tasks = tree.get("tasks")
+    tree["tasks"] = {
+        "curriculum": {},
+        **(tasks if isinstance(tasks, Mapping) else {}),
+        "train": str(folder / TRAIN),
+        "eval": str(folder / HELD_OUT),
+    }
+    return tree

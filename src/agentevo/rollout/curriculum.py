@@ -1,0 +1,156 @@
+"""Which tasks a step plays under `tasks.curriculum`: drawn without repetition, at the edge of what
+the agent can do (config/curriculum.py has the weights).
+
+    key of a task = log(u) / weight, u uniform in (0, 1): the largest keys are taken
+
+(Efraimidis and Spirakis, 2006). u is from the run's seed and the step; what a task has come to is
+what the committed steps' records say (`solved` of their batch source), and of these only the steps
+that are known before the step's tasks must be: with `lag` steps of staleness those up to
+step - 1 - lag. Nothing else is remembered. So a resumed run, a replay, and samplers in other
+processes choose the same tasks.
+
+A task that is a harder variant of another (`variant_of` in its metadata, the other's id) is not
+played before that one is retired.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from agentevo.config.curriculum import Curriculum
+from agentevo.errors import ConfigError
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.seeds import derive_seed
+from agentevo.store.store import Store
+from agentevo.types import Task
+
+SOLVED = "solved"
+"""Key, in the state of a step's batch source, of task id -> [attempts that succeeded, attempts that
+were completed]."""
+VARIANT_OF = "variant_of"
+
+
+class Tried(NamedTuple):
+    """What a step has come to at a task."""
+
+    step: int
+    solved: int
+    attempts: int
+
+
+class TaskCurriculum:
+    """The tasks of one run, and what is known of each."""
+
+    def __init__(
+        self, section: Curriculum, tasks: Sequence[Task], seed: int, groups: int, *, lag: int
+    ) -> None:
+        """Raises ConfigError where no task may be played at first, or a variant is of none."""
+        self._section, self.tasks, self._seed, self._lag = section, list(tasks), seed, lag
+        self._groups = min(groups, len(self.tasks))
+        self._place = {task.id: place for place, task in enumerate(self.tasks)}
+        self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
+        self._history: dict[int, list[Tried]] = defaultdict(list)
+        self._known = 0
+        """The newest committed step that was learnt."""
+        self._orders: dict[int, list[int]] = {}
+        lost = next((one.id for one, parent in self._pairs() if parent not in self._place), None)
+        if lost is not None or all(parent is not None for parent in self._parents):
+            what = f"{lost!r}: {VARIANT_OF} is no task to train on" if lost else "all are variants"
+            raise ConfigError(
+                f"tasks.curriculum: {what}: give the tasks that they are harder variants of, too"
+            )
+
+    def _pairs(self) -> list[tuple[Task, str]]:
+        """The variants, each with what it is one of."""
+        pairs = zip(self.tasks, self._parents, strict=True)
+        return [(task, str(parent)) for task, parent in pairs if parent is not None]
+
+    async def learn(self, store: Store) -> None:
+        """Reads what was committed since."""
+        records = await with_retries(
+            lambda: store.steps(after=self._known),
+            within_s=STORE_RETRY_S,
+            what="reading what the steps solved",
+        )
+        for record in records:
+            if record.step == self._known + 1:  # a sampler beside the trainer asks as well
+                self.learned(record.step, record.record["source"].get(SOLVED) or {})
+
+    def learned(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
+        """What a committed step has come to, in order of the steps. Raises ValueError for another
+        one."""
+        if step != self._known + 1:
+            raise ValueError(f"step {step} is told after step {self._known}")
+        self._known = step
+        for name, (good, attempts) in solved.items():
+            own = name if name in self._place else name.rpartition("~")[0]
+            if own in self._place and attempts:
+                self._history[self._place[own]].append(Tried(step, good, attempts))
+
+    def is_known(self, step: int) -> bool:
+        """Whether the records say which tasks the step has."""
+        return step - 1 - self._lag <= self._known
+
+    def of_step(self, step: int) -> list[Task]:
+        """The tasks of a step. Raises ValueError before they are known."""
+        return [self.tasks[place] for place in self.order(step)[: self._groups]]
+
+    def order(self, step: int) -> list[int]:
+        """All tasks by their number, in the order in which the step would play them."""
+        if not self.is_known(step):
+            raise ValueError(f"the tasks of step {step} are not decided: learn() comes first")
+        if step not in self._orders:
+            state = [self._state(place, step) for place in range(len(self.tasks))]
+            draws = np.random.RandomState(
+                derive_seed(self._seed, "curriculum", step) % 2**32
+            ).random_sample(len(self.tasks))
+            keys = []
+            for place, (weight, is_retired) in enumerate(state):
+                parent = self._parents[place]
+                is_locked = parent is not None and not state[self._place[str(parent)]][1]
+                rank = 2 if is_locked else 1 if is_retired else 0
+                key = -math.log(max(float(draws[place]), 1e-300)) / weight
+                keys.append((rank, key, place))
+            self._orders = {step: [place for _, _, place in sorted(keys)]}  # steps go forward
+        return self._orders[step]
+
+    def standing(self) -> list[bool]:
+        """Whether each task is retired, by all that was committed."""
+        step = self._known + self._lag + 1
+        return [self._state(place, step)[1] for place in range(len(self.tasks))]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """How the tasks stood when the step's were drawn."""
+        state = [self._state(place, step) for place in range(len(self.tasks))]
+        retired = [one[1] for one in state]
+        locked = sum(not retired[self._place[parent]] for _, parent in self._pairs())
+        chosen = self.order(step)[: self._groups]
+        return {
+            "curriculum/retired": float(sum(retired)),
+            "curriculum/locked": float(locked),
+            "curriculum/untried": float(
+                sum(not self._before(place, step) for place in range(len(self.tasks)))
+            ),
+            "curriculum/weight": sum(state[place][0] for place in chosen) / len(chosen),
+        }
+
+    def _before(self, place: int, step: int) -> list[Tried]:
+        """What was known of a task when the step's were drawn."""
+        return [one for one in self._history[place] if one.step <= step - 1 - self._lag]
+
+    def _state(self, place: int, step: int) -> tuple[float, bool]:
+        """A task's weight, and whether it is retired."""
+        section, before = self._section, self._before(place, step)
+        newest = before[-section.window :]
+        solved, attempts = sum(one.solved for one in newest), sum(one.attempts for one in newest)
+        p = (solved + 1) / (attempts + 2)
+        last = before[-section.retire_after :] if section.retire_after else []
+        is_retired = len(last) == section.retire_after > 0 and all(
+            one.solved == one.attempts for one in last
+        )
+        return max(4 * p * (1 - p), section.floor), is_retired

@@ -1,0 +1,47 @@
+"""What a run with a curriculum has left of its tasks: those that it retired, and those at whose
+edge it stands. The next tasks begin there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import ConfigError
+from agentevo.rollout.curriculum import TaskCurriculum
+from agentevo.rollout.task_source import TaskSource
+from agentevo.runs.folder import check_run_folder, read_store, run_config
+from agentevo.task_making.files import made_rows
+from agentevo.task_making.scenario import PARENT
+
+
+def left_by(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of the tasks that the run retired, and of the others, which wait for nothing any more.
+    Raises ConfigError for a run without a curriculum, and for tasks that nobody made."""
+    config = run_config(check_run_folder(run))
+    if config.tasks.curriculum is None:
+        raise ConfigError(f"{run}: was trained without tasks.curriculum: nothing is known of tasks")
+    rows = {str(row["id"]): row for row in made_rows(config.tasks.train)}
+    curriculum = TaskSource(config, None).curriculum
+    assert curriculum is not None
+    read_store(run, curriculum.learn)
+    retired = retired_ids(curriculum)
+    return (
+        [rows[name] for name in rows if name in retired],
+        [
+            free(row) if row.get(PARENT) in retired else row
+            for name, row in rows.items()
+            if name not in retired
+        ],
+    )
+
+
+def retired_ids(curriculum: TaskCurriculum) -> set[str]:
+    """Of the tasks that are retired when all is known that was committed."""
+    state = curriculum.standing()
+    return {task.id for task, is_retired in zip(curriculum.tasks, state, strict=True) if is_retired}
+
+
+def free(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant of a task that is not played any more, which waits for nothing."""
+    return {key: value for key, value in row.items() if key != PARENT}

@@ -1,0 +1,68 @@
+"""A folder of made tasks.
+
+    train.jsonl, eval.jsonl     tasks to train on and held-out ones
+    demonstrations.jsonl        conversations that solve tasks of train.jsonl, for `agentevo sft`
+    reserve.jsonl               tasks that all or none of the attempts at them have solved
+    made.json                   the account; written last
+
+The folder appears whole. One that is there already is added to by nobody: it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.data.rows import read_rows
+from agentevo.errors import ConfigError
+from agentevo.files import atomic_folder, must_write
+from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
+from agentevo.task_making.scenario import CALLS, CONTENT
+
+DEMONSTRATIONS, RESERVE, ACCOUNT = "demonstrations.jsonl", "reserve.jsonl", "made.json"
+
+
+def check_new(folder: Path) -> None:
+    """Raises ConfigError for a folder that holds something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already: give another --out, or delete it")
+
+
+def write_made(
+    folder: Path,
+    *,
+    train: Sequence[dict[str, Any]],
+    held_out: Sequence[dict[str, Any]],
+    reserve: Sequence[dict[str, Any]] = (),
+    demonstrations: Sequence[dict[str, Any]] = (),
+    account: Mapping[str, Any],
+) -> None:
+    """Writes all of it, or nothing."""
+    check_new(folder)
+    files = {
+        TRAIN: train,
+        HELD_OUT: held_out,
+        RESERVE: reserve,
+        DEMONSTRATIONS: demonstrations,
+    }
+    with must_write(folder, "make room there, or give another --out"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as staging:
+            for name, rows in files.items():
+                if rows:
+                    write_rows(rows, staging / name)
+            text = json.dumps(account, indent=2, ensure_ascii=False)
+            (staging / ACCOUNT).write_text(f"{text}\n", encoding="utf-8")
+
+
+def made_rows(sources: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of files that were made. Raises ConfigError for what is no such row."""
+    found = []
+    for source in sources:
+        for row in read_rows(source):
+            if not isinstance(row.value, dict) or {CALLS, CONTENT} - row.value.keys():
+                raise ConfigError(f"{row.where}: this is no task of `agentevo tasks make`")
+            found.append(row.value)
+    return found

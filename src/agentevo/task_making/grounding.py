@@ -1,0 +1,158 @@
+"""What is true of a scenario, by carrying it out: the state that it leaves, or what it finds.
+
+Its calls are made in a new session, between two rounds of the same questions: what those tell
+otherwise afterwards is the state that an agent is to reach, and what they tell as before is to
+stay. A second session has to come to the same: a server whose results hold the time of day, say,
+gives no task by them. So nothing is asked for that doing nothing would reach, or that can't be
+reached again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from agentevo.task_making.scenario import Scenario, Step
+from agentevo.task_making.survey import Answered, Survey, World, asked
+from agentevo.task_making.values import properties
+from agentevo.task_making.walks import first_value
+from agentevo.tools.state_checks import StateCheck
+from agentevo.tools.toolbox import AttemptTools
+
+MAX_QUESTIONS = 16
+MAX_CHECKS = 8
+MOST_COMBINED = 256
+GUESSES = 4
+"""Questions of a tool with arguments that are not the walk's."""
+LONGEST_ANSWER = 120
+
+
+class UngroundedError(Exception):
+    """A scenario that is none; the words say why, and are counted. `varies`: because what its calls
+    give or leave is never the same."""
+
+    def __init__(self, words: str, *, varies: bool = False) -> None:
+        super().__init__(words)
+        self.varies = varies
+
+
+async def grounded(
+    world: World, known: Survey, steps: Sequence[Step], number: int, draw: random.Random
+) -> Scenario:
+    """The scenario of these calls in the world of that number. Raises UngroundedError."""
+    has_state = any(one.changes for one in steps)
+    questions = _questions(known, steps, draw) if has_state else []
+    async with world.open(number) as tools:
+        before = await _all(tools, questions)
+        made = await _carried_out(tools, known, steps)
+        after = await _all(tools, questions)
+    async with world.open(number, seed=1) as tools:  # as another attempt has it
+        again = await _carried_out(tools, known, steps)
+        if [one.result for one in again] != [one.result for one in made]:
+            raise UngroundedError("its calls give something else the second time", varies=True)
+        if [one.text for one in await _all(tools, questions)] != [one.text for one in after]:
+            raise UngroundedError("it leaves another state the second time", varies=True)
+    if not has_state:
+        answer, place = _answer(made[-1].result, draw)
+        return Scenario(steps=made, world=number, answer=answer, place=place)
+    if any(one.is_lost for one in (*before, *after)):
+        raise UngroundedError("the state could not be asked")
+    told = list(zip(before, after, strict=True))
+    changed = [now for was, now in told if was.text != now.text]
+    if not changed:
+        raise UngroundedError("it changes nothing that another tool tells")
+    same = [now for was, now in told if was.text == now.text and not now.is_error]
+    checks = [
+        StateCheck(tool=one.tool, arguments=one.arguments, result=one.text)
+        for one in [*changed, *same][:MAX_CHECKS]
+    ]
+    return Scenario(steps=made, world=number, checks=checks)
+
+
+async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]) -> list[Step]:
+    """The calls with what they give now, which has to hold the values that are to be found."""
+    made: list[Step] = []
+    for step in steps:
+        schemas = properties(known.schemas[step.tool])
+        for name, found in step.found.items():
+            value = first_value(made[found.step].result, found.name, schemas[name])
+            if value != step.arguments[name]:
+                raise UngroundedError("what is to be found is not what is found first")
+        got = await asked(tools, step.tool, step.arguments)
+        if got.is_error:
+            raise UngroundedError("a call is refused without the calls that were left out")
+        made.append(
+            Step(
+                tool=step.tool,
+                arguments=step.arguments,
+                found=step.found,
+                result=got.text,
+                changes=step.changes,
+            )
+        )
+    return made
+
+
+def _questions(
+    known: Survey, steps: Sequence[Step], draw: random.Random
+) -> list[tuple[str, dict[str, Any]]]:
+    """Calls that tell of the state that these leave: of each tool that changes nothing, with the
+    arguments that the walk has for its parameters, else with some that are known."""
+    by_name: dict[str, list[Any]] = {}
+    for step in steps:
+        for name, value in step.arguments.items():
+            by_name.setdefault(name.lower(), []).append(value)
+    found = [(step.tool, step.arguments) for step in steps if not step.changes]
+    for tool in known.asking:
+        schema = known.schemas[tool]
+        choices = []
+        for name, one in properties(schema).items():
+            if name in (schema.get("required") or ()):
+                values = by_name.get(name.lower()) or known.values.known(name, one)[-GUESSES:]
+                values = values or [known.values.draw(name, one, draw)]
+                choices.append([(name, _frozen(value)) for value in values])
+        every = itertools.product(*map(dict.fromkeys, choices))
+        combined = list(itertools.islice(every, MOST_COMBINED))
+        draw.shuffle(combined)
+        for pairs in combined[:GUESSES]:
+            question = (tool, {name: json.loads(value) for name, value in pairs})
+            found += [question] if question not in found else []
+    return found[:MAX_QUESTIONS]
+
+
+def _frozen(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+async def _all(
+    tools: AttemptTools, questions: Sequence[tuple[str, dict[str, Any]]]
+) -> list[Answered]:
+    return [await asked(tools, tool, arguments) for tool, arguments in questions]
+
+
+def _answer(text: str, draw: random.Random) -> tuple[str, str]:
+    """What the agent is asked for of a result, and under which key of its JSON."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        tree = None
+    while isinstance(tree, list) and tree:
+        tree = tree[0]
+    if isinstance(tree, dict):
+        plain = [
+            (str(key), str(value) if not isinstance(value, float) else f"{value:g}")
+            for key, value in tree.items()
+            if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        ]
+        told = [one for one in plain if 0 < len(one[1]) <= LONGEST_ANSWER]
+        if told:
+            key, value = draw.choice(told)
+            return value, key
+        raise UngroundedError("its result has nothing short to ask for")
+    line = text.strip().split("\n")[0].strip()
+    if not 0 < len(line) <= LONGEST_ANSWER or not any(one.isalnum() for one in line):
+        raise UngroundedError("its result has nothing short to ask for")
+    return line, ""

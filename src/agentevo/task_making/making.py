@@ -1,0 +1,282 @@
+"""Tasks for a server of tools, from nothing but the server: what its tools do is found out by real
+calls (survey.py), call sequences are drawn and carried out (walks.py), what they leave or find is
+recorded as the truth (grounding.py), and the agent is asked in words to reach it (wording.py).
+
+All draws are from the seed: the same server, seed and counts give the same tasks. Walks are made in
+rounds of AT_ONCE, each in a session of its own; which tools a round prefers follows from the rounds
+before it. Whether a task is held out follows from its content alone (scenario.py), so no content is
+ever both trained on and held out, whatever is made later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agentevo.config.tools import ToolSection
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.task_making.grounding import UngroundedError, grounded
+from agentevo.task_making.scenario import HARDEST, Scenario, Step, is_held_out, steps_of
+from agentevo.task_making.survey import Answered, Survey, World, asked, learn, survey
+from agentevo.task_making.walks import MAX_CALLS, Coverage, pruned, walk
+from agentevo.task_making.wording import (
+    LANGUAGES,
+    PERSONAS,
+    gives_away,
+    named_tools,
+    untold,
+    worded,
+)
+
+AT_ONCE = 8
+MAX_MISSES = 400
+"""Walks in a row that give nothing new, after which there is nothing more."""
+LONGEST_QUERY = 4000
+"""Characters of a task: descriptions may be of any length."""
+MOST_ALIKE = 0.4
+"""Share of the tasks that have one difficulty, as long as others are found."""
+SAME_ANSWER = 4
+"""Tasks at most whose last call and answer are the same: an agent could guess it."""
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be made."""
+
+    train: int = 200
+    held_out: int = 50
+    seed: int = 0
+    worlds: int = 1
+    """Of so many worlds, by number in each task's `world`; 1 for a server that has but one."""
+    max_calls: int = MAX_CALLS
+    languages: tuple[str, ...] = ("en",)
+    personas: tuple[str, ...] = ("",)
+    """Who asks; "" is nobody in particular."""
+    kinds: tuple[str, ...] = ("state", "answer")
+    min_difficulty: int = 1
+    max_difficulty: int = HARDEST
+    values: Mapping[str, Sequence[Any]] = {}
+    """Parameter -> values that somebody names."""
+
+
+class Made(msgspec.Struct, kw_only=True):
+    """What was made."""
+
+    train: list[dict[str, Any]] = []
+    """Rows of files of tasks."""
+    held_out: list[dict[str, Any]] = []
+    known: Survey
+    reasons: dict[str, int] = {}
+    """Why walks gave no task -> how many."""
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """For people and reports."""
+        rows = [*self.train, *self.held_out]
+        tools = Counter(tool for row in rows for tool in row["tools"])
+        pairs = {pair for row in rows for pair in zip(row["tools"], row["tools"][1:], strict=False)}
+        return {
+            "train": len(self.train),
+            "held_out": len(self.held_out),
+            "difficulty": dict(sorted(Counter(row["difficulty"] for row in rows).items())),
+            "tools": {name: tools[name] for name in self.known.schemas},
+            "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
+            "silent": self.known.silent,
+            "changing": sorted(self.known.changing),
+            "reasons": self.reasons,
+        }
+
+
+def check_wanted(wanted: Wanted) -> None:
+    """Raises ConfigError for what can't be made."""
+    for given, known, what in (
+        (wanted.languages, tuple(LANGUAGES), "--language"),
+        (wanted.personas, ("", *PERSONAS), "--persona"),
+        (wanted.kinds, ("state", "answer", "open"), "--kind"),
+    ):
+        unknown = next((one for one in given if one not in known), None)
+        if unknown is not None or not given:
+            names = ", ".join(filter(None, known))
+            raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
+    if not 1 <= wanted.min_difficulty <= wanted.max_difficulty <= HARDEST:
+        raise ConfigError(
+            f"--difficulty: {wanted.min_difficulty} to {wanted.max_difficulty}: give 1 to {HARDEST}"
+        )
+
+
+async def make_tasks(
+    sections: Sequence[ToolSection],
+    wanted: Wanted,
+    *,
+    taken: frozenset[str] = frozenset(),
+    harder_than: Sequence[Mapping[str, Any]] = (),
+    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Made:
+    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of tasks that were
+    made, which every task goes on from, by further calls. Raises ToolUnavailableError where the
+    server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where
+    nothing can be asked of it."""
+    check_wanted(wanted)
+    world = World(sections)
+    try:
+        known = await survey(world, wanted.values, seed=wanted.seed)
+        for name, why in known.silent.items():
+            tell(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
+        return await _Maker(world, known, wanted, taken, harder_than, progress).make()
+    finally:
+        await world.close()
+
+
+class _Maker:
+    """The rounds of one making."""
+
+    def __init__(
+        self,
+        world: World,
+        known: Survey,
+        wanted: Wanted,
+        taken: frozenset[str],
+        parents: Sequence[Mapping[str, Any]],
+        progress: Callable[[int], None],
+    ) -> None:
+        self._world, self._known, self._wanted = world, known, wanted
+        self._progress, self._reasons = progress, Counter[str]()
+        self._used = Coverage()
+        self._taken, self._queries = set(taken), set[str]()
+        self._made = Made(known=known)
+        self._graded = Counter[int]()
+        self._misses = 0
+        self._parents = parents
+
+    async def make(self) -> Made:
+        """See make_tasks."""
+        made, wanted = self._made, self._wanted
+        number = 0
+        while self._misses < MAX_MISSES and (
+            len(made.train) < wanted.train or len(made.held_out) < wanted.held_out
+        ):
+            numbers = range(number, number + AT_ONCE)
+            number += AT_ONCE
+            walked = await asyncio.gather(*map(self._walked, numbers))
+            for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
+                for got in heard:
+                    learn(self._known, got)
+                is_kept = scenario is not None and self._keep(scenario, draw)
+                self._misses = 0 if is_kept else self._misses + 1
+            self._progress(len(made.train) + len(made.held_out))
+        made.reasons = dict(self._reasons.most_common())
+        if not made.train or (wanted.held_out and not made.held_out):
+            why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
+            raise AgentEvoError(
+                f"nothing that the server can be asked could be made a task ({why or 'no walk'}): "
+                "give values of its parameters by --value, or other tools by --include"
+            )
+        return made
+
+    def _draw(self, number: int, purpose: str = "words") -> random.Random:
+        return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
+
+    async def _walked(self, number: int) -> tuple[Scenario | None, list[Answered]]:
+        """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
+        have learnt counts in it, so that walks beside it change nothing."""
+        draw = self._draw(number, "walk")
+        wanted, parent = self._wanted, ""
+        world, start = draw.randrange(wanted.worlds), list[Step]()
+        if self._parents:
+            row = draw.choice(self._parents)
+            start, world = steps_of(row), int(row.get("world", 0))
+            parent = str(row["id"])
+        fewest = 2 if self._has_enough(1) else 1
+        most = max(fewest, wanted.max_calls)
+        num_calls = max(1, draw.randint(fewest, most) - len(start))
+        async with self._world.open(world) as tools:
+            for step in start:
+                await asked(tools, step.tool, step.arguments)
+            walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
+        steps = pruned(walked) if len(walked) > len(start) else []
+        if not steps or len(steps) <= len(start):
+            self._reasons["a call was refused, or gave too much"] += 1
+            return None, heard
+        return await self._scenario(steps, world, parent, draw), heard
+
+    async def _scenario(
+        self, steps: list[Step], world: int, parent: str, draw: random.Random
+    ) -> Scenario | None:
+        planned = Scenario(steps=steps, world=world)
+        takes_open = "open" in self._wanted.kinds
+        if planned.kind not in self._wanted.kinds and not takes_open:
+            self._reasons["of a kind that is not wanted"] += 1
+            return None
+        least, most = self._wanted.min_difficulty, self._wanted.max_difficulty
+        if not least <= planned.difficulty <= most:
+            self._reasons["of a difficulty that is not wanted"] += 1
+            return None
+        if planned.kind == "state" and (reason := self._superfluous(planned)):
+            self._reasons[reason] += 1
+            return None
+        try:
+            found = await grounded(self._world, self._known, steps, world, draw)
+            if found.kind not in self._wanted.kinds:
+                self._reasons["of a kind that is not wanted"] += 1
+                return None
+            return msgspec.structs.replace(found, parent=parent)
+        except UngroundedError as error:
+            if error.varies and takes_open:
+                return msgspec.structs.replace(planned, is_open=True, parent=parent)
+            self._reasons[str(error)] += 1
+            return None
+
+    def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
+        """Whether it becomes a task."""
+        wanted = self._wanted
+        language, persona = draw.choice(wanted.languages), draw.choice(wanted.personas)
+        query = worded(scenario, self._known.descriptions, language=language, persona=persona)
+        reason = self._superfluous(scenario) or self._problem(scenario, query)
+        if reason:
+            self._reasons[reason] += 1
+            return False
+        self._taken.add(scenario.content)
+        self._queries.add(query)
+        self._used.add([one.tool for one in scenario.steps], scenario.answer)
+        self._graded[scenario.difficulty] += 1
+        rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
+        rows.append(scenario.row(query, language=language, persona=persona, worlds=wanted.worlds))
+        return True
+
+    def _superfluous(self, scenario: Scenario) -> str:
+        """Why nobody needs it, whatever it comes to; empty if somebody does."""
+        made, wanted, content = self._made, self._wanted, scenario.content
+        if content in self._taken:
+            return "there already"
+        is_apart = is_held_out(content)
+        if len(made.held_out if is_apart else made.train) >= (
+            wanted.held_out if is_apart else wanted.train
+        ):
+            return "enough of its side of the split"
+        return "enough have its difficulty" if self._has_enough(scenario.difficulty) else ""
+
+    def _problem(self, scenario: Scenario, query: str) -> str:
+        if query in self._queries:
+            return "there already"
+        if len(query) > LONGEST_QUERY:
+            return "its words are too long"
+        if named_tools(query, self._known.names):
+            return "its words name a tool"
+        if untold(query, scenario):
+            return "its words leave out what has to be told"
+        if gives_away(query, scenario):
+            return "its words say what is to be found"
+        last = scenario.steps[-1].tool
+        if scenario.answer is not None and self._used.answers[last, scenario.answer] >= SAME_ANSWER:
+            return "too many have the same answer"
+        return ""
+
+    def _has_enough(self, difficulty: int) -> bool:
+        """Whether other difficulties are looked for first."""
+        most = MOST_ALIKE * (self._wanted.train + self._wanted.held_out)
+        return self._graded[difficulty] >= most and self._misses < MAX_MISSES // 2

@@ -1,0 +1,142 @@
+"""A scenario: calls that solve it, which of their arguments the agent is told, and what says that
+it was solved. What its content is decides whether it is held out, whoever asks and in which words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.tools.state_checks import STATE_CHECKS, StateCheck
+
+HELD_OUT = 0.2
+"""Share of all contents that is held out."""
+HARDEST = 5
+CALLS, CONTENT, PARENT = "solved_by_calls", "content", "variant_of"
+"""Keys of a made task's metadata: the calls that solve it, the name of its content, and the id of
+the task that it is a harder variant of."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """An argument that the agent is not told: it is the first such value that an earlier call
+    gives."""
+
+    step: int
+    """The number of that call, from 0."""
+    name: str
+    """Of the parameter that it is for."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the calls that solve a scenario."""
+
+    tool: str
+    arguments: dict[str, Any]
+    """With the values that were found."""
+    found: dict[str, Found] = {}
+    """Parameter -> where its value is from."""
+    result: str = ""
+    changes: bool = False
+    """The call changes the state of the server."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The arguments that the agent is told."""
+        return {name: one for name, one in self.arguments.items() if name not in self.found}
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    steps: list[Step]
+    world: int
+    answer: str | None = None
+    """What the agent has to say, where the state does not decide."""
+    place: str = ""
+    """What of the last result the answer is: the key of its JSON, or empty for its first line."""
+    checks: list[StateCheck] = []
+    is_open: bool = False
+    """Neither: its calls give something else each time, so somebody has to judge what was done."""
+    parent: str = ""
+    """The id of the task that it is a harder variant of."""
+
+    @property
+    def kind(self) -> Literal["state", "answer", "open"]:
+        """What decides."""
+        if self.is_open:
+            return "open"
+        return "state" if any(one.changes for one in self.steps) else "answer"
+
+    @property
+    def content(self) -> str:
+        """A name of all that the agent is told and has to do, in whichever world and words."""
+        whole = [
+            [
+                one.tool,
+                one.told,
+                {name: [found.step, found.name] for name, found in one.found.items()},
+            ]
+            for one in self.steps
+        ]
+        text = json.dumps([whole, self.kind, self.place], sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def difficulty(self) -> int:
+        """From 1 to HARDEST: a point for each call and for each value that has to be found, less
+        the first."""
+        return min(HARDEST, len(self.steps) + sum(len(one.found) for one in self.steps))
+
+    @property
+    def tools(self) -> list[str]:
+        """In order, each once."""
+        return list(dict.fromkeys(one.tool for one in self.steps))
+
+    @property
+    def pairs(self) -> set[tuple[str, str]]:
+        """Tools one of which is called after the other."""
+        return pairs_of([one.tool for one in self.steps])
+
+    def row(self, query: str, *, language: str, persona: str, worlds: int) -> dict[str, Any]:
+        """As a line of a file of tasks."""
+        judged: dict[str, Any] = (
+            {STATE_CHECKS: msgspec.to_builtins(self.checks), "scorer": "returned"}
+            if self.checks
+            else {}
+            if self.is_open
+            else {"answer": self.answer, "scorer": "contains"}
+        )
+        variant = {PARENT: self.parent} if self.parent else {}
+        return {
+            "id": f"made-{self.content}-{self.world}",
+            "query": query,
+            **judged,
+            "difficulty": self.difficulty,
+            "tools": self.tools,
+            "language": language,
+            **({"persona": persona} if persona else {}),
+            **({"world": self.world} if worlds > 1 else {}),
+            **variant,
+            CONTENT: self.content,
+            CALLS: msgspec.to_builtins(self.steps),
+        }
+
+
+def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
+    """Each tool with the one that is called next."""
+    return set(pairwise(tools))
+
+
+def is_held_out(content: str, share: float = HELD_OUT) -> bool:
+    """Whether what has this content is for evaluation alone."""
+    return hashlib.sha256(f"held out {content}".encode()).digest()[0] < 256 * share
+
+
+def steps_of(row: Mapping[str, Any]) -> list[Step]:
+    """The calls that solve a made task. Raises msgspec.ValidationError."""
+    return msgspec.convert(row.get(CALLS, []), list[Step])

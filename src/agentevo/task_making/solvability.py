@@ -1,0 +1,126 @@
+"""How hard made tasks are for an agent, by real attempts at them.
+
+A task that all or none of its attempts solve teaches nothing now: it goes to the reserve, from
+which a later grading takes it again. An attempt that failed says nothing of its task; a task of
+which every attempt has failed is in the reserve as well, without a rate.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import ConfigError
+from agentevo.evaluation.evaluate import Evaluation, check_attempts, evaluate
+from agentevo.evaluation.results import ResultsFolder
+from agentevo.parsing import read_json_object
+from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
+from agentevo.task_making.files import (
+    ACCOUNT,
+    DEMONSTRATIONS,
+    RESERVE,
+    made_rows,
+    write_made,
+)
+from agentevo.task_making.scenario import CONTENT
+
+RATE = "success_rate"
+"""Key of a graded task's metadata."""
+
+
+def graded(
+    rows: Sequence[Mapping[str, Any]], solved: Mapping[str, Sequence[bool]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tasks at the edge of what the agent can do, and those in reserve. `solved`: task id ->
+    what came of each attempt that did not fail."""
+    edge: list[dict[str, Any]] = []
+    reserve: list[dict[str, Any]] = []
+    for row in rows:
+        outcomes = solved.get(row["id"], ())
+        plain = {key: value for key, value in row.items() if key != RATE}
+        rate = sum(outcomes) / len(outcomes) if outcomes else None
+        told = plain if rate is None else {**plain, RATE: rate}
+        (reserve if rate in (None, 0.0, 1.0) else edge).append(told)
+    return edge, reserve
+
+
+def graded_folder(
+    folder: Path,
+    target: str,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    attempts: int,
+    note: Callable[[str], None],
+) -> list[str]:
+    """Plays, writes the folder `out`, and says what came of it. Raises ConfigError for what is no
+    folder of made tasks, and AttemptsFailedError where every attempt has failed."""
+    sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
+    if not sources or not (folder / ACCOUNT).is_file():
+        raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
+    rows = made_rows(sources)
+    held_file = folder / HELD_OUT
+    held = made_rows([str(held_file)]) if held_file.is_file() else []
+    contents = {row[CONTENT] for row in held}
+    leaked = next((row["id"] for row in rows if row[CONTENT] in contents), None)
+    if leaked is not None:
+        raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
+    solved = _solved(rows, target, overrides, attempts, note)
+    edge, reserve = graded(rows, solved)
+    if not edge:
+        note("no task is at the edge: all are solved always or never, so train.jsonl is not there")
+    account = read_json_object(folder / ACCOUNT) | {
+        "graded_by": target,
+        "attempts": attempts,
+        "train": len(edge),
+        "reserve": len(reserve),
+    }
+    shown = (
+        [
+            json.loads(line)
+            for line in (folder / DEMONSTRATIONS).read_text(encoding="utf-8").splitlines()
+        ]
+        if (folder / DEMONSTRATIONS).is_file()
+        else []
+    )
+    write_made(
+        out, train=edge, held_out=held, reserve=reserve, demonstrations=shown, account=account
+    )
+    always = sum(row.get(RATE) == 1.0 for row in reserve)
+    never = sum(row.get(RATE) == 0.0 for row in reserve)
+    return [
+        f"edge         {len(edge)} of {len(rows)} tasks are solved by some attempts and not by all",
+        f"reserve      {always} solved always, {never} never, "
+        f"{len(reserve) - always - never} without an attempt that did not fail",
+    ]
+
+
+def _solved(
+    rows: Sequence[dict[str, Any]],
+    target: str,
+    overrides: Sequence[str],
+    attempts: int,
+    note: Callable[[str], None],
+) -> dict[str, list[bool]]:
+    """Task id -> what came of each attempt that did not fail."""
+    with tempfile.TemporaryDirectory(prefix="agentevo-grade-") as scratch:
+        played, results = Path(scratch) / "tasks.jsonl", Path(scratch) / "results"
+        write_rows(rows, played)
+        asked = Evaluation(
+            target=target,
+            overrides=overrides,
+            tasks=[str(played)],
+            attempts=attempts,
+            out=results,
+        )
+        summary = evaluate(asked, note)
+        check_attempts(summary)
+        solved: dict[str, list[bool]] = defaultdict(list)
+        for line in ResultsFolder(results).attempts().values():
+            if line.status == "completed":
+                solved[line.task].append(line.success)
+    return solved

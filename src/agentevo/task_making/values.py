@@ -1,0 +1,218 @@
+"""Values for the arguments of calls, from where a server itself shows them: its schemas (choices,
+defaults, examples, bounds), the words of its descriptions ("single, double or family", "such as
+Rome"), and what its calls gave (keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
+
+A parameter for which there is nothing of that kind gets a name of a person, a word or a small
+number. No value is trusted: whether a tool takes it is seen when it is called.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentevo.tools.trial import made_value
+
+PEOPLE = (
+    *("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana"),
+    *("Ivo", "Jane", "Kim", "Leo", "Mia", "Noa", "Otto", "Pia"),
+)
+WORDS = (
+    *("apple", "bridge", "candle", "desk", "engine", "forest", "garden", "harbour"),
+    *("island", "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil"),
+)
+_PERSON = re.compile(
+    r"name|guest|user|person|customer|client|author|owner|member|patient|passenger|recipient"
+)
+MAX_VALUES = 200
+"""Of a parameter."""
+LONGEST = 80
+"""Characters of a value."""
+MADE_UP = 0.5
+"""How often a text is made up whose schema names no values, though calls have shown some."""
+SMALL = 9
+"""The largest of drawn whole numbers whose schema names no bound."""
+_WORD = r"['\"]?[\w][\w./-]*['\"]?"
+_CHOICE = re.compile(rf"({_WORD}(?:, {_WORD})*,? (?:or|and) {_WORD})(?=[\s.;)]|$)")
+_EXAMPLE = re.compile(
+    rf"(?:such as|for example|e\.g\.,?|for instance,?) ({_WORD}(?:, {_WORD})*(?:,? or {_WORD})?)",
+    re.IGNORECASE,
+)
+_STOP = frozenset(["the", "a", "an", "it", "is", "of", "to", "in", "on", "be", "this", "that"])
+
+
+class Values:
+    """What is known so far of each parameter, by its name."""
+
+    def __init__(self, given: Mapping[str, Sequence[Any]] | None = None) -> None:
+        """`given`: parameter -> values that somebody names, before all others."""
+        self._found: dict[str, list[Any]] = {}
+        for name, values in (given or {}).items():
+            self.add(name, values)
+
+    def add(self, name: str, values: Sequence[Any]) -> None:
+        """Further ones of a parameter."""
+        known = self._found.setdefault(name.lower(), [])
+        for value in values:
+            if value not in known and len(known) < MAX_VALUES and len(str(value)) <= LONGEST:
+                known.append(value)
+
+    def learn(self, schema: Mapping[str, Any], *texts: str) -> None:
+        """What results of calls name of a tool's parameters."""
+        for name, one in properties(schema).items():
+            for text in texts:
+                self.add(name, list(mined(text, name, one)))
+
+    def known(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
+        """Values that the server has shown for a parameter."""
+        stated = [one for one in stated_values(schema) if len(str(one)) <= LONGEST]
+        stated += [one for one in self._found.get(name.lower(), []) if one not in stated]
+        return [one for one in stated if _fits(one, schema)]
+
+    def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
+        """One of those, or where there is none one that is made up."""
+        known, kind = self.known(name, schema), _kind(schema)
+        is_free = kind == "string" and not stated_values(schema)
+        if known and not (is_free and draw.random() < MADE_UP):
+            return draw.choice(known)
+        if kind in ("integer", "number"):
+            return _number(schema, draw)
+        if kind == "boolean":
+            return draw.random() < 0.5
+        if kind == "string" and not {"format", "pattern", "minLength", "maxLength"} & set(schema):
+            return draw.choice(PEOPLE if _PERSON.search(name.lower()) else WORDS)
+        return made_value(schema, schema)
+
+
+def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """A tool's parameters, those that a reference leads to included."""
+    found = {}
+    for name, one in (schema.get("properties") or {}).items():
+        for _ in range(6):
+            reference = one.get("$ref") if isinstance(one, Mapping) else None
+            if not isinstance(reference, str):
+                break
+            one = schema
+            for part in filter(None, reference.removeprefix("#").split("/")):
+                one = one.get(part, {}) if isinstance(one, Mapping) else {}
+        found[str(name)] = one if isinstance(one, Mapping) else {}
+    return found
+
+
+def stated_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Those that a parameter's own schema names."""
+    found: list[Any] = []
+    if "const" in schema:
+        return [schema["const"]]
+    for key in ("enum", "examples"):
+        listed = schema.get(key)
+        found += listed if isinstance(listed, list) else []
+    if "default" in schema and schema["default"] is not None:
+        found.append(schema["default"])
+    for key in ("anyOf", "oneOf"):
+        choices = schema.get(key)
+        for one in choices if isinstance(choices, list) else []:
+            found += stated_values(one) if isinstance(one, Mapping) else []
+    if not found and _kind(schema) == "string":
+        found = described_values(str(schema.get("description", "")))
+    return list(dict.fromkeys(one for one in found if isinstance(one, (str, int, float, bool))))
+
+
+def described_values(text: str) -> list[str]:
+    """Those that a description lists: "single, double or family", "such as Rome or Oslo"."""
+    example = _EXAMPLE.search(text)
+    if example is not None:
+        return _listed(example[1])
+    choice = _CHOICE.match(text.strip())
+    return _listed(choice[1]) if choice is not None else []
+
+
+def mined(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Values of a parameter that a result names, in their order."""
+    kind = _kind(schema)
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        tree = None
+    if isinstance(tree, (dict, list)):
+        yield from _leaves(tree, name.lower(), kind)
+        return
+    word = re.escape(name.replace("_", " ")).replace(r"\ ", "[ _]")
+    if kind in ("integer", "number"):
+        for found in re.finditer(rf"\b{word}\b\W{{0,3}}(-?\d{{1,15}}(?:\.\d+)?)", text, re.I):
+            yield int(found[1]) if "." not in found[1] else float(found[1])
+        return
+    if kind != "string":
+        return
+    for found in re.finditer(rf"\b{word}\b\s?[:=]\s?([^\n;]{{1,400}})", text, re.I):
+        choice = _CHOICE.match(found[1])
+        single = re.match(_WORD, found[1])
+        if choice is not None:
+            yield from _listed(choice[1])
+        elif single is not None:
+            yield single[0].strip("'\"")
+    if text.strip() and all(re.fullmatch(r"[\w./:@-]+", one) for one in text.split("\n")):
+        yield from text.split("\n")  # a list of names, such as files
+
+
+def _leaves(tree: Any, name: str, kind: str, depth: int = 0) -> Iterator[Any]:
+    if depth > 8:
+        return
+    if isinstance(tree, list):
+        for one in tree[:MAX_VALUES]:
+            yield from _leaves(one, name, kind, depth + 1)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            if isinstance(value, (dict, list)):
+                yield from _leaves(value, name, kind, depth + 1)
+            elif _same(str(key).lower(), name) and _is_of(value, kind):
+                yield value
+
+
+def _same(key: str, name: str) -> bool:
+    """Whether a key of a result means a parameter: room_id and room, or id and room_id."""
+    return key == name or name.endswith(f"_{key}") or key.endswith(f"_{name}")
+
+
+def _listed(text: str) -> list[str]:
+    words = [one.strip("'\" .") for one in re.split(r",? (?:or|and) |, ", text)]
+    return [one for one in words if one and one.lower() not in _STOP]
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = next((one for one in kind if one != "null"), None)
+    for key in ("anyOf", "oneOf"):
+        if kind is None and isinstance(schema.get(key), list):
+            kinds = [_kind(one) for one in schema[key] if isinstance(one, Mapping)]
+            kind = next((one for one in kinds if one != "null"), None)
+    return str(kind or "string")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind in ("integer", "number"):
+        return isinstance(value, (int, float)) and (kind == "number" or value == int(value))
+    return kind == "string" and isinstance(value, str) and bool(value.strip())
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    return _is_of(value, _kind(schema)) or "enum" in schema or "const" in schema
+
+
+def _number(schema: Mapping[str, Any], draw: random.Random) -> int | float:
+    def bound(key: str, step: int) -> float | None:
+        value, beyond = schema.get(key), schema.get(f"exclusive{key.capitalize()}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_beyond = isinstance(beyond, (int, float)) and not isinstance(beyond, bool)
+        return value if is_number else beyond + step if is_beyond else None  # type: ignore[operator]
+
+    least, most = bound("minimum", 1), bound("maximum", -1)
+    least = least if least is not None else min(1, most - SMALL) if most is not None else 1
+    most = min(most, least + 10**6) if most is not None else least + SMALL - 1
+    return draw.randint(int(least), max(int(least), int(most)))

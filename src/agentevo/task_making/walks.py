@@ -1,0 +1,154 @@
+"""Call sequences, drawn and carried out on the server at once: each tool is chosen by how seldom
+it, and the pair that it makes with the one before, has been used, and its arguments are told to the
+agent or found in what earlier calls of the walk gave.
+
+What a call gave and nobody uses is left out of the walk, unless it is what the agent is asked for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from agentevo.task_making.scenario import Found, Step, pairs_of
+from agentevo.task_making.survey import Answered, Survey, asked, drawn_arguments
+from agentevo.task_making.values import mined, properties
+from agentevo.tools.toolbox import AttemptTools
+
+MAX_CALLS = 4
+USES_FOUND = 0.85
+"""How often an argument is taken from an earlier call where one gives it."""
+CHAINS = 4.0
+"""How much likelier a tool is that takes something which an earlier call gave."""
+REFUSALS = 3
+LONGEST_RESULT = 2000
+
+
+class Coverage:
+    """How often tools and pairs of tools have been used."""
+
+    def __init__(self) -> None:
+        self.tools: Counter[str] = Counter()
+        self.pairs: Counter[tuple[str, str]] = Counter()
+        self.answers: Counter[tuple[str, str]] = Counter()
+        """Of the last tool and what the agent has to say."""
+
+    def add(self, tools: Sequence[str], answer: str | None) -> None:
+        """A scenario that is kept."""
+        self.tools.update(tools)
+        self.pairs.update(pairs_of(tools))
+        if answer is not None:
+            self.answers[tools[-1], answer] += 1
+
+    def weight(self, tool: str, before: str | None) -> float:
+        """Of the next tool of a walk."""
+        pair = 0 if before is None else self.pairs[before, tool]
+        return 1.0 / (1.0 + self.tools[tool]) / (1.0 + pair)
+
+
+async def walk(
+    tools: AttemptTools,
+    known: Survey,
+    used: Coverage,
+    draw: random.Random,
+    num_calls: int,
+    start: Sequence[Step] = (),
+) -> tuple[list[Step], list[Answered]]:
+    """One walk of at most so many calls in a session of its own, after those of `start`, which have
+    been made in it; also every call with what came of it, of which `known` learns nothing here. A
+    call that is refused may name values, which are taken in this world before all others; after
+    REFUSALS it ends."""
+    heard: list[Answered] = []
+    steps, named, refusals = list(start), dict[str, list[Any]](), 0
+    while len(steps) < len(start) + num_calls and refusals < REFUSALS:
+        names = known.usable
+        before = steps[-1].tool if steps else None
+        weights = [used.weight(one, before) * _chains(known, steps, one) for one in names]
+        (name,) = draw.choices(names, weights)
+        found = _found(known, steps, name, draw)
+        fixed = {parameter: value for parameter, (_, value) in found.items()}
+        for parameter in properties(known.schemas[name]):
+            if parameter not in fixed and named.get(parameter):
+                fixed[parameter] = draw.choice(named[parameter])
+        arguments = drawn_arguments(known, name, draw, fixed)
+        got = await asked(tools, name, arguments)
+        heard.append(got)
+        if got.is_error or len(got.text) > LONGEST_RESULT:
+            refusals += 1
+            for parameter, schema in properties(known.schemas[name]).items():
+                if values := list(mined(got.text, parameter, schema)):
+                    named[parameter] = values
+            continue
+        steps.append(
+            Step(
+                tool=name,
+                arguments=arguments,
+                found={parameter: one for parameter, (one, _) in found.items()},
+                result=got.text,
+                changes=name in known.changing,
+            )
+        )
+    return steps, heard
+
+
+def pruned(steps: Sequence[Step]) -> list[Step]:
+    """Without calls that change nothing and whose result nobody uses; where nothing is changed at
+    all, the last call and what it needs."""
+    has_state = any(one.changes for one in steps)
+    kept: set[int] = set()
+    for number in reversed(range(len(steps))):
+        is_goal = steps[number].changes if has_state else number == len(steps) - 1
+        if is_goal or number in kept:
+            kept.add(number)
+            kept |= {found.step for found in steps[number].found.values()}
+    places = {number: place for place, number in enumerate(sorted(kept))}
+    return [
+        msgspec.structs.replace(
+            steps[number],
+            found={
+                name: Found(step=places[one.step], name=one.name)
+                for name, one in steps[number].found.items()
+            },
+        )
+        for number in sorted(kept)
+    ]
+
+
+def _chains(known: Survey, steps: Sequence[Step], tool: str) -> float:
+    gives = any(_first(known, steps, tool, name) for name in properties(known.schemas[tool]))
+    return CHAINS if gives else 1.0
+
+
+def _found(
+    known: Survey, steps: Sequence[Step], tool: str, draw: random.Random
+) -> dict[str, tuple[Found, Any]]:
+    """Arguments that earlier calls give, each with its value."""
+    taken = {}
+    for name in properties(known.schemas[tool]):
+        first = _first(known, steps, tool, name)
+        if first is not None and draw.random() < USES_FOUND:
+            taken[name] = first
+    return taken
+
+
+def _first(known: Survey, steps: Sequence[Step], tool: str, name: str) -> tuple[Found, Any] | None:
+    """The newest call that changes nothing and names the parameter, with the first value that it
+    gives and that the agent is not told."""
+    schema = properties(known.schemas[tool])[name]
+    told = [value for step in steps for value in step.arguments.values()]
+    for number in reversed(range(len(steps))):
+        if steps[number].changes:
+            return None  # what was found before may hold no more
+        value = first_value(steps[number].result, name, schema)
+        if value is not None and value not in told:
+            return Found(step=number, name=name), value
+    return None
+
+
+def first_value(text: str, name: str, schema: dict[str, Any] | Any) -> Any:
+    """The first value of a parameter that a result names; None for none."""
+    return next(iter(mined(text, name, schema)), None)

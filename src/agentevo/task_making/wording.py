@@ -1,0 +1,182 @@
+"""A scenario in words, without a model: the first sentence of each tool's description, as what is
+to be done, with the arguments that the agent is told. Names of tools are never in it.
+
+"Books a free room for a guest." becomes "booking a free room for a guest": a name such as `book`
+would be said by any other form of that verb.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agentevo.task_making.scenario import Scenario, Step
+
+_FIRST = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
+_VOWELS = "aeiou"
+
+
+class Phrases(NamedTuple):
+    """What holds a scenario together in one language."""
+
+    task: str
+    then: str
+    found: str
+    """With {name} and {source}."""
+    say_first: str
+    say_open: str
+    say_key: str
+    """With {key}."""
+    personas: Mapping[str, str]
+    """Who asks -> what comes before the task."""
+
+
+LANGUAGES: Mapping[str, Phrases] = {
+    "en": Phrases(
+        task="Your task: ",
+        then="; then ",
+        found="{name}: the first that comes of {source}",
+        say_first="Say the first line of what you find.",
+        say_open="Say in a few words what came of it.",
+        say_key="Say the first {key} that you find.",
+        personas={
+            "hurried": "I have no time, so be quick.",
+            "polite": "Good day, could you please help me?",
+            "newcomer": "I have never done this before.",
+        },
+    ),
+    "de": Phrases(
+        task="Deine Aufgabe: ",
+        then="; danach ",
+        found="{name}: das Erste, was sich hieraus ergibt: {source}",
+        say_first="Nenne die erste Zeile dessen, was du findest.",
+        say_open="Sage in wenigen Worten, was daraus geworden ist.",
+        say_key="Nenne den ersten Wert von {key}, den du findest.",
+        personas={
+            "hurried": "Ich habe keine Zeit, also bitte schnell.",
+            "polite": "Guten Tag, könnten Sie mir bitte helfen?",
+            "newcomer": "Ich mache das zum ersten Mal.",
+        },
+    ),
+    "zh": Phrases(
+        task="任务：",
+        then="；然后 ",
+        found="{name}：由此得到的第一个：{source}",
+        say_first="请说出你找到的内容的第一行。",
+        say_open="请简短说明结果。",
+        say_key="请说出你找到的第一个 {key}。",
+        personas={
+            "hurried": "我没有时间，请快一点。",
+            "polite": "您好，请帮帮我。",
+            "newcomer": "我第一次做这件事。",
+        },
+    ),
+}
+PERSONAS = tuple(LANGUAGES["en"].personas)
+
+
+def worded(
+    scenario: Scenario, descriptions: Mapping[str, str], *, language: str = "en", persona: str = ""
+) -> str:
+    """The scenario as the agent is asked."""
+    phrases = LANGUAGES[language]
+    sources = {found.step for step in scenario.steps for found in step.found.values()}
+    said = [
+        _said(scenario.steps, number, descriptions, phrases)
+        for number in range(len(scenario.steps))
+        if number not in sources
+    ]
+    parts = [phrases.personas[persona]] if persona else []
+    parts.append(f"{phrases.task}{phrases.then.join(said)}.")
+    if scenario.is_open:
+        parts.append(phrases.say_open)
+    elif scenario.answer is not None:
+        last = phrases.say_key.format(key=scenario.place) if scenario.place else phrases.say_first
+        parts.append(last)
+    return " ".join(parts)
+
+
+def _said(
+    steps: Sequence[Step], number: int, descriptions: Mapping[str, str], phrases: Phrases
+) -> str:
+    """A call, and within it those that its arguments are found by."""
+    step = steps[number]
+    told = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
+    for name, found in step.found.items():
+        source = _said(steps, found.step, descriptions, phrases)
+        told.append(phrases.found.format(name=_plain(name), source=source))
+    doing = deed(descriptions[step.tool])
+    return f"{doing} ({', '.join(told)})" if told else doing
+
+
+def deed(description: str) -> str:
+    """The first sentence of a description as what is done: "Lists free rooms, the cheapest first."
+    gives "listing free rooms, the cheapest first"."""
+    first = _FIRST.match(" ".join(description.split()))
+    words = first[1].rstrip(" .:;").split(" ") if first is not None else []
+    if not words or not words[0]:
+        return "doing what there is to do"
+    verb = re.match(r"[A-Za-z]+$", words[0])
+    return " ".join([gerund(words[0].lower()) if verb else words[0], *words[1:]])
+
+
+def gerund(verb: str) -> str:
+    """books, book -> booking; creates, create -> creating; gets -> getting; copies -> copying."""
+    base = verb
+    if verb.endswith("ing"):
+        return verb
+    if verb.endswith("ies") and len(verb) > 4:
+        base = f"{verb[:-3]}y"
+    elif verb.endswith(("ches", "shes", "sses", "xes", "zzes", "oes")):
+        base = verb[:-2]
+    elif verb.endswith("s") and not verb.endswith("ss"):
+        base = verb[:-1]
+    if base.endswith("e") and not base.endswith(("ee", "oe", "ye")):
+        return f"{base[:-1]}ing"
+    is_short = len(re.findall(f"[{_VOWELS}]", base)) == 1 and len(base) > 2
+    if is_short and base[-1] not in "aeiouwxy" and base[-2] in _VOWELS and base[-3] not in _VOWELS:
+        return f"{base}{base[-1]}ing"
+    return f"{base}ing"
+
+
+def shown(value: Any) -> str:
+    """A value as the agent is told it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def named_tools(text: str, tools: Sequence[str]) -> list[str]:
+    """Names of tools that stand in a text, whole and in any case."""
+    return [
+        one
+        for one in tools
+        if re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", text, re.IGNORECASE)
+    ]
+
+
+def untold(text: str, scenario: Scenario) -> list[str]:
+    """Values that the agent has to be told and that are not in the text."""
+    told = [shown(value) for step in scenario.steps for value in step.told.values()]
+    return [one for one in told if not _is_in(one, text)]
+
+
+def gives_away(text: str, scenario: Scenario) -> bool:
+    """Whether the text says what the agent has to find."""
+    hidden = [] if scenario.answer is None else [scenario.answer]
+    told = {shown(value) for step in scenario.steps for value in step.told.values()}
+    hidden += [
+        shown(step.arguments[name])
+        for step in scenario.steps
+        for name in step.found
+        if len(shown(step.arguments[name])) > 2
+    ]
+    return any(one not in told and _is_in(one, text) for one in hidden)
+
+
+def _is_in(value: str, text: str) -> bool:
+    return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE))

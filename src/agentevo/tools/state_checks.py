@@ -1,0 +1,69 @@
+"""What a task says of the state that its attempts are to leave, in calls that anybody can make.
+
+    metadata: {"state_checks": [{"tool": "find_bookings", "arguments": {"guest": "Ann"},
+                                 "result": "room 12 in Rome, double, 2 nights"}, ...]}
+
+After an attempt the calls are made in its own session. It is worth 1 where each gives exactly the
+result that the task names, else 0: so an attempt at any server that answers questions about its
+state has a checkable outcome, whether or not the server judges. A result that is an error counts by
+its text as any other. A call that nobody answers (a server that is gone, no answer in time) says
+nothing of the state, and fails the attempt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import EnvironmentFailure
+from agentevo.tools.tool import ToolResult
+from agentevo.types import ToolCall
+
+STATE_CHECKS = "state_checks"
+"""Key of a task's metadata, and name of the part of the reward."""
+MAX_CHECKS = 64
+
+
+class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call, and what it gives where the state is the right one."""
+
+    tool: str
+    """By the name that the policy knows."""
+    arguments: dict[str, Any] = {}
+    result: str
+
+    def call(self) -> ToolCall:
+        """The call as a policy would make it."""
+        return ToolCall(self.tool, json.dumps(self.arguments, ensure_ascii=False))
+
+
+def state_checks(metadata: Mapping[str, Any]) -> list[StateCheck]:
+    """Those of a task. Raises ValueError for what is none."""
+    given = metadata.get(STATE_CHECKS)
+    if given is None:
+        return []
+    try:
+        checks = msgspec.convert(given, list[StateCheck])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{STATE_CHECKS}: {error}") from error
+    if not 1 <= len(checks) <= MAX_CHECKS:
+        raise ValueError(f"{STATE_CHECKS} has {len(checks)} calls: give 1 to {MAX_CHECKS}")
+    return checks
+
+
+async def state_reached(
+    checks: Sequence[StateCheck],
+    call: Callable[[ToolCall], Awaitable[tuple[ToolResult, bool]]],
+) -> float:
+    """1 where every check holds, else 0; the first that does not ends it. `call` gives a result,
+    and whether a tool gave it. Raises EnvironmentFailure where none did."""
+    for check in checks:
+        result, was_answered = await call(check.call())
+        if not was_answered:
+            raise EnvironmentFailure(f"the state can't be checked: {result.text[:500]}")
+        if result.text != check.result:
+            return 0.0
+    return 1.0

@@ -1,0 +1,81 @@
+"""`agentevo tasks`: a folder that appears whole, and words that are refused before a call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentevo.cli.main import main
+from agentevo.task_making.files import made_rows
+
+RECIPE = """
+tasks: x.jsonl
+agent: {type: tool_agent, tools: [{name: booking, options: {rooms: 9}}]}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe, capsys):
+    out = tmp_path / "hotel"
+    words = ["tasks", "make", "--out", str(out), "--train", "12", "--held-out", "4"]
+    more = ["--worlds", "8", "--demonstrations", "5", "--language", "de", recipe]
+    assert main([*words, *more]) == 0
+    told = capsys.readouterr().out
+    assert "12 to train on, 4 held out" in told
+    files = sorted(path.name for path in out.iterdir())
+    assert files == ["demonstrations.jsonl", "eval.jsonl", "made.json", "train.jsonl"]
+    rows = made_rows([str(out / "train.jsonl")])
+    assert all(row["query"].startswith("Deine Aufgabe: ") for row in rows)
+    assert len((out / "demonstrations.jsonl").read_text().splitlines()) == 5
+    assert json.loads((out / "made.json").read_text())["train"] == 12
+    assert main([*words, *more]) == 2
+    assert "is there already" in capsys.readouterr().err
+    harder = tmp_path / "harder"
+    more = ["--worlds", "8", "--harder-than", str(out / "train.jsonl"), recipe]
+    words = ["tasks", "make", "--out", str(harder), "--train", "3", "--held-out", "0"]
+    assert main([*words, *more]) == 0
+    assert all(row["variant_of"] for row in made_rows([str(harder / "train.jsonl")]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--difficulty", "9"], "--difficulty"),
+        (["--difficulty", "x-²"], "--difficulty"),
+        (["--language", "tlh"], "--language tlh: there are"),
+        (["--persona", "angry"], "--persona angry: there are"),
+        (["--kind", "x"], "--kind x"),
+        (["--value", "city={a: 1}"], "--value city"),
+        (["--harder-than", "RECIPE_DIR/other.jsonl"], "no task of `agentevo tasks make`"),
+        (["--writer", "nowhere"], "--writer"),
+    ],
+)
+def test_wrong_words_are_refused_and_nothing_is_written(tmp_path, recipe, capsys, words, message):
+    (tmp_path / "other.jsonl").write_text('{"query": "q"}\n')
+    words = [word.replace("RECIPE_DIR", str(tmp_path)) for word in words]
+    out = tmp_path / "made"
+    assert main(["tasks", "make", "--out", str(out), *words, recipe]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_server_that_is_away_is_told_and_nothing_is_written(tmp_path, capsys):
+    pytest.importorskip("mcp")
+    out = tmp_path / "made"
+    assert main(["tasks", "make", "--out", str(out), "http://127.0.0.1:9/mcp"]) == 1
+    assert "nothing listens there" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["tasks", "make", "--out", str(out), "no-such-program-anywhere"]) == 2
+    assert not out.exists()
+
+
+def test_only_a_folder_of_made_tasks_is_graded(tmp_path, capsys):
+    assert main(["tasks", "grade", str(tmp_path), "x.yaml", "--out", str(tmp_path / "n")]) == 2
+    assert "holds no tasks" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""From a server of tools to stages that train on its tasks: what is planned, what is refused, and
+one whole evolution, broken off and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentevo.cli.main import main
+from agentevo.config import TinyModel, sources
+from agentevo.errors import ConfigError
+from agentevo.evolution.evolve import evolve, last_run, read_evolution
+from agentevo.evolution.schema import EvolveSection
+from agentevo.evolution.stages import stages_of
+from agentevo.models.tiny import make_tiny
+from agentevo.pipeline import read_state
+from agentevo.task_making.files import made_rows
+
+SMALL = (
+    *("model.name=tiny", "model.tiny.tokenizer=byte", "model.tiny.hidden_size=16"),
+    *("model.tiny.num_layers=1", "model.tiny.num_heads=2", "model.tiny.context_length=8192"),
+    *("trainer.steps=1", "trainer.groups_per_step=2", "trainer.group_size=2"),
+    *("sampling.max_new_tokens=4", "agent.max_turns=1", "evaluation.samples=0"),
+    *("tracking.report=false", "tracking.tensorboard=false", "sft.epochs=1"),
+)
+RECIPE = """
+evolve:
+  tasks: {train: 10, held_out: 3, worlds: 20, kinds: [state]}
+  demonstrations: {count: 4}
+  rounds: 2
+  new_tasks: 2
+agent: {tools: [{name: booking, options: {rooms: 9}}]}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "shop.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def planned(**section):
+    read = EvolveSection.model_validate(section)
+    return stages_of(read, {"model": {"name": "base"}}, Path("/made"), ["recipe.yaml"])
+
+
+def test_stages_begin_with_what_the_stage_before_made():
+    stages = planned(rounds=3)
+    assert list(stages) == ["show", "improve"]
+    inner = stages["improve"]["stages"]
+    assert inner["rl"]["model"] == "${previous.rl.checkpoint|stages.show.checkpoint}"
+    assert inner["rl"]["config"]["tasks"]["train"] == "${previous.more.file|/made/train.jsonl}"
+    assert inner["more"]["when"] == "${round} < 3"
+    alone = planned(rounds=1, demonstrations={"source": "none"})
+    assert alone == {
+        "improve": {
+            "repeat": 1,
+            "stages": {
+                "rl": {
+                    "kind": "train",
+                    "model": "${previous.rl.checkpoint|base}",
+                    "config": {"tasks": {"train": "/made/train.jsonl"}},
+                }
+            },
+        }
+    }
+    sampled = planned(demonstrations={"source": "attempts"}, skip=["improve"], merge=True)
+    assert list(sampled) == ["try", "choose", "show", "merge"]
+    assert sampled["merge"]["options"] == {"source": "${stages.show.checkpoint}"}
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "message"),
+    [
+        ("http://127.0.0.1:9/mcp", (), "which model is to learn"),
+        ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.round=2"), "evolve.round"),
+        ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.budget.days=2"), "no days"),
+        ("http://u:p@127.0.0.1/mcp", ("model.name=tiny",), "evolve.server"),
+        (" ", ("model.name=tiny",), "evolve.server"),
+    ],
+)
+def test_what_can_not_be_evolved_is_refused_in_words(target, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        read_evolution(target, overrides)
+
+
+def test_a_dry_run_lists_the_stages_and_creates_nothing(tmp_path, recipe, capsys):
+    words = [recipe, "--dry-run", f"run.dir={tmp_path / 'out'}", *SMALL]
+    assert main(["evolve", *words]) == 0
+    assert "improve.2.rl@held_out" in capsys.readouterr().out
+    assert main(["mcp-rl", *words]) == 0
+    told = capsys.readouterr().out
+    assert "improve.1.rl" in told and "show" not in told and "improve.2" not in told
+    assert not (tmp_path / "out").exists()
+    assert main(["evolve", *words, "trainer.stepz=1"]) == 2
+    assert "trainer.stepz" in capsys.readouterr().err
+
+
+def test_the_example_for_one_gpu_is_whole(tmp_path, capsys):
+    example = Path(__file__).parents[2] / "examples" / "evolve" / "decision_agent.yaml"
+    tree = sources.read_yaml(example)
+    assert tree["model"]["lora"] == {"rank": 16} and tree["memory"] == {"checkpointing": "full"}
+    pytest.importorskip("peft")
+    shape = TinyModel(hidden_size=16, num_layers=1, num_heads=2, context_length=512)
+    model, tokenizer = make_tiny(shape, {"a word"}, seed=0)
+    for one in (model, tokenizer):
+        one.save_pretrained(tmp_path / "base")
+    words = [f"model.name={tmp_path / 'base'}", f"run.dir={tmp_path / 'out'}"]
+    assert main(["evolve", str(example), "--dry-run", *words]) == 0
+    told = capsys.readouterr().out
+    kinds = ("sample", "filter", "sft", "train", "command", "merge")
+    assert all(f" {kind}" in told for kind in kinds)
+
+
+@pytest.mark.slow
+def test_an_evolution_that_was_broken_off_goes_on_and_never_trains_on_what_is_held_out(
+    tmp_path, recipe, monkeypatch
+):
+    out = tmp_path / "out"
+    evolution = read_evolution(recipe, [f"run.dir={out}", *SMALL])
+    with monkeypatch.context() as patched:
+        patched.setattr("agentevo.evolution.evolve.run_pipeline", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evolve(evolution, resume=False, note=print)
+    made = (out / "tasks" / "eval.jsonl").read_text()
+    with pytest.raises(ConfigError, match="--resume"):
+        evolve(evolution, resume=False, note=print)
+    evolve(evolution, resume=True, note=print)
+    assert (out / "tasks" / "eval.jsonl").read_text() == made
+    state = read_state(out / "run")
+    assert {one.status for one in state.stages.values()} <= {"finished", "skipped"}
+    last = last_run(out)
+    assert last is not None and (last / "checkpoints").is_dir()
+    held = {json.loads(line)["content"] for line in made.splitlines()}
+    more = out / "run" / "stages" / "improve.1.more" / "made" / "train.jsonl"
+    rows = made_rows([str(out / "tasks" / "train.jsonl"), str(more)])
+    assert rows and not held & {row["content"] for row in rows}
+
+
+def _interrupted(*words, **options):
+    raise KeyboardInterrupt

@@ -1,0 +1,155 @@
+"""A curriculum: tasks at the edge of what is solved come more often, from committed records alone;
+a run that was broken off chooses as the one that was not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from agentevo.api.run import train
+from agentevo.config import build_config
+from agentevo.config.curriculum import Curriculum
+from agentevo.errors import ConfigError
+from agentevo.observability.metrics import read_metrics
+from agentevo.rewards import reward
+from agentevo.rollout.curriculum import TaskCurriculum
+from agentevo.rollout.task_source import TaskSource
+from agentevo.types import Task
+
+
+def curriculum(tasks=20, *, groups=2, lag=0, seed=0, **section):
+    given = [Task(id=f"t{n}") for n in range(tasks)] if isinstance(tasks, int) else tasks
+    return TaskCurriculum(Curriculum(**section), given, seed, groups, lag=lag)
+
+
+def test_a_task_that_half_of_the_attempts_solve_comes_most_often():
+    made = curriculum(3, groups=1, retire_after=0)
+    made.learned(1, {"t0": [4, 8], "t1": [0, 8], "t2": [8, 8]})
+    for step in range(2, 401):
+        made.learned(step, {})
+    counts = Counter(made.of_step(step)[0].id for step in range(2, 401))
+    # weights 1, 0.36 and 0.36
+    assert counts["t0"] > 1.5 * counts["t1"]
+    assert min(counts["t1"], counts["t2"]) > 40
+
+
+def test_a_solved_task_is_retired_and_makes_way_for_its_harder_variant():
+    tasks = [
+        Task(id="easy"),
+        Task(id="other"),
+        Task(id="hard", metadata={"variant_of": "easy"}),
+    ]
+    made = curriculum(tasks, groups=2, retire_after=2)
+    assert {task.id for task in made.of_step(1)} == {"easy", "other"}
+    made.learned(1, {"easy~1": [4, 4], "other~1": [0, 4]})
+    assert made.metrics(2)["curriculum/locked"] == 1
+    made.learned(2, {"easy~2": [4, 4], "other~2": [0, 4]})
+    assert {task.id for task in made.of_step(3)} == {"hard", "other"}
+    assert made.metrics(3)["curriculum/retired"] == 1
+    # one failure brings it back
+    made.learned(3, {"easy~3": [3, 4]})
+    assert made.metrics(4)["curriculum/retired"] == 0
+
+
+def test_a_step_knows_no_more_than_what_its_samplers_can_know():
+    ahead, behind = curriculum(lag=2), curriculum(lag=2)
+    results = {step: {f"t{step % 20}": [step % 3, 4]} for step in range(1, 12)}
+    for step in range(1, 12):
+        ahead.learned(step, results[step])
+    chosen = {}
+    for step in range(1, 12):
+        assert behind.is_known(step)
+        chosen[step] = behind.of_step(step)  # before steps step - 2 .. are committed
+        if step >= 3:
+            behind.learned(step - 2, results[step - 2])
+    assert chosen == {step: ahead.of_step(step) for step in range(1, 12)}
+    with pytest.raises(ValueError, match="not decided"):
+        behind.of_step(13)
+
+
+def test_what_contradicts_a_curriculum_is_refused(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"query": "a", "answer": "1"}\n')
+    tree = {"agent": {"type": "single_turn"}, "rewards": ["numeric"]}
+    section = {"train": str(file), "eval": str(file), "curriculum": True}
+    for tasks, keys, words in (
+        (section | {"weights": [1]}, (), "curriculum and weights"),
+        (section | {"curriculum": {"windows": 2}}, (), "window"),
+        (section, ("rollout.staleness=1", "rollout.policy=mask"), "tasks.curriculum decides"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build_config(tree | {"tasks": tasks}, keys)
+    with pytest.raises(ConfigError, match="variant_of is no task"):
+        curriculum([Task(id="a"), Task(id="b", metadata={"variant_of": "c"})])
+
+
+@reward("test_odd_ones")
+def odd_ones(task):
+    return float(int(task.query.strip(" ?")) % 2)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(), pytest.param(("rollout.staleness=1",), marks=pytest.mark.slow)],
+    ids=["synchronous", "ahead"],
+)
+def test_a_resumed_run_chooses_as_one_that_was_not_broken_off(tmp_path, quiet_view, keys):
+    rows = [{"id": f"t{n}", "query": f"{n}?", "answer": "1"} for n in range(12)]
+    files = {"train": tmp_path / "train.jsonl", "eval": tmp_path / "eval.jsonl"}
+    for name, path in files.items():
+        text = "".join(json.dumps(row | {"id": f"{name}-{row['id']}"}) + "\n" for row in rows)
+        path.write_text(text.replace('?"', '? "') if name == "eval" else text)
+    tree = {
+        "model": {"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 2}},
+        "tasks": {
+            **{name: str(path) for name, path in files.items()},
+            "curriculum": {"retire_after": 1},
+        },
+        "agent": {"type": "single_turn"},
+        "rewards": ["test_odd_ones"],
+        "sampling": {"max_new_tokens": 2},
+        "trainer": {"groups_per_step": 3, "group_size": 2, "steps": 5},
+        "evaluation": {"tasks": 2, "samples": 0, "every": 0},
+        "tracking": {"report": False, "tensorboard": False},
+        "checkpoint": {"every": 2},
+    }
+
+    def told(name, **options):
+        config = build_config(tree, (*keys, f"run.dir={tmp_path / name}"))
+        try:
+            run = train(config, **options)
+        except KeyboardInterrupt:
+            return None
+        assert run.audit().violations == []
+        steps = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [
+            (row["curriculum/retired"], row["curriculum/weight"], row["train/success"])
+            for row in steps
+            if "curriculum/weight" in row
+        ], sorted(one.task_id for one in run.trajectories(split="train"))
+
+    whole = told("whole", view=quiet_view())
+    assert whole is not None and whole[0][-1][0] > 0  # something was retired
+    assert told("broken", view=quiet_view(step=3)) is None
+    assert told("broken", view=quiet_view(), resume=True) == whole
+
+
+def test_the_order_of_refills_is_the_curriculums(tmp_path):
+    path = tmp_path / "t.jsonl"
+    rows = [{"id": f"t{n}", "query": f"{n}", "answer": "1"} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = build_config(
+        {
+            "tasks": {"train": str(path), "curriculum": {}},
+            "agent": {"type": "single_turn"},
+            "rewards": ["numeric"],
+            "trainer": {"groups_per_step": 4, "group_size": 2},
+        }
+    )
+    source = TaskSource(config, None)
+    played = [*source.train(1), *source.refill(1)]
+    assert len(played) == len({task.id for task in played}) == 16
+    assert [task.id for task in source.queued(1)] == [f"{task.id}~1" for task in source.train(1)]
+    assert source.as_given(source.queued(1)[0]) == source.train(1)[0]

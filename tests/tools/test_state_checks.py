@@ -1,0 +1,96 @@
+"""Calls that say what the state has to be after an attempt, at tools that judge nothing
+themselves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentevo.config import build_config
+from agentevo.config.tasks import TaskFields
+from agentevo.config.tools import FunctionToolSection, tool
+from agentevo.data import RowError
+from agentevo.errors import EnvironmentFailure, ToolError
+from agentevo.rollout.given_tasks import task_of
+from agentevo.rollout.scoring import Scoring
+from agentevo.tools.toolbox import Toolbox
+from agentevo.types import Task, ToolCall
+
+
+@pytest.fixture
+def shelf():
+    @tool("shelf")
+    class Shelf:
+        def __init__(self, task):
+            self.places = dict(task.metadata.get("places", {}))
+
+        def put(self, item: str, place: str) -> str:
+            """Puts an item."""
+            self.places[item] = place
+            return "done"
+
+        def where(self, item: str) -> str:
+            """Says where an item is."""
+            if item not in self.places:
+                raise ToolError("nowhere")
+            return self.places[item]
+
+        def crash(self) -> str:
+            """Fails."""
+            raise RuntimeError("gone")
+
+    return [FunctionToolSection(name="shelf")]
+
+
+CHECKS = [
+    {"tool": "where", "arguments": {"item": "cup"}, "result": "left"},
+    {"tool": "where", "arguments": {"item": "jug"}, "result": "Error: nowhere"},
+]
+
+
+def worth(sections, calls, checks=CHECKS):
+    async def attempt():
+        box = Toolbox(sections, tell=lambda line: None)
+        try:
+            async with box.open(Task(id="t", metadata={"state_checks": checks}), 0) as tools:
+                await tools.call([ToolCall(*call) for call in calls])
+                before = dict(tools.metrics)
+                outcomes = await tools.outcomes()
+                assert dict(tools.metrics) == before  # they are no calls of the policy
+                return outcomes
+        finally:
+            await box.close()
+
+    return asyncio.run(attempt())
+
+
+def test_an_attempt_is_worth_what_its_state_is(shelf):
+    put = ("put", '{"item": "cup", "place": "left"}')
+    assert worth(shelf, [put]) == {"state_checks": 1.0}
+    assert worth(shelf, []) == {"state_checks": 0.0}
+    assert worth(shelf, [put, ("put", '{"item": "jug", "place": "left"}')]) == {"state_checks": 0.0}
+
+
+@pytest.mark.parametrize("name", ["crash", "unknown"])
+def test_what_nobody_answers_fails_the_attempt_and_is_no_0(shelf, name):
+    with pytest.raises(EnvironmentFailure, match="can't be checked"):
+        worth(shelf, [], [{"tool": name, "result": "x"}])
+
+
+@pytest.mark.parametrize(
+    "checks", [[], {}, [{"tool": "where"}], [{"tool": 1, "result": ""}], [{"result": "x"}] * 65]
+)
+def test_checks_that_are_none_are_a_bad_row(shelf, checks):
+    with pytest.raises(RowError, match="state_checks"):
+        task_of({"query": "q", "state_checks": checks}, TaskFields())
+    with pytest.raises(EnvironmentFailure, match="state_checks"):
+        worth(shelf, [], checks)
+
+
+def test_a_task_with_checks_needs_no_reward(shelf):
+    tasks = [Task(id="t", query="q", metadata={"state_checks": CHECKS})]
+    config = build_config(
+        {"tasks": "x.jsonl", "agent": {"type": "tool_agent", "tools": ["shelf"]}},
+    )
+    Scoring(config.rewards).check(tasks, needed=True)
