@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agentevo.loop.group import Group
     from agentevo.loop.local import open_model
     from agentevo.loop.rollout import gather, rollout
-    from agentevo.rewards.reward import RewardConfig, Score, register_scorer, reward
+    from agentevo.rewards.reward import RewardConfig, Score, Unscored, register_scorer, reward
     from agentevo.tools.tool import ToolResult
     from agentevo.types import Message, Outcome, Task
 
@@ -49,6 +49,7 @@ _HOMES = {
     "TextEnvironment": "agentevo.environments.environment",
     "ToolError": "agentevo.errors",
     "ToolResult": "agentevo.tools.tool",
+    "Unscored": "agentevo.rewards.reward",
     "agent": "agentevo.config.agents",
     "credit": "agentevo.config.credit",
     "environment": "agentevo.environments.environment",
@@ -81,6 +82,7 @@ __all__ = [
     "TextEnvironment",
     "ToolError",
     "ToolResult",
+    "Unscored",
     "__version__",
     "agent",
     "credit",

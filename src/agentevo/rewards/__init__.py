@@ -14,6 +14,7 @@ from agentevo.rewards import (  # noqa: F401 (importing them registers them)
     qa,
     reasoning_gym,
     reward_model,
+    ruler,
     sqlite_state,
 )
 from agentevo.rewards.reward import (
@@ -21,6 +22,7 @@ from agentevo.rewards.reward import (
     RewardConfig,
     Score,
     Scorer,
+    Unscored,
     completion_of,
     make_reward,
     reward,
@@ -32,6 +34,7 @@ __all__ = [
     "RewardConfig",
     "Score",
     "Scorer",
+    "Unscored",
     "completion_of",
     "make_reward",
     "reward",

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -146,14 +147,22 @@ def _in_json(text: str, keys: list[str]) -> str | None:
 
 def _last_json(text: str) -> Any:
     """The last object or array that stands in a text; None without one."""
-    found, place, tries, left = None, 0, 0, MAX_JSON_READINGS * len(text)
+    found = deque(jsons_in(text), maxlen=1)
+    return found[0] if found else None
+
+
+def jsons_in(text: str) -> Iterator[Any]:
+    """The objects and arrays that stand in a text, in order; of what lies in another only that. A
+    text with very many beginnings of some is not read to its end."""
+    place, tries, left = 0, 0, MAX_JSON_READINGS * len(text)
     while tries < MAX_JSON_TRIES and left > 0 and (start := _JSON_START.search(text, place)):
         try:
             found, place = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
             place, tries = start.end(), tries + 1
             left -= _end_of_try(error, len(text)) - start.start()
-    return found
+        else:
+            yield found
 
 
 def _end_of_try(error: Exception, length: int) -> int:

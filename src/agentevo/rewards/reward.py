@@ -64,6 +64,14 @@ class Score(msgspec.Struct, frozen=True):
         return self.value >= 1.0 if self.success is None else self.success
 
 
+class Unscored(msgspec.Struct, frozen=True):
+    """In the place of a score: why one attempt of a group has none. It is recorded as failed."""
+
+    why: str
+    evidence: str = ""
+    """What there was to go by, for people; kept as a score's reason is."""
+
+
 class RewardConfig(pydantic.BaseModel):
     """A reward in a recipe's list `rewards`: its name, its options. These are the ones that every
     reward has."""
@@ -116,9 +124,16 @@ class Scorer(Protocol):
 class ScorerModel(Protocol):
     """A remote model of the run, as a scorer may ask it."""
 
-    async def generate(self, messages: Sequence[Any], *, role: str = "", attempt: str = "") -> Any:
+    async def generate(
+        self,
+        messages: Sequence[Any],
+        *,
+        role: str = "",
+        attempt: str = "",
+        seed: int | None = None,
+    ) -> Any:
         """The reply, whose `text` is what the model said. `role` and `attempt` say in the price log
-        what the call is for."""
+        what the call is for; `seed` is the server's, where it takes one."""
         ...
 
 
@@ -156,7 +171,9 @@ class GroupScorer(Protocol):
 
     async def score_group(
         self, trajectories: Sequence[Trajectory], task: Task
-    ) -> Sequence[Score]: ...
+    ) -> Sequence[Score | Unscored]:
+        """It may have the parameter `models`, the run's remote models by name."""
+        ...
 
 
 rewards: Registry[Any] = Registry("rewards")
@@ -301,11 +318,24 @@ def call_scorer(
 ) -> Any:
     """The coroutine of a scorer's `score`, with the remote models, the policy and sandboxes if it
     asks for them."""
-    asked = inspect.signature(scorer.score).parameters
     given = {"models": models, "policy": policy, "sandboxes": sandboxes}
-    return scorer.score(
-        trajectory, task, **{name: value for name, value in given.items() if name in asked}
-    )
+    return scorer.score(trajectory, task, **_asked_of(scorer.score, given))
+
+
+def call_group_scorer(
+    scorer: Any,
+    trajectories: Sequence[Trajectory],
+    task: Task,
+    models: Mapping[str, ScorerModel],
+) -> Any:
+    """The coroutine of a scorer's `score_group`, with the remote models if it asks for them."""
+    given = _asked_of(scorer.score_group, {"models": models})
+    return scorer.score_group(trajectories, task, **given)
+
+
+def _asked_of(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    asked = inspect.signature(method).parameters
+    return {name: value for name, value in given.items() if name in asked}
 
 
 def completion_of(trajectory: Trajectory) -> str:

@@ -34,7 +34,9 @@ from agentevo.rewards.returned import plain_number
 from agentevo.rewards.reward import (
     ScoredPolicy,
     ScorerModel,
+    Unscored,
     call_function,
+    call_group_scorer,
     call_scorer,
     reward_config,
     score_of,
@@ -55,6 +57,8 @@ NO_POLICY = (
     "the reward {!r} failed: it asks the policy's engine, which is not at hand here: use it in "
     "runs whose attempts `agentevo train` or `agentevo sample` makes"
 )
+OWN_REWARD = "own_reward"
+"""Metric of an attempt that others rank: what the agent returned or the environment paid."""
 EVALUATIONS = ("greedy", "sampled", "eval")
 """How the labels of groups end that belong to evaluations."""
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
@@ -110,9 +114,15 @@ class NamedReward:
         return hasattr(self._item, "score_group")
 
     @property
+    def keeps_own_reward(self) -> bool:
+        """Whether what the agent returned stays beside its scores, as the metric OWN_REWARD."""
+        return bool(getattr(self._item, "keeps_own_reward", False))
+
+    @property
     def asks_models(self) -> bool:
         """Whether its scores depend on what remote models say."""
-        function = getattr(self._item, "score", self._item)
+        method = "score_group" if self.judges_groups else "score"
+        function = getattr(self._item, method, self._item)
         return "models" in inspect.signature(function).parameters
 
     @property
@@ -156,7 +166,7 @@ class NamedReward:
     @contextmanager
     def _recorded(
         self, trajectories: Sequence[Trajectory], calls: Calls
-    ) -> Iterator[Callable[[list[Score]], None]]:
+    ) -> Iterator[Callable[[Sequence[Score | Unscored]], None]]:
         """A block that is a call of each of these attempts. Yields what notes their scores, in
         order."""
         with ExitStack() as stack:
@@ -166,11 +176,15 @@ class NamedReward:
                 for name, one in of.items()
             }
 
-            def note(scores: list[Score]) -> None:
+            def note(scores: Sequence[Score | Unscored]) -> None:
                 for trajectory, score in zip(trajectories, scores, strict=True):
-                    if trajectory.id in recorded:
-                        recorded[trajectory.id].note(score=score.value)
-                        recorded[trajectory.id].keep(reason=score.reason)
+                    call = recorded.get(trajectory.id)
+                    if call is not None and isinstance(score, Unscored):
+                        call.keep(reason="\n".join(filter(None, (score.why, score.evidence))))
+                        call.outcome("failed", score.why)
+                    elif call is not None and isinstance(score, Score):
+                        call.note(score=score.value)
+                        call.keep(reason=score.reason)
 
             yield note
 
@@ -200,26 +214,31 @@ class NamedReward:
     ) -> list[Score | ScorerFailure]:
         own, task = [_copied(t) for t in trajectories], copy_of_task(task)
 
-        async def work() -> list[Score]:
+        async def work() -> list[Score | Unscored]:
             with self._recorded(trajectories, calls) as note:
-                scores = read(await self._item.score_group(own, task))
+                scores = read(await call_group_scorer(self._item, own, task, self._models))
                 note(scores)
                 return scores
 
-        def read(returned: Any) -> list[Score]:
+        def read(returned: Any) -> list[Score | Unscored]:
             if isinstance(returned, Mapping | Set):
                 raise TypeError(
                     f"score_group returned a {type(returned).__name__}: return a list with the "
                     "scores of the attempts in their order"
                 )
-            scores = [score_of(score) for score in islice(returned, len(trajectories) + 1)]
+            scores = [
+                score if isinstance(score, Unscored) else score_of(score)
+                for score in islice(returned, len(trajectories) + 1)
+            ]
             if len(scores) != len(trajectories):
                 many = "more" if len(scores) > len(trajectories) else str(len(scores))
                 raise ValueError(f"{many} scores for {len(trajectories)} attempts")
             return scores
 
         scores = await self._within_limit(work)
-        return [scores] * len(trajectories) if isinstance(scores, ScorerFailure) else list(scores)
+        if isinstance(scores, ScorerFailure):
+            return [scores] * len(trajectories)
+        return [self._failure(one.why) if isinstance(one, Unscored) else one for one in scores]
 
     async def _call(self, call: Callable[[], Any]) -> Any:
         """A plain function on a thread of its own, so that one that hangs holds nobody up."""
@@ -256,9 +275,12 @@ class NamedReward:
             if is_engines or isinstance(error, Interrupt):
                 raise error
             what = described(error)
-        failure = ScorerFailure(f"the reward {self.config.title!r} failed: {what}")
+        failure = self._failure(what)
         failure.raised = error
         return failure
+
+    def _failure(self, what: str) -> ScorerFailure:
+        return ScorerFailure(f"the reward {self.config.title!r} failed: {what}")
 
 
 async def _guarded(work: Callable[[], Any]) -> Any:
@@ -394,10 +416,15 @@ class Scoring:
             await reward.scores(judged, task, calls, policy)
             for reward in (rewards if judged else ())
         ]
+        keeps_own = any(reward.keeps_own_reward for reward in rewards)
         rows = {t.id: list(row) for t, *row in zip(judged, *columns, strict=True)}
         return [
-            self._with_scores(t, rewards, weights, rows[t.id]) if t.id in rows else t
-            for t in trajectories
+            self._with_scores(
+                _with_own(t) if keeps_own and not missing else t, rewards, weights, rows[t.id]
+            )
+            if t.id in rows
+            else t
+            for t, missing in zip(trajectories, unrewarded, strict=True)
         ]
 
     def _with_scores(
@@ -422,6 +449,11 @@ class Scoring:
         return replace(
             trajectory, status="failed", error=error, reward=0.0, reward_parts={}, success=False
         )
+
+
+def _with_own(trajectory: Trajectory) -> Trajectory:
+    """With the agent's or the environment's own reward, whose place another takes, as a metric."""
+    return replace(trajectory, metrics={**trajectory.metrics, OWN_REWARD: trajectory.reward})
 
 
 def _with_scores(

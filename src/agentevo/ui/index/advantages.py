@@ -17,6 +17,8 @@ from msgspec.structs import replace
 from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.types import Sample, Trajectory
 
+JUDGES = frozenset({"llm_judge", "agentcpm", "ruler", "pairwise"})
+"""Rewards that ask remote models without being told which."""
 KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
 
 
@@ -125,7 +127,7 @@ def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
         of = {"name": entry} if isinstance(entry, str) else entry
         if isinstance(of, dict) and isinstance(of.get("name"), str):
             weight = of.get("weight", 1.0)
-            is_judge = "models" in of or of["name"] in ("llm_judge", "agentcpm")
+            is_judge = "models" in of or of["name"] in JUDGES
             if isinstance(weight, int | float) and not isinstance(weight, bool):
                 found[str(of.get("label") or of["name"])] = (float(weight), is_judge)
     return found

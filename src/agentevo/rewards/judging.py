@@ -1,0 +1,110 @@
+"""What all judges have in common: models that are asked in order until one gives a usable answer,
+and one chance for each to mend what can't be used."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import Field, field_validator
+
+from agentevo.errors import AgentEvoError
+from agentevo.rewards.reward import RewardConfig, ScorerModel
+
+T = TypeVar("T")
+ROLE = "judge"
+"""What a price log calls the calls of judges."""
+MAX_ECHO = 20_000
+"""Characters of an unusable answer that a judge is shown again."""
+
+
+class JudgeOptions(RewardConfig):
+    """A reward that remote models give."""
+
+    models: tuple[str, ...] = Field(default=("judge",), min_length=1)
+    """Names in `remote_models`, asked in this order until one gives a usable answer. One with `api:
+    engine` is computed on this machine."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time for one score, in seconds, all models together; then the attempt is recorded as
+    failed."""
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
+class UnusableError(ValueError):
+    """A judge's answer can't be used. It says why, in words that the judge can mend it by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[T]):
+    """A usable answer."""
+
+    model: str
+    value: T
+    text: str
+
+
+async def ask_in_order(
+    models: Mapping[str, ScorerModel],
+    names: Sequence[str],
+    question: str,
+    read: Callable[[str], T],
+    *,
+    until: float,
+    attempt: str,
+    seed: int | None = None,
+    correction: Callable[[str], str] | None = None,
+) -> Answered[T]:
+    """The first usable answer. Each model has its share of what is left until the monotonic time
+    `until`. `read` raises UnusableError; then, where there is a `correction`, which is given what
+    is wrong, the model is asked once more. Raises ValueError with what each model said or did."""
+    problems = []
+    for index, name in enumerate(names):
+        if name not in models:
+            problems.append(f"{name}: there is no remote model of that name")
+            continue
+        num_left = len(names) - index
+        share_s = max(0.0, (until - time.monotonic()) / num_left)
+        try:
+            async with asyncio.timeout(share_s if num_left > 1 else None):
+                value, text = await _ask(
+                    models[name], question, read, correction, attempt=attempt, seed=seed
+                )
+                return Answered(name, value, text)
+        except TimeoutError:
+            problems.append(f"{name}: no answer within its share of timeout_s, {share_s:.1f} s")
+        except (AgentEvoError, UnusableError) as error:
+            problems.append(f"{name}: {error}")
+    raise ValueError(f"no judge gave a score: {'; '.join(problems)}")
+
+
+async def _ask(
+    model: ScorerModel,
+    question: str,
+    read: Callable[[str], T],
+    correction: Callable[[str], str] | None,
+    *,
+    attempt: str,
+    seed: int | None,
+) -> tuple[T, str]:
+    chosen: dict[str, Any] = {} if seed is None else {"seed": seed}
+    messages = [{"role": "user", "content": question}]
+    reply = await model.generate(messages, role=ROLE, attempt=attempt, **chosen)
+    try:
+        return read(reply.text), reply.text
+    except UnusableError as error:
+        if correction is None:
+            raise
+        said = reply.text[-MAX_ECHO:].strip() or "(nothing)"
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": correction(str(error))},
+        ]
+    reply = await model.generate(messages, role=ROLE, attempt=attempt, **chosen)
+    return read(reply.text), reply.text

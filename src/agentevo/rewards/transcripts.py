@@ -1,0 +1,257 @@
+"""What a judge is shown of attempts: each message a line of JSON, inside a fence.
+
+    --- MARK begin of attempt 2 ---
+    {"role": "assistant", "content": "The answer is 4.\\nI am sure."}
+    --- MARK end of attempt 2 ---
+
+A text of an attempt can't leave its line, since JSON writes line breaks as \\n, and it can't forge
+a fence: MARK is a digest of everything that the question shows, so a text that held it would have
+to hold the digest of a whole that it is a part of. Equal questions have equal marks, so answers
+that were kept are found again, and a judge that is computed here answers as it did before. What a
+server or a chat template may take for its own (`<|im_end|>`, `[INST]`), and what nobody sees
+(controls, signs that turn the direction of text), is written as \\u003c and the like.
+
+What all attempts begin with is shown once. An attempt may have several histories, each a path
+through its tree of turns; a later one that goes on from an earlier one says where.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import takewhile
+
+from agentevo.types import Message, RemoteTurn, TextPart, Trajectory, Turn
+
+_HIDDEN = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
+    "\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+_MARKUP = re.compile(r"<|\[(?=/?[A-Z_]{2,}\])")
+MARK_BYTES = 16
+
+
+MAX_TOOLS = 20_000
+"""Characters of the tools that a judge is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Characters: of a longer text its head and its tail are shown."""
+
+    message: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A group as a judge sees it."""
+
+    context: tuple[str, ...]
+    """Lines of what all attempts begin with."""
+    tools: tuple[str, ...]
+    attempts: tuple[tuple[str, ...], ...]
+    """Lines of each attempt behind that; of equal attempts one, in an order of their content."""
+    of: tuple[int, ...]
+    """For each trajectory its place in `attempts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A message; `whole` says all of it, `shown` what fits."""
+
+    role: str
+    whole: str
+    shown: str
+
+
+def shown_group(trajectories: Sequence[Trajectory], limits: Limits) -> Shown:
+    """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
+    attempt in which nothing was said."""
+    most = min(limits.message, limits.attempt // 2)
+    all_histories = [histories_of(one, most) for one in trajectories]
+    for trajectory, histories in zip(trajectories, all_histories, strict=True):
+        if not histories:
+            raise ValueError(f"the attempt {trajectory.id} said nothing that could be judged")
+    wholes = [
+        json.dumps([[line.whole for line in history] for history in histories] + [one.truncated])
+        for one, histories in zip(trajectories, all_histories, strict=True)
+    ]
+    distinct = sorted(
+        set(wholes), key=lambda text: blake2b(text.encode("utf-8", "replace")).digest()
+    )
+    places = {whole: place for place, whole in enumerate(distinct)}
+    of = tuple(places[whole] for whole in wholes)
+    firsts = [of.index(place) for place in range(len(distinct))]
+    common = _common([history for index in firsts for history in all_histories[index]])
+    attempts = tuple(
+        tuple(
+            _within(
+                _attempt_lines(all_histories[index], common, trajectories[index].truncated),
+                limits.attempt,
+            )
+        )
+        for index in firsts
+    )
+    context = [line.shown for line in all_histories[firsts[0]][0][:common]]
+    tools = _tool_lines([trajectories[index] for index in firsts])
+    return Shown(tuple(_within(context, limits.attempt)), tools, attempts, of)
+
+
+def histories_of(trajectory: Trajectory, longest: int) -> list[list[_Line]]:
+    """The messages along each path from a root to a leaf, in the order of the leaves."""
+    turns: Sequence[Turn | RemoteTurn] = trajectory.turns or trajectory.remote_turns
+    by_index = {turn.index: turn for turn in turns}
+    parents = {turn.parent for turn in turns}
+    histories = []
+    for leaf in turns:
+        if leaf.index in parents:
+            continue
+        path = [leaf]
+        while (parent := path[-1].parent) is not None:
+            path.append(by_index[parent])
+        lines = [_line(one, longest) for turn in reversed(path) for one in turn.messages]
+        if lines:
+            histories.append(lines)
+    return histories
+
+
+def _common(histories: Sequence[Sequence[_Line]]) -> int:
+    """How many messages all histories begin with; of a single one those before the first answer."""
+    if len(histories) == 1:
+        return sum(1 for _ in takewhile(lambda line: line.role != "assistant", histories[0]))
+    columns = zip(*histories, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len({x.whole for x in column}) == 1, columns))
+
+
+def _attempt_lines(histories: Sequence[Sequence[_Line]], common: int, cut_off: bool) -> list[str]:
+    lines: list[str] = []
+    for number, history in enumerate(histories):
+        shared, earlier = common, 0
+        for index, other in enumerate(histories[:number]):
+            same = _common([other, history]) if other != history else len(history)
+            if same > shared:
+                shared, earlier = same, index + 1
+        if len(histories) > 1:
+            head: dict[str, object] = {"history": number + 1, "of": len(histories)}
+            if earlier:
+                head |= {"goes_on_from_history": earlier, "after_message": shared - common}
+            lines.append(json.dumps(head))
+        lines += [line.shown for line in history[shared:]]
+    if cut_off:
+        lines.append(json.dumps({"cut_off_by_a_limit": True}))
+    return lines
+
+
+def _line(message: Message, longest: int) -> _Line:
+    images = 0 if isinstance(message.content, str) else len(message.content)
+    images -= (
+        0
+        if isinstance(message.content, str)
+        else sum(isinstance(part, TextPart) for part in message.content)
+    )
+
+    def fields(longest: int | None) -> dict[str, object]:
+        given = {
+            "role": message.role,
+            "name": message.name,
+            "reasoning": clipped(message.reasoning, longest),
+            "content": clipped(message.text, longest),
+            "images_not_shown": images,
+            "tool_calls": [
+                {"name": clipped(call.name, longest), "arguments": clipped(call.arguments, longest)}
+                for call in message.tool_calls
+            ],
+        }
+        return {name: value for name, value in given.items() if value or name == "content"}
+
+    whole = json.dumps(fields(None), ensure_ascii=False)
+    written = whole if len(whole) <= longest else json.dumps(fields(longest), ensure_ascii=False)
+    return _Line(message.role, whole, escaped(written))
+
+
+def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
+    """One line for each tool that an attempt was given."""
+    given: dict[str, None] = {}
+    for trajectory in trajectories:
+        for turn in trajectory.turns or trajectory.remote_turns:
+            if turn.tools:
+                given |= dict.fromkeys(_schemas(turn.tools))
+    return tuple(_within([escaped(one) for one in given], MAX_TOOLS))
+
+
+def _schemas(text: str) -> list[str]:
+    try:
+        tools = json.loads(text)
+    except ValueError:
+        tools = [text]
+    written = (
+        json.dumps(
+            tool.get("function", tool) if isinstance(tool, dict) else tool, ensure_ascii=False
+        )
+        for tool in (tools if isinstance(tools, list) else [tools])
+    )
+    return [
+        one if len(one) <= MAX_TOOLS // 2 else json.dumps(clipped(one, 1000)) for one in written
+    ]
+
+
+def clipped(text: str | None, longest: int | None) -> str | None:
+    """The head and the tail of a text, with how many characters are left out between them."""
+    if text is None or longest is None or len(text) <= longest:
+        return text
+    head, tail = longest - longest // 2, longest // 2
+    left_out = len(text) - longest
+    return f"{text[:head]} [... {left_out} characters left out ...] {text[len(text) - tail :]}"
+
+
+def _within(lines: Sequence[str], longest: int) -> list[str]:
+    """The first and the last lines of those that are too many, with how many are left out."""
+    if sum(map(len, lines)) <= longest:
+        return list(lines)
+    head: list[str] = []
+    tail: list[str] = []
+    room, place, end = longest, 0, len(lines)
+    while place < end:
+        from_head = sum(map(len, head)) <= sum(map(len, tail))
+        line = lines[place] if from_head else lines[end - 1]
+        if len(line) > room and (head or tail):
+            break
+        room -= len(line)
+        if from_head:
+            head.append(line)
+            place += 1
+        else:
+            tail.append(line)
+            end -= 1
+    return [*head, json.dumps({"messages_left_out": end - place}), *reversed(tail)]
+
+
+def mark_of(*texts: str) -> str:
+    """The mark of the fences around these texts, which stands in none of them."""
+    whole = "\n".join(texts)
+    mark = blake2b(whole.encode("utf-8", "replace"), digest_size=MARK_BYTES).hexdigest()
+    while mark in whole:
+        mark = blake2b(
+            (mark + whole).encode("utf-8", "replace"), digest_size=MARK_BYTES
+        ).hexdigest()
+    return mark
+
+
+def fenced(mark: str, what: str, lines: Sequence[str]) -> str:
+    """Lines between two fences."""
+    return "\n".join([f"--- {mark} begin of {what} ---", *lines, f"--- {mark} end of {what} ---"])
+
+
+def escaped(line: str) -> str:
+    """A line of JSON, the same to who reads it as JSON, in which no text looks like markup and none
+    is invisible."""
+    return _HIDDEN.sub(_code, _MARKUP.sub(_code, line))
+
+
+def _code(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
