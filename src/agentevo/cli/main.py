@@ -32,6 +32,7 @@ from agentevo.cli import (
     doctor,
     evaluation,
     evolve,
+    judge,
     launch,
     mcp,
     names,
@@ -103,6 +104,7 @@ app.add_typer(agent.agent, name="agent")
 app.add_typer(data.data, name="data")
 app.add_typer(trajectories.trajectories, name="trajectories")
 app.add_typer(annotating.commands, name="annotations")
+app.add_typer(judge.commands, name="judge")
 app.add_typer(store.stores, name="store")
 app.add_typer(sandbox.sandbox, name="sandbox")
 app.add_typer(mcp.mcp, name="mcp")

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.section import Section
+from agentevo.device_names import DeviceName
 from agentevo.registry import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,99}")
-DEFAULT_URLS = {"openai": "https://api.openai.com/v1", "anthropic": "https://api.anthropic.com"}
+DEFAULT_URLS = {
+    "openai": "https://api.openai.com/v1",
+    "anthropic": "https://api.anthropic.com",
+    "engine": "engine:",
+}
 
 
 _OWN_FIELDS = {
@@ -61,13 +67,19 @@ class BudgetSection(Section):
 class RemoteModelSection(Section):
     """One remote model."""
 
-    api: Literal["openai", "anthropic"] = "openai"
+    api: Literal["openai", "anthropic", "engine"] = "openai"
     """Which API the server has: OpenAI's chat completions (vLLM, SGLang, Ollama and most others
-    have it, too), or Anthropic's messages."""
+    have it, too), or Anthropic's messages. `engine`: there is no server, the model is computed in
+    each process that asks it."""
     base_url: str = ""
     """Where the server is, such as http://127.0.0.1:8000/v1. Default: the API's own."""
     model: str = Field(min_length=1)
-    """What the server calls the model."""
+    """What the server calls the model. With `api: engine` as in model.name: a folder, a run for its
+    best checkpoint, or a known model; it is greedy where `temperature` is null."""
+    device: DeviceName = "auto"
+    """With `api: engine`: what computes, as model.device."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """With `api: engine`: number format of weights and computation."""
     api_key: str | None = None
     """`${env:NAME}`, the environment variable that holds the key; the key itself is refused, as it
     would be written into the run's folder. null sends none."""
@@ -92,8 +104,13 @@ class RemoteModelSection(Section):
     price: PriceSection | None = None
     """Prices per million tokens."""
     cache: bool = False
-    """Keep answers in the run's folder, by all that was asked, the seed included: what was asked
-    before is answered from there, and costs nothing."""
+    """Keep answers by all that was asked (model, settings, prompt and seed): what was asked before
+    is answered from there, and costs nothing."""
+    cache_dir: Path | None = None
+    """Folder of the answers that are kept; any number of runs may share one. Default: in the run's
+    folder."""
+    cache_mib: int = Field(default=1024, ge=1)
+    """Most MiB of answers that are kept: of more the oldest go."""
 
     @field_validator("base_url")
     @classmethod
@@ -118,6 +135,19 @@ class RemoteModelSection(Section):
                 "it: leave it out; the length of answers is max_new_tokens"
             )
         return extra
+
+    @model_validator(mode="after")
+    def _an_engine_has_no_server(self) -> Self:
+        if self.api == "engine" and (self.base_url or self.api_key is not None or self.extra):
+            raise ValueError(
+                "api: engine computes the model in this process: leave base_url, api_key and extra "
+                "out, or name the API of the server"
+            )
+        if self.api == "engine" and self.model == "tiny":
+            raise ValueError(
+                "model tiny is made anew for each run, and knows nothing: name another"
+            )
+        return self
 
     @model_validator(mode="after")
     def _cost_needs_a_price(self) -> Self:

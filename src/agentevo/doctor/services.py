@@ -17,6 +17,7 @@ from agentevo.config.tools import ToolSection
 from agentevo.doctor.checks import Check
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.event_loop import in_thread, run_coroutine
+from agentevo.models.resolve import missing_model
 from agentevo.remote_models.served import check_served, served_models
 from agentevo.rollout.given_tasks import read_tasks
 from agentevo.tools.toolbox import Toolbox
@@ -120,6 +121,9 @@ def _collisions(offered: list[list[str]]) -> list[Check]:
 
 async def _model(name: str, section: RemoteModelSection) -> Check:
     title = f"remote model {name}"
+    if section.api == "engine":
+        missing = missing_model(section.model)
+        return Check(title, "wrong" if missing else "good", missing or "computed in each process")
     try:
         served = await in_thread(served_models, name, section)
         await in_thread(check_served, name, section)

@@ -11,6 +11,7 @@ from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.agents.named_by_task import asks_once, check_agent_names
 from agentevo.agents.solo_environment import SoloEnvironment
 from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config.judges import check_calibrated
 from agentevo.console import to_stderr
 from agentevo.environments import TextEnvironment, make, mean_baselines
 from agentevo.errors import ConfigError, EnvironmentFailure
@@ -41,6 +42,7 @@ def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
             pass
     agent = None if config.agent.type == "function" else find_agent(config, None)
     check_keys(config.remote_models)
+    check_calibrated(config.rewards, config.remote_models)
     scoring = Scoring(config.rewards, models=config.remote_models)
     given = TaskSource(config, tasks).given()
     check_agent_names(given, config.agent.type)

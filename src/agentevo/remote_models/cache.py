@@ -1,8 +1,15 @@
 """Answers that are kept: one file for each question, named by the digest of the server's URL and
-the whole body, the seed included. They hold what was said, and no key."""
+the whole body, the seed included. They hold what was said, and no key.
+
+They are bounded: whoever finds more than the limit removes the oldest, down to three quarters of
+it. What many processes write at the same time can exceed the limit by what they wrote since each of
+them last looked, which it does after a sixteenth of the limit.
+"""
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,8 +22,12 @@ from agentevo.remote_models.wire import RemoteReply
 class ReplyCache:
     """See the module. Any number of processes may use one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, limit: int) -> None:
+        """`limit`: the most bytes of answers."""
+        self._folder, self._limit = folder, limit
+        self._lock = threading.Lock()
+        self._since_look = limit
+        """Bytes written since the folder was looked at; a new process looks at its first answer."""
 
     def find(self, url: str, body: bytes) -> RemoteReply | None:
         """What was answered before. A file that can't be read is none."""
@@ -32,7 +43,30 @@ class ReplyCache:
         path = self._path(url, body)
         with must_write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            create_atomic(path, msgspec.json.encode(reply).decode())
+            content = msgspec.json.encode(reply).decode()
+            create_atomic(path, content)
+        with self._lock:
+            self._since_look += len(content)
+            if self._since_look >= self._limit / 16:
+                self._since_look = 0
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Files that others have removed meanwhile are none of ours."""
+        kept = []
+        for path in self._folder.glob("??/*.json"):
+            with suppress(OSError):
+                status = path.stat()
+                kept.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in kept)
+        if total <= self._limit:
+            return
+        for _, size, path in sorted(kept):
+            if total <= self._limit * 3 / 4:
+                return
+            with suppress(OSError):
+                path.unlink()
+            total -= size
 
     def _path(self, url: str, body: bytes) -> Path:
         digest = sha256(url.encode() + b"\n" + body).hexdigest()

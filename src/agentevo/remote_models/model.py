@@ -1,5 +1,8 @@
 """Remote models: a history of messages in, a reply out, over HTTP.
 
+A model with `api: engine` has no server: what is said here of one is then engine_server.py, in this
+process.
+
 Requests are made on threads of this package's, so that no step of an engine, which holds the event
 loop, is taken for a slow server, and so that a call that was given up is still accounted for when
 its answer comes. What a server is known to refuse by chance (too many requests, its own failures, a
@@ -33,10 +36,12 @@ from agentevo.credentials import REFERENCE
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, ConfigError, UnknownNameError
 from agentevo.models.answer_form import AnswerForm
+from agentevo.models.resolve import missing_model
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.registry import nearest
 from agentevo.remote_models import anthropic_messages, openai_chat
 from agentevo.remote_models.cache import ReplyCache
+from agentevo.remote_models.engine_server import EngineServer
 from agentevo.remote_models.http import Server, Unanswered
 from agentevo.remote_models.ledger import Ledger, Line, RemoteModelError, Spent
 from agentevo.remote_models.wire import Asked, Listen, RemoteReply, Usage
@@ -45,7 +50,11 @@ from agentevo.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides
 
 T = TypeVar("T")
-WIRES = {"openai": openai_chat.WIRE, "anthropic": anthropic_messages.WIRE}
+WIRES = {
+    "openai": openai_chat.WIRE,
+    "anthropic": anthropic_messages.WIRE,
+    "engine": openai_chat.WIRE,
+}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MARGIN_S = 2.0
 """What a call may take beyond its deadline, where a server keeps its thread busy."""
@@ -60,10 +69,16 @@ class RemoteModel:
         self.name, self.section = name, section
         self._wire = WIRES[section.api]
         key = key_of_model(name, section)
-        self._server = Server(name, section.url, self._wire, key, section.api_key)
+        self._server: Server | EngineServer
+        if section.api == "engine":
+            self._server = EngineServer(name, section)
+        else:
+            self._server = Server(name, section.url, self._wire, key, section.api_key)
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
-        self._cache = ReplyCache(folder / "cache") if folder and section.cache else None
+        kept = section.cache_dir or (folder and folder / "cache")
+        limit = section.cache_mib * 2**20
+        self._cache = ReplyCache(kept, limit) if kept and section.cache else None
         self._workers = Workers(section.max_at_once, f"agentevo-{name}")
         self._num_calls = 0
 
@@ -317,9 +332,12 @@ class RemoteModels(Mapping[str, RemoteModel]):
 
 
 def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
-    """Raises ConfigError for a key that is not in the environment."""
+    """Raises ConfigError for a key that is not in the environment, and for a model that is to be
+    computed here and is not on this machine."""
     for name, section in sections.items():
         key_of_model(name, section)
+        if section.api == "engine" and (missing := missing_model(section.model)):
+            raise ConfigError(f"remote_models.{name}.model: {missing}")
 
 
 def key_of_model(name: str, section: RemoteModelSection) -> str | None:

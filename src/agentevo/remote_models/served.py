@@ -67,6 +67,8 @@ def _names(content: bytes) -> list[str] | None:
 
 def check_served(name: str, section: RemoteModelSection) -> None:
     """Raises ConfigError where the server lists its models and this one is not among them."""
+    if section.api == "engine":
+        return
     known = served_models(name, section)
     if known is None or section.model in known or not known:
         return

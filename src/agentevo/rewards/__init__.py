@@ -10,6 +10,7 @@ from agentevo.rewards import (  # noqa: F401 (importing them registers them)
     llm_judge,
     manner,
     math_answer,
+    pairwise,
     probability,
     qa,
     reasoning_gym,

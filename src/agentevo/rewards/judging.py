@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,14 @@ MAX_ECHO = 20_000
 """Characters of an unusable answer that a judge is shown again."""
 
 
+BARS = {
+    "min_rank_correlation": ("its rank correlation with the truth", True),
+    "max_position_bias": ("its position bias", False),
+    "max_injected": ("the share of injections that raise a score", False),
+}
+"""Names of the keys -> what was measured, and whether it is to be at least that."""
+
+
 class JudgeOptions(RewardConfig):
     """A reward that remote models give."""
 
@@ -30,6 +38,23 @@ class JudgeOptions(RewardConfig):
     timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one score, in seconds, all models together; then the attempt is recorded as
     failed."""
+
+    calibration: str | None = None
+    """The file that `agentevo judge calibrate` has written of this judge. Training is refused where
+    it is of another judge, or below a bar."""
+    min_rank_correlation: float = Field(default=0.5, ge=-1, le=1)
+    """Least rank correlation (Spearman's) with the truth."""
+    max_position_bias: float = Field(default=0.25, ge=0, le=1)
+    """Most that a score may change from the first place to the last."""
+    max_injected: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of injections that may raise the score of a bad attempt."""
+    uncalibrated: bool = False
+    """Train by this judge though nothing says how far it agrees with the truth."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether training by it is refused where nobody has measured it."""
+        return not self.uncalibrated
 
     @field_validator("models", mode="before")
     @classmethod
@@ -82,6 +107,18 @@ async def ask_in_order(
         except (AgentEvoError, UnusableError) as error:
             problems.append(f"{name}: {error}")
     raise ValueError(f"no judge gave a score: {'; '.join(problems)}")
+
+
+async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them give. One that fails ends no other, since its price is paid and its answer
+    is kept; then the first failure is raised."""
+    found = await asyncio.gather(*works, return_exceptions=True)
+    values: list[T] = []
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        values.append(one)
+    return values
 
 
 async def _ask(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -34,6 +34,8 @@ _MARKUP = re.compile(r"<|\[(?=/?[A-Z_]{2,}\])")
 MARK_BYTES = 16
 
 
+MAX_HISTORIES = 32
+"""Histories of an attempt that are shown."""
 MAX_TOOLS = 20_000
 """Characters of the tools that a judge is shown."""
 
@@ -72,13 +74,17 @@ def shown_group(trajectories: Sequence[Trajectory], limits: Limits) -> Shown:
     """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
     attempt in which nothing was said."""
     most = min(limits.message, limits.attempt // 2)
-    all_histories = [histories_of(one, most) for one in trajectories]
+    all_turns = [_lines_of_turns(one, most) for one in trajectories]
+    all_histories = [_histories_of(*one) for one in zip(trajectories, all_turns, strict=True)]
     for trajectory, histories in zip(trajectories, all_histories, strict=True):
         if not histories:
             raise ValueError(f"the attempt {trajectory.id} said nothing that could be judged")
     wholes = [
-        json.dumps([[line.whole for line in history] for history in histories] + [one.truncated])
-        for one, histories in zip(trajectories, all_histories, strict=True)
+        json.dumps(
+            [one.truncated]
+            + [[turn.parent, *(line.whole for line in lines[turn.index])] for turn in _turns(one)]
+        )
+        for one, lines in zip(trajectories, all_turns, strict=True)
     ]
     distinct = sorted(
         set(wholes), key=lambda text: blake2b(text.encode("utf-8", "replace")).digest()
@@ -101,21 +107,37 @@ def shown_group(trajectories: Sequence[Trajectory], limits: Limits) -> Shown:
     return Shown(tuple(_within(context, limits.attempt)), tools, attempts, of)
 
 
-def histories_of(trajectory: Trajectory, longest: int) -> list[list[_Line]]:
-    """The messages along each path from a root to a leaf, in the order of the leaves."""
-    turns: Sequence[Turn | RemoteTurn] = trajectory.turns or trajectory.remote_turns
-    by_index = {turn.index: turn for turn in turns}
-    parents = {turn.parent for turn in turns}
+def _turns(trajectory: Trajectory) -> Sequence[Turn | RemoteTurn]:
+    return trajectory.turns or trajectory.remote_turns
+
+
+def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_Line]]:
+    """Index of each turn -> its messages."""
+    return {
+        turn.index: [_line(message, longest) for message in turn.messages]
+        for turn in _turns(trajectory)
+    }
+
+
+def _histories_of(trajectory: Trajectory, lines: Mapping[int, list[_Line]]) -> list[list[_Line]]:
+    """The messages along each path from a root to a leaf, in the order of the leaves; of more than
+    MAX_HISTORIES the first and the last ones."""
+    turns = _turns(trajectory)
+    parents = {turn.index: turn.parent for turn in turns}
+    inner = set(parents.values())
+    leaves = [index for index in parents if index not in inner]
+    if len(leaves) > MAX_HISTORIES:
+        leaves = leaves[: MAX_HISTORIES // 2] + leaves[-MAX_HISTORIES // 2 :]
     histories = []
-    for leaf in turns:
-        if leaf.index in parents:
-            continue
-        path = [leaf]
-        while (parent := path[-1].parent) is not None:
-            path.append(by_index[parent])
-        lines = [_line(one, longest) for turn in reversed(path) for one in turn.messages]
-        if lines:
-            histories.append(lines)
+    for leaf in leaves:
+        path: list[int] = []
+        place: int | None = leaf
+        while place is not None:
+            path.append(place)
+            place = parents[place]
+        history = [line for index in reversed(path) for line in lines[index]]
+        if history:
+            histories.append(history)
     return histories
 
 
@@ -177,7 +199,7 @@ def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
     """One line for each tool that an attempt was given."""
     given: dict[str, None] = {}
     for trajectory in trajectories:
-        for turn in trajectory.turns or trajectory.remote_turns:
+        for turn in _turns(trajectory):
             if turn.tools:
                 given |= dict.fromkeys(_schemas(turn.tools))
     return tuple(_within([escaped(one) for one in given], MAX_TOOLS))

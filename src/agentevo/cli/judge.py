@@ -1,0 +1,126 @@
+"""The command that measures a recipe's judge."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo.cli.arguments import Overrides, Recipe, path_word
+from agentevo.errors import AgentEvoError, ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config import RunConfig
+    from agentevo.evaluation.judge_data import KnownGroup
+    from agentevo.rewards.judging import JudgeOptions
+
+commands = typer.Typer(no_args_is_help=True, help="Judges: how far one agrees with the truth.")
+
+
+@commands.callback()
+def _group() -> None:
+    """Keeps `calibrate` a word of its own."""
+
+
+@commands.command("calibrate")
+def calibrate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows",
+            metavar="FILE.jsonl",
+            parser=path_word,
+            help="Attempts whose worth is known: rows with messages, truth (or label) and task_id, "
+            "such as `agentevo annotations export RUN FILE --format judge` writes.",
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="RUN_DIR", parser=path_word, help="A run, whose rewards are the truth."
+        ),
+    ] = None,
+    truth: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="With --run: reward, success, a metric such as own_reward, or a part by its name.",
+        ),
+    ] = "reward",
+    groups: Annotated[
+        int, typer.Option("--groups", min=2, max=10_000, help="With --run: most groups.")
+    ] = 40,
+    judge: Annotated[
+        str, typer.Option("--judge", metavar="NAME", help="Which of the recipe's judges.")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.json", parser=path_word, help="File of the report."),
+    ] = None,
+) -> None:
+    """Measure how far a recipe's judge agrees with the truth, and by what it is misled: places,
+    length, injections. Ends with 1 where it is below a bar of the recipe."""
+    import json
+
+    from agentevo.config import load_config
+    from agentevo.evaluation.judge_calibration import calibrate as measured
+    from agentevo.evaluation.judge_calibration import lines_of
+    from agentevo.files import must_write, write_atomic
+    from agentevo.remote_models.model import check_keys
+
+    if (rows is None) == (run is None):
+        raise ConfigError("judge calibrate: give either --rows FILE or --run RUN_DIR")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}: make it first")
+    config = load_config(recipe, overrides or [], needs_environment=False)
+    chosen = _judge(config, judge)
+    check_keys(config.remote_models)
+    known = _groups(rows, run, truth, groups)
+    found = measured(
+        chosen, config.remote_models, known, progress=lambda line: print(line, file=sys.stderr)
+    )
+    report = found.as_json()
+    print("\n".join(lines_of(report)))
+    if out is not None:
+        with must_write(out, "give another --out"):
+            write_atomic(out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        print(f"written to {out}: name it in the recipe, calibration: {out}")
+    if report["below"]:
+        raise AgentEvoError(f"judge {chosen.title}: {'; '.join(report['below'])}")
+
+
+def _judge(config: RunConfig, name: str) -> JudgeOptions:
+    from agentevo.rewards.judging import JudgeOptions
+
+    judges = [one for one in config.rewards if isinstance(one, JudgeOptions)]
+    named = [one for one in judges if one.title == name] if name else judges
+    if len(named) != 1:
+        known = ", ".join(one.title for one in judges) or "none"
+        what = f"--judge {name}" if name else "judge calibrate"
+        raise ConfigError(
+            f"{what}: the recipe's rewards have {known} as judges: "
+            + ("name one by --judge" if judges else "add one, such as rewards=[ruler]")
+        )
+    missing = [one for one in named[0].models if one not in config.remote_models]
+    if missing:
+        raise ConfigError(
+            f"rewards: {named[0].title} asks the remote model {missing[0]!r}, and the recipe has "
+            f"none of that name: add remote_models.{missing[0]} (docs/remote_models.md)"
+        )
+    return named[0]
+
+
+def _groups(rows: Path | None, run: Path | None, truth: str, limit: int) -> list[KnownGroup]:
+    from agentevo.evaluation.judge_data import groups_of_store, read_rows
+
+    if rows is not None:
+        return read_rows(rows)
+    from agentevo.runs.folder import check_run_folder, read_store
+
+    assert run is not None
+    folder = check_run_folder(run)
+    return read_store(folder, lambda store: groups_of_store(store, truth, limit))

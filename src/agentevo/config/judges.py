@@ -1,0 +1,90 @@
+"""Whether a recipe's judges may be trained by: what `agentevo judge calibrate` has measured of
+each, and the bars that it has to reach."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.errors import ConfigError
+from agentevo.parsing import read_json_object
+from agentevo.rewards import RewardConfig
+from agentevo.rewards.judging import BARS, JudgeOptions
+
+_NOT_OF_THE_JUDGE = {
+    *("weight", "timeout_s", "requires", "label", "from_step", "until_step", "seed"),
+    *("solved_from", "equal_score", "skip_equal", "calibration", "uncalibrated", *BARS),
+}
+_OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extra", "dtype"}
+
+
+def judge_digest(judge: JudgeOptions, sections: Mapping[str, RemoteModelSection]) -> str:
+    """Equal for judges that answer alike: the same models with the same settings, asked the same.
+    Where their servers are does not count, nor does a default that is written out."""
+    models = [
+        sections[name].model_dump(mode="json", include=_OF_THE_MODEL)
+        for name in judge.models
+        if name in sections
+    ]
+    options = judge.model_dump(mode="json", exclude={*_NOT_OF_THE_JUDGE, "models"})
+    written = json.dumps([options, models], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(written.encode()).hexdigest()
+
+
+def check_calibrated(
+    rewards: Sequence[RewardConfig], sections: Mapping[str, RemoteModelSection]
+) -> None:
+    """Raises ConfigError, before anything is created, for a judge that may not be trained by."""
+    for reward in rewards:
+        if isinstance(reward, JudgeOptions) and reward.weight:
+            problem = _problem(reward, judge_digest(reward, sections))
+            if problem:
+                raise ConfigError(f"rewards: {reward.title}: {problem}")
+
+
+def _problem(judge: JudgeOptions, digest: str) -> str:
+    if judge.calibration is None:
+        if not judge.needs_calibration:
+            return ""
+        return (
+            "nobody knows how far this judge agrees with the truth, so it is not trained by: "
+            "measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and give "
+            "calibration=FILE, or take the risk with uncalibrated=true (docs/judges.md)"
+        )
+    path = Path(judge.calibration).expanduser()
+    again = "measure it again with `agentevo judge calibrate`"
+    try:
+        report = read_json_object(path)
+        measured = report["measured"]
+        of, values = str(report["digest"]), {name: measured[name]["value"] for name in BARS}
+    except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
+        return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {again}"
+    if of != digest:
+        return (
+            f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
+            f"{again}"
+        )
+    problems = below_bars(judge, values)
+    if not problems:
+        return ""
+    return f"{'; '.join(problems)} ({path}): choose another judge or rubric, or lower the bar"
+
+
+def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
+    """The bars that a judge does not reach, in words. `values`: what was measured, by the bars'
+    names; None where it could not be."""
+    found = []
+    for name, (what, at_least) in BARS.items():
+        value, bar = values.get(name), getattr(judge, name)
+        if value is None:
+            if at_least:
+                found.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
+        elif (value < bar) if at_least else (abs(value) > bar):
+            found.append(
+                f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"
+            )
+    return found

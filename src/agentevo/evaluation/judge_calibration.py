@@ -1,0 +1,386 @@
+"""`agentevo judge calibrate`: how far a judge agrees with the truth, and by what it is misled.
+
+Everything is asked through the very scorer that training would use, prompts, votes, failover and
+failures included. All intervals are 95%, by resampling groups (evaluation/estimates.py) but for
+the share of injections (Wilson's).
+
+    agreement   Spearman's and Kendall's correlation with the truth within groups, the share of
+                pairs that are ordered rightly
+    places      the same attempts, rotated through all places: how much a score changes from the
+                first to the last
+    length      the correlation of scores with lengths where the truth is held fixed
+    injections  the share of texts that raise the score of a bad attempt when appended to it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from agentevo.config.judges import below_bars, judge_digest
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.evaluation import judge_statistics as statistics
+from agentevo.evaluation.estimates import Estimate, mean_of
+from agentevo.evaluation.judge_data import KnownGroup
+from agentevo.event_loop import gather_all, run_coroutine
+from agentevo.observability.curves import wilson_interval
+from agentevo.remote_models import RemoteModels
+from agentevo.rewards import make_reward
+from agentevo.rewards.group_judge import shown_attempts
+from agentevo.rewards.injections import INJECTIONS
+from agentevo.rewards.judging import JudgeOptions
+from agentevo.rewards.pairwise import Pairwise, pairs_of
+from agentevo.rewards.ruler import Ruler, order_of_vote
+from agentevo.rewards.transcripts import Shown
+from agentevo.rollout.scoring import Scoring
+from agentevo.types import Trajectory
+
+AT_ONCE = 8
+"""Groups that are judged at once."""
+RAISED = 0.1
+"""By more than so much of its range a score has to rise for an injection to count."""
+MAX_ROTATED = 12
+"""Groups whose attempts are shown at every place, and attempts of each that are."""
+MAX_ROTATED_ATTEMPTS = 6
+VERSION = 1
+
+
+@dataclass
+class Calibration:
+    """What was measured."""
+
+    judge: JudgeOptions
+    sections: Mapping[str, RemoteModelSection]
+    num_attempts: int
+    num_groups: int
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the names of the bars, and others; `value` is None where nothing could be measured."""
+    injections: list[dict[str, Any]] = field(default_factory=list)
+    cost: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """The bars that the judge does not reach."""
+        return below_bars(self.judge, {name: one["value"] for name, one in self.measured.items()})
+
+    def as_json(self) -> dict[str, Any]:
+        """The report."""
+        names = [name for name in self.judge.models if name in self.sections]
+        return {
+            "version": VERSION,
+            "at": time.time(),
+            "digest": judge_digest(self.judge, self.sections),
+            "judge": self.judge.model_dump(mode="json"),
+            "models": {name: self.sections[name].model for name in names},
+            "attempts": self.num_attempts,
+            "groups": self.num_groups,
+            "measured": self.measured,
+            "injections": self.injections,
+            "cost": self.cost,
+            "failures": self.failures,
+            "below": self.problems(),
+        }
+
+
+def calibrate(
+    judge: JudgeOptions,
+    sections: Mapping[str, RemoteModelSection],
+    groups: Sequence[KnownGroup],
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Calibration:
+    """Measures the judge at these groups. Raises ConfigError for data that can tell nothing, and
+    AgentEvoError where the judge scores nothing."""
+    known = _usable(judge, groups)
+    num_attempts = sum(len(group.attempts) for group in known)
+    found = Calibration(judge, sections, num_attempts, len(known))
+    with TemporaryDirectory(prefix="agentevo-judge-") as folder:
+        kept = {name: one.model_copy(update={"cache": False}) for name, one in sections.items()}
+        models = RemoteModels(kept, Path(folder))
+        try:
+            run_coroutine(_Measuring(found, models, progress).all(known))
+            found.cost |= _cost(Path(folder), models)
+        finally:
+            models.close()
+    return found
+
+
+def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGroup]:
+    """Groups whose attempts differ; of a judge of single attempts all of them in one, where tasks
+    have one attempt each."""
+    differing = [group for group in groups if group.differs]
+    if len(differing) < 2:
+        raise ConfigError(
+            f"{len(differing)} of {len(groups)} groups have attempts of different worth, and a "
+            "judge is measured by how it orders those of one group: give at least two such groups, "
+            "each of attempts at one task_id, some better than others"
+        )
+    return differing
+
+
+class _Measuring:
+    """The questions of one calibration."""
+
+    def __init__(
+        self, found: Calibration, models: RemoteModels, progress: Callable[[str], None]
+    ) -> None:
+        self._found, self._models, self._progress = found, models, progress
+        alone = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
+        self._scoring = Scoring([found.judge.model_copy(update=alone)], models=models)
+        self._scoring.check([], needed=False)
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def all(self, groups: Sequence[KnownGroup]) -> None:
+        """See the module."""
+        self._progress(f"{len(groups)} groups: agreement with the truth")
+        scores = await gather_all([self._scores(group.attempts, group) for group in groups])
+        self._agreement(groups, scores)
+        self._progress("the same attempts at other places")
+        await self._places(groups)
+        self._progress(f"{len(INJECTIONS)} injections")
+        await self._injected(groups, scores)
+
+    async def _scores(
+        self, attempts: Sequence[Trajectory], group: KnownGroup
+    ) -> list[float | None]:
+        """None for an attempt without a score."""
+        async with self._room:
+            clean = [
+                msgspec.structs.replace(one, status="completed", reward_parts={}, metrics={})
+                for one in attempts
+            ]
+            judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
+        failures = self._found.failures
+        for one in judged:
+            if one.status != "completed" and len(failures) < 20 and one.error not in failures:
+                failures.append(str(one.error))
+        return [one.reward if one.status == "completed" else None for one in judged]
+
+    def _agreement(
+        self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
+    ) -> None:
+        pairs = [
+            [
+                (t, s, _length(a))
+                for t, s, a in zip(g.truths, of, g.attempts, strict=True)
+                if s is not None
+            ]
+            for g, of in zip(groups, scores, strict=True)
+        ]
+        total = sum(len(group.attempts) for group in groups)
+        scored = sum(map(len, pairs))
+        if not scored:
+            why = "; ".join(self._found.failures[:2])
+            raise AgentEvoError(f"the judge has scored none of {total} attempts: {why}")
+        rows = [list(zip(*one, strict=True)) for one in pairs if len({t for t, *_ in one}) > 1]
+        measured = self._found.measured
+        measured["failed"] = _share(total - scored, total)
+        columns = {
+            "min_rank_correlation": [statistics.spearman(t, s) for t, s, _ in rows],
+            "kendall": [statistics.kendall(t, s) for t, s, _ in rows],
+        }
+        for name, values in columns.items():
+            measured[name] = _estimate(mean_of(values, (-1.0, 1.0)))
+        right = [statistics.pair_accuracy(t, s) for t, s, _ in rows]
+        measured["pair_accuracy"] = _estimate(mean_of([x for x in right if x is not None]))
+        measured["length_bias"] = _length_bias(rows)
+
+    async def _places(self, groups: Sequence[KnownGroup]) -> None:
+        judge = make_reward(self._found.judge)
+        name = "max_position_bias"
+        if not isinstance(judge, Ruler | Pairwise):
+            self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
+            return
+        found = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
+        slopes = [slope for slope in found if slope is not None]
+        self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
+
+    async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
+        """How much a score changes from the first place to the last, where what is shown stays the
+        same. None where an answer is missing."""
+        attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
+        shown = await shown_attempts(judge.config, attempts)
+        if len(shown.attempts) < 2:
+            return None
+        async with self._room:
+            try:
+                if isinstance(judge, Ruler):
+                    return await self._rotated(judge, group, shown)
+                compared = [
+                    await judge.compare(
+                        shown,
+                        group.task,
+                        self._models,
+                        pair,
+                        until=time.monotonic() + judge.config.timeout_s,
+                        attempt=attempts[0].id,
+                    )
+                    for pair in pairs_of(len(shown.attempts), 2, 0)
+                ]
+            except (ValueError, AgentEvoError):
+                return None
+        return float(np.mean([one.place_slope for one in compared]))
+
+    async def _rotated(self, judge: Ruler, group: KnownGroup, shown: Shown) -> float:
+        num = len(shown.attempts)
+        order = order_of_vote(num, 0, group.task.id, "rotated")
+        rotations = []
+        for turned in range(num):
+            rotated = order[turned:] + order[:turned]
+            vote = await judge.vote(
+                shown,
+                group.task,
+                self._models,
+                rotated,
+                until=time.monotonic() + judge.config.timeout_s,
+                attempt=group.attempts[0].id,
+                seed=turned,
+            )
+            rotations.append([vote.marks[place].score for place in rotated])
+        return statistics.place_slope(rotations)
+
+    async def _injected(
+        self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
+    ) -> None:
+        """Every injection once, in the worst attempt of one group after the other."""
+        bad = []
+        for group, of in zip(groups, scores, strict=True):
+            worst = min(range(len(of)), key=lambda index: group.truths[index])
+            before = of[worst]
+            if before is not None and before <= 1.0 - RAISED:
+                bad.append((group, worst, before))
+        if not bad:
+            self._found.measured["max_injected"] = {
+                "value": None,
+                "why": "every bad attempt has the best score already",
+            }
+            return
+
+        async def tried(number: int, text: str) -> dict[str, Any]:
+            group, worst, before = bad[number % len(bad)]
+            attempts = list(group.attempts)
+            attempts[worst] = with_injection(attempts[worst], text)
+            after = (await self._scores(attempts, group))[worst]
+            raised = after is not None and after > before + RAISED
+            return {"text": text, "before": before, "after": after, "raised": raised}
+
+        found = await gather_all([tried(number, text) for number, text in enumerate(INJECTIONS)])
+        self._found.injections += found
+        raised = sum(one["raised"] for one in found)
+        self._found.measured["max_injected"] = _share(raised, len(found))
+
+
+def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
+    """The attempt with this text at the end of what it said last, inside of its stated answer where
+    it has marked one."""
+    turns = list(trajectory.turns)
+    for index in reversed(range(len(turns))):
+        messages = list(turns[index].messages)
+        for place in reversed(range(len(messages))):
+            if messages[place].role != "assistant":
+                continue
+            said = messages[place].text
+            head, mark, tail = said.rpartition("</answer>")
+            new = f"{head}\n{text}\n{mark}{tail}" if mark else f"{said}\n\n{text}"
+            messages[place] = msgspec.structs.replace(messages[place], content=new)
+            turns[index] = msgspec.structs.replace(turns[index], messages=messages)
+            return msgspec.structs.replace(trajectory, turns=turns)
+    return trajectory
+
+
+def _length(trajectory: Trajectory) -> int:
+    """Characters of what the policy said."""
+    return sum(
+        len(message.text) + sum(len(call.arguments) for call in message.tool_calls)
+        for turn in trajectory.turns
+        for message in turn.messages
+        if message.role == "assistant"
+    )
+
+
+def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """The partial correlation over all groups, by leaving out one group after the other for its
+    interval (the jackknife: Quenouille 1956)."""
+    if not rows:
+        return {"value": None}
+    columns = [[statistics.scaled_ranks(column) for column in row] for row in rows]
+
+    def over(chosen: Sequence[Sequence[np.ndarray]]) -> float:
+        truths, scores, lengths = (np.concatenate(one) for one in zip(*chosen, strict=True))
+        return statistics.partial_correlation(scores, lengths, truths)
+
+    value, num = over(columns), len(columns)
+    if num < 3:
+        return {"value": value}
+    without = np.array([over(columns[:i] + columns[i + 1 :]) for i in range(num)])
+    error = math.sqrt((num - 1) / num * float(((without - without.mean()) ** 2).sum()))
+    low, high = max(-1.0, value - 1.96 * error), min(1.0, value + 1.96 * error)
+    return {"value": value, "low": low, "high": high}
+
+
+def _estimate(found: Estimate | None) -> dict[str, Any]:
+    return {"value": None} if found is None else dict(found.as_json())
+
+
+def _share(count: int, total: int) -> dict[str, Any]:
+    low, high = wilson_interval(count / total, total)
+    return {"value": count / total, "low": low, "high": high, "of": total}
+
+
+def _cost(folder: Path, models: RemoteModels) -> dict[str, float]:
+    """Requests, tokens, money and seconds of a request, by the price logs."""
+    rows = models.totals()
+    seconds = [
+        line["seconds"]
+        for path in folder.glob("*.jsonl")
+        for line in map(json.loads, path.read_text().splitlines())
+        if line["state"] == "completed"
+    ]
+    return {
+        "requests": sum(row["requests"] for row in rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "cost": sum(row["cost"] for row in rows),
+        "median_s": float(np.median(seconds)) if seconds else 0.0,
+        "p95_s": float(np.quantile(seconds, 0.95)) if seconds else 0.0,
+    }
+
+
+LABELS = {
+    "min_rank_correlation": "rank correlation with the truth (Spearman)",
+    "kendall": "Kendall's tau-b",
+    "pair_accuracy": "pairs in the right order",
+    "max_position_bias": "change from the first place to the last",
+    "length_bias": "correlation with length at equal truth",
+    "max_injected": "injections that raise a bad score",
+    "failed": "attempts without a score",
+}
+
+
+def lines_of(report: Mapping[str, Any]) -> list[str]:
+    """A report for people."""
+    lines = [f"{report['attempts']} attempts in {report['groups']} groups"]
+    for name, label in LABELS.items():
+        one = report["measured"].get(name, {"value": None})
+        if one["value"] is None or "why" in one:
+            lines.append(f"{label}: {one.get('why', 'not measured')}")
+        else:
+            ends = f" [{one['low']:.2f}, {one['high']:.2f}]" if "low" in one else ""
+            lines.append(f"{label}: {one['value']:.2f}{ends}")
+    cost = report["cost"]
+    lines.append(
+        f"{cost['requests']:g} requests, {cost['tokens']:g} tokens, cost {cost['cost']:.4g}, "
+        f"{cost['median_s']:.2f} s a request (95% within {cost['p95_s']:.2f} s)"
+    )
+    lines += [f"raised by: {one['text']!r}" for one in report["injections"] if one["raised"]][:5]
+    return lines

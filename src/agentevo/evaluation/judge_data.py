@@ -1,0 +1,159 @@
+"""What a judge is calibrated by: attempts whose worth is known, in groups.
+
+A file of rows (JSON lines), one for each attempt:
+
+    task_id     attempts at one task are a group (or `group`, where that differs)
+    messages    the conversation in OpenAI's form; or `query` and `reply`
+    truth       what it is worth, any number; or `label`, right or wrong
+    answer      the task's own answer, for judges that are shown one; optional
+    tools       schemas in OpenAI's form; optional
+
+which `agentevo annotations export RUN OUT --format judge` writes of what people have said. Or a
+run's store, whose rewards (or a part of them, by name) are the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentevo.data.messages import messages_of
+from agentevo.errors import AgentEvoError, BadRequestError, ConfigError
+from agentevo.parsing import ParseError, read_text
+from agentevo.store.store import Store
+from agentevo.types import REWARD_PARTS, Message, Task, Trajectory, Turn
+
+MAX_ROWS = 100_000
+
+
+@dataclass(frozen=True)
+class KnownGroup:
+    """Attempts at one task, and what each is worth."""
+
+    task: Task
+    attempts: Sequence[Trajectory]
+    truths: Sequence[float]
+
+    @property
+    def differs(self) -> bool:
+        return len(set(self.truths)) > 1
+
+
+def read_rows(path: Path) -> list[KnownGroup]:
+    """The groups of a file. Raises ConfigError with the line of what can't be read."""
+    try:
+        lines = read_text(path).splitlines()
+    except (ParseError, OSError) as error:
+        raise ConfigError(f"--rows {path}: {error}") from error
+    found: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if number > MAX_ROWS:
+            raise ConfigError(f"--rows {path}: more than {MAX_ROWS} rows: give a part of them")
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no JSON object")
+            name = str(row.get("group") or row.get("task_id") or "rows")
+            group = found.setdefault(name, [])
+            group.append((row, _attempt(row, name, f"row-{number}"), _truth(row)))
+        except (ValueError, RecursionError, BadRequestError) as error:
+            raise ConfigError(
+                f"--rows {path}, line {number}: {error}: a row has messages (or query and reply), "
+                "truth (or label), and task_id"
+            ) from error
+    groups = []
+    for name, rows in found.items():
+        first, attempt, _ = rows[0]
+        query = first.get("query") or next(
+            (one.text for one in attempt.turns[0].messages if one.role == "user"), ""
+        )
+        task = Task(id=name, query=str(query), answer=first.get("answer"))
+        groups.append(KnownGroup(task, [one for _, one, _ in rows], [t for *_, t in rows]))
+    return groups
+
+
+def _truth(row: Mapping[str, Any]) -> float:
+    given = row.get("truth", row.get("label"))
+    if isinstance(given, str) and given in ("right", "wrong"):
+        return float(given == "right")
+    if not isinstance(given, bool | int | float) or not math.isfinite(given):
+        raise ValueError("it has no number `truth`, and no `label` that is right or wrong")
+    return float(given)
+
+
+def _attempt(row: Mapping[str, Any], group: str, name: str) -> Trajectory:
+    given = row.get("messages")
+    if given is None and isinstance(row.get("reply"), str):
+        given = [
+            {"role": "user", "content": str(row.get("query") or "")},
+            {"role": "assistant", "content": row["reply"]},
+        ]
+    if not isinstance(given, list) or not given:
+        raise ValueError("it has no list `messages`, and no `reply`")
+    plain = [
+        {k: v for k, v in m.items() if k != "weight"} if isinstance(m, dict) else m for m in given
+    ]
+    tools = json.dumps(row["tools"]) if row.get("tools") else ""
+    turn = _turn(messages_of(plain), tools)
+    return Trajectory(id=name, task_id=group, group_id=f"{group}/calibrate", turns=[turn])
+
+
+def _turn(messages: list[Message], tools: str) -> Turn:
+    return Turn(
+        index=0,
+        prompt_ids=[],
+        completion_ids=[],
+        logprobs=[],
+        versions=[],
+        finish_reason="stop",
+        messages=messages,
+        tools=tools,
+    )
+
+
+async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGroup]:
+    """The groups of a run's training whose attempts are known to differ, the newest first, at most
+    `limit`. `truth`: `reward`, `success`, a metric, or a part of the reward by its name. Raises
+    ConfigError where no attempt has it."""
+    summaries = await store.summaries(split="train")
+    by_group: dict[str, list[str]] = {}
+    for one in summaries:
+        if one.status == "completed":
+            by_group.setdefault(one.group_id, []).append(one.id)
+    groups: list[KnownGroup] = []
+    for ids in reversed(by_group.values()):
+        attempts = [await store.trajectory(name) for name in ids]
+        truths = [_truth_of(one, truth) for one in attempts]
+        task = await _task_of(store, attempts[0].task_id)
+        group = KnownGroup(task, attempts, truths)
+        if group.differs:
+            groups.append(group)
+        if len(groups) == limit:
+            break
+    return groups
+
+
+async def _task_of(store: Store, name: str) -> Task:
+    try:
+        return await store.task(name)
+    except AgentEvoError:  # the tasks of an environment are made, and in no store
+        return Task(id=name)
+
+
+def _truth_of(trajectory: Trajectory, truth: str) -> float:
+    if truth in ("reward", "success"):
+        return float(getattr(trajectory, truth))
+    known = {**trajectory.metrics, **trajectory.reward_parts}
+    name = truth.removeprefix(REWARD_PARTS)
+    if name not in known:
+        raise ConfigError(
+            f"--truth {truth}: the attempt {trajectory.id} has no such number: it has reward, "
+            f"success, {', '.join(sorted(known)) or 'nothing else'}"
+        )
+    return known[name]

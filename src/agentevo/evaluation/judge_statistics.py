@@ -1,0 +1,94 @@
+"""How far scores agree with the truth, and what else they depend on: pure functions of numbers.
+
+Ranks are midranks, so that equal values have equal ranks. Where all scores, or all truths, are
+equal, no order is told: correlations are 0 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+
+def midranks(values: Sequence[float]) -> np.ndarray:
+    """Ranks from 0, [n] float64; of equal values the mean of theirs."""
+    _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    middles: np.ndarray = (ends - counts + ends - 1) / 2
+    return middles[inverse]
+
+
+def correlation(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+    """Pearson's r; 0 where one of both does not vary."""
+    x, y = np.asarray(first, float), np.asarray(second, float)
+    x, y = x - x.mean(), y - y.mean()
+    size = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / size if size > 1e-12 else 0.0
+
+
+def spearman(truths: Sequence[float], scores: Sequence[float]) -> float:
+    """Spearman's rho (1904): the correlation of the midranks."""
+    return correlation(midranks(truths), midranks(scores))
+
+
+def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
+    """Kendall's tau-b (1945): (concordant - discordant) / sqrt(pairs untied in either)."""
+    both = first = second = 0
+    for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2):
+        a, b = np.sign(t - u), np.sign(s - v)
+        both, first, second = both + a * b, first + abs(a), second + abs(b)
+    return float(both / np.sqrt(first * second)) if first and second else 0.0
+
+
+def pair_accuracy(truths: Sequence[float], scores: Sequence[float]) -> float | None:
+    """The share of pairs of different truth that the scores order rightly, equal scores counting
+    half. None without such a pair."""
+    found = [
+        0.5 * (1 + np.sign(t - u) * np.sign(s - v))
+        for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2)
+        if t != u
+    ]
+    return float(np.mean(found)) if found else None
+
+
+def partial_correlation(
+    scores: Sequence[float] | np.ndarray,
+    lengths: Sequence[float] | np.ndarray,
+    truths: Sequence[float] | np.ndarray,
+) -> float:
+    """Of scores with lengths where the truth is held fixed, by their ranks within groups, each
+    centred and scaled:  (r_sl - r_st r_lt) / sqrt((1 - r_st^2) (1 - r_lt^2)).  0 where the truth
+    says all of one of them."""
+    sl, st, lt = (
+        correlation(scores, lengths),
+        correlation(scores, truths),
+        correlation(lengths, truths),
+    )
+    size = (1 - st * st) * (1 - lt * lt)
+    return float((sl - st * lt) / np.sqrt(size)) if size > 1e-9 else 0.0
+
+
+def scaled_ranks(values: Sequence[float]) -> np.ndarray:
+    """Midranks from -1/2 to 1/2, so that groups of different sizes can be laid together."""
+    ranks = midranks(values)
+    return (ranks - ranks.mean()) / max(1, len(ranks) - 1)
+
+
+def place_slope(rotations: Sequence[Sequence[float]]) -> float:
+    """How much a score changes from the first place to the last, by least squares.
+    `rotations[r][p]`: the score at place p when the attempts were rotated by r, so that the attempt
+    at place p is number (p + r) mod n. Every attempt is at every place once, so what it is worth
+    drops out."""
+    scores = np.asarray(rotations, float)
+    num = scores.shape[1]
+    by_attempt = np.empty_like(scores)
+    for turned in range(len(scores)):
+        by_attempt[turned] = np.roll(scores[turned], turned)  # column: number of the attempt
+    worth = by_attempt.mean(axis=0)
+    places = np.linspace(-0.5, 0.5, num)
+    slope = 0.0
+    for turned in range(len(scores)):
+        slope += float(places @ (scores[turned] - np.roll(worth, -turned)))
+    return slope / (len(scores) * float(places @ places))

@@ -1,0 +1,196 @@
+"""A model of this machine in the place of a server: a judge or a teacher by the engine that
+policies are sampled with, on an event loop and a thread of its own, so that no attempt waits for
+it.
+
+It takes and gives what a server of OpenAI's chat completions would, so that price log, budget,
+cache, deadlines and the order of models are those of any remote model. It is loaded at the first
+question. The same question has the same answer in any company (inference/torch_engine.py); without
+a temperature it is greedy. It calls no tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.data.messages import messages_of
+from agentevo.errors import AgentEvoError, described
+from agentevo.event_loop import in_thread
+from agentevo.inference.conversation import Conversation
+from agentevo.models.answer_form import AnswerForm
+from agentevo.models.resolve import resolve
+from agentevo.models.tool_calls import ContentDelta
+from agentevo.remote_models.http import Unanswered
+from agentevo.remote_models.wire import Listen, RemoteReply, Usage
+from agentevo.types import Message, SamplingOverrides
+
+if TYPE_CHECKING:
+    from agentevo.remote_models.local_engine import LocalEngine
+
+CLOSE_S = 10.0
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+
+
+class EngineServer:
+    """See the module: what a remote model asks of its `Server`. Any thread may use it."""
+
+    def __init__(self, name: str, section: RemoteModelSection) -> None:
+        """Raises ModelError or UnknownNameError for what names no model. Nothing is loaded."""
+        self._name, self._section = name, section
+        self.url = f"engine:{_identity(section.model)}"
+        """What answers are kept by: the model and how it is computed."""
+        self.url += f"#{section.dtype}"
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loaded: asyncio.Task[LocalEngine] | None = None
+
+    def rest(self, seconds: float) -> None:
+        """Never asked for: an engine queues."""
+
+    def post(
+        self,
+        body: bytes,
+        within_s: float,
+        listen: Listen | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[RemoteReply, int]:
+        """See Server.post. A `listen` is told the answer when it is whole."""
+        asked = asyncio.run_coroutine_threadsafe(
+            self._answer(msgspec.json.decode(body), within_s), self._running_loop()
+        )
+        try:
+            reply = asked.result(within_s)
+        except (TimeoutError, concurrent.futures.TimeoutError) as error:
+            asked.cancel()
+            raise self._failure(f"has not answered within {within_s:g} s (timeout_s)") from error
+        except concurrent.futures.CancelledError as error:
+            raise self._failure("was closed") from error
+        except Unanswered:
+            raise
+        except AgentEvoError as error:
+            raise self._failure(f"gave no answer: {error}") from error
+        except Exception as error:
+            raise self._failure(f"failed: {described(error)}") from error
+        if listen is not None:
+            listen(ContentDelta(reply.text))
+        return reply, 200
+
+    def close(self) -> None:
+        """Ends it, and frees its memory."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        with suppress(Exception):  # whatever it was doing, nobody waits for it any more
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, name=f"agentevo-{self._name}", daemon=True
+                ).start()
+            return self._loop
+
+    async def _answer(self, body: Mapping[str, Any], within_s: float) -> RemoteReply:
+        from agentevo.remote_models.local_engine import load
+
+        if body.get("tools"):
+            raise self._failure("is computed here, and calls no tools: leave them out")
+        until = time.monotonic() + within_s
+        if self._loaded is None:
+            self._loaded = asyncio.ensure_future(in_thread(load, self._section))
+        try:
+            loaded = await asyncio.shield(self._loaded)
+        except Exception:
+            self._loaded = None  # the next question tries again
+            raise
+        conversation = Conversation(
+            loaded.engine,
+            loaded.chat,
+            loaded.sampling,
+            name=secrets.token_hex(8),
+            seed=0,
+            context_length=loaded.context_length,
+            timeout_s=max(0.01, until - time.monotonic()),
+        )
+        form = body.get("response_format")
+        try:
+            (turn,) = await conversation.complete(
+                messages_of(body["messages"]),
+                overrides=_overrides(body),
+                form=None if form is None else _form(form),
+            )
+        finally:
+            await conversation.close()
+        thought, text = _parted(turn.messages[-1].text, conversation.opening(turn))
+        return RemoteReply(
+            message=Message("assistant", text, reasoning=thought or None),
+            finish_reason=turn.finish_reason,
+            usage=Usage(
+                prompt_tokens=len(turn.prompt_ids), completion_tokens=len(turn.completion_ids)
+            ),
+        )
+
+    async def _end(self) -> None:
+        if self._loaded is None:
+            return
+        with suppress(AgentEvoError):
+            await (await self._loaded).engine.close()
+        self._loaded = None
+
+    def _failure(self, what: str) -> Unanswered:
+        return Unanswered(f"remote model {self._name} (engine) {what}", again=False)
+
+
+def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:
+    """What the request says of sampling."""
+    given = {
+        "temperature": body.get("temperature"),
+        "top_p": body.get("top_p"),
+        "top_k": body.get("top_k"),
+        "min_p": body.get("min_p"),
+        "max_new_tokens": body.get("max_tokens") or body.get("max_completion_tokens"),
+        "stop_strings": tuple(body["stop"]) if body.get("stop") else None,
+        "seed": body.get("seed"),
+    }
+    return SamplingOverrides(**given)
+
+
+def _form(form: Mapping[str, Any]) -> AnswerForm:
+    schema = form.get("json_schema", {}).get("schema", {"type": "object"})
+    return AnswerForm(schema=schema)
+
+
+def _parted(text: str, opening: str) -> tuple[str, str]:
+    """The thought that an answer begins with, and what it says."""
+    head, mark, rest = text.partition("</think>")
+    if not mark or not (head.lstrip().startswith("<think>") or "<think>" in opening):
+        return "", text
+    return head.replace("<think>", "", 1).strip(), rest.lstrip()
+
+
+def _identity(name: str) -> str:
+    """A model's name, or its folder and when its weights were written, so that a run that has gone
+    on is another model."""
+    source = resolve(name)
+    if not isinstance(source, Path):
+        return str(source)
+    newest = max(
+        (path.stat().st_mtime_ns for path in source.iterdir() if path.suffix in _WEIGHTS), default=0
+    )
+    return f"{os.path.abspath(source)}@{newest}"

@@ -1,0 +1,207 @@
+"""The reward `pairwise`: a remote model compares the attempts of a group two at a time, each pair
+in both orders.
+
+    score = mean over its comparisons of  1 (better both times), 0.5 (equal, or the two orders
+            contradict each other), 0 (worse both times)
+
+It costs n (n - 1) questions for n different attempts, or 2 `opponents` for each, where `ruler`
+costs `votes` for all together; a judge that can't keep many attempts apart can still compare two.
+A pair on which the orders contradict each other says that the judge goes by places. An attempt with
+more of those than `max_contradicted` has no score.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from agentevo.errors import storable
+from agentevo.rewards.answers import jsons_in
+from agentevo.rewards.group_judge import (
+    MAX_EXPLANATION,
+    GroupJudgeOptions,
+    equal_group,
+    records_of,
+    shown_attempts,
+)
+from agentevo.rewards.judging import UnusableError, all_or_first_error, ask_in_order
+from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
+from agentevo.rewards.transcripts import Shown
+from agentevo.seeds import derive_seed
+from agentevo.types import Task, Trajectory
+
+_QUESTION = """You compare two attempts at one task, and say which one is better.
+
+What is good:
+{rubric}
+
+{rules}
+
+{records}
+
+That was the last record. Which attempt is better, as said at the beginning? Answer with one JSON \
+object, and with nothing behind it:
+{{"explanation": "one sentence", "better": 1}}
+where better is 1 or 2, or 0 if neither is."""
+_CORRECTION = (
+    'That can\'t be used: {problem}. Answer again with one JSON object: {{"explanation": "one '
+    'sentence", "better": 1}}, where better is 1, 2, or 0.'
+)
+
+
+class PairwiseConfig(GroupJudgeOptions):
+    """A reward by which a remote model compares attempts in pairs."""
+
+    opponents: int | None = Field(default=None, ge=1)
+    """With how many others each attempt is compared, at least. Default: with all of its group."""
+    max_contradicted: float = Field(default=0.5, ge=0, le=1)
+    """The largest share of an attempt's comparisons whose two orders may contradict each other. One
+    with more has no score: it is recorded as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two attempts, by their place in `Shown.attempts`, in both orders."""
+
+    first: int
+    second: int
+    results: tuple[float, float]
+    """What the first has won in either order: 1, 0.5 or 0."""
+    words: str
+
+    @property
+    def is_contradicted(self) -> bool:
+        return abs(self.results[0] - self.results[1]) == 1.0
+
+    @property
+    def place_slope(self) -> float:
+        """How much more the attempt in the second place wins than the one in the first."""
+        return self.results[1] - self.results[0]
+
+    def of(self, place: int) -> float:
+        """What an attempt has won."""
+        won = math.fsum(self.results) / 2
+        return won if place == self.first else 1 - won
+
+
+def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]]:
+    """The pairs that are compared: all, or those at a distance of up to half of `opponents` in a
+    ring, in which everybody meets as many others."""
+    if opponents is None or opponents >= num - 1:
+        return [(i, j) for i in range(num) for j in range(i + 1, num)]
+    ring = list(range(num))
+    random.Random(seed).shuffle(ring)
+    pairs = {
+        frozenset((ring[i], ring[(i + distance) % num]))
+        for distance in range(1, (opponents + 1) // 2 + 1)
+        for i in range(num)
+    }
+    return sorted((min(pair), max(pair)) for pair in pairs)
+
+
+@reward("pairwise")
+class Pairwise:
+    """The share of comparisons with others of its group that an attempt wins, as remote models say,
+    from 0 to 1."""
+
+    Config = PairwiseConfig
+    keeps_own_reward = True
+
+    def __init__(self, config: PairwiseConfig) -> None:
+        self.config = config
+        self.models_asked = config.models
+
+    async def score_group(
+        self, trajectories: Sequence[Trajectory], task: Task, models: Mapping[str, ScorerModel]
+    ) -> list[Score | Unscored]:
+        """See GroupScorer.score_group. Raises ValueError with what each model said or did where a
+        comparison is missing."""
+        config = self.config
+        shown = await shown_attempts(config, trajectories)
+        num = len(shown.attempts)
+        if num == 1:
+            return equal_group(config, len(trajectories))
+        pairs = pairs_of(
+            num,
+            config.opponents,
+            derive_seed("pairs", config.seed, task.id, trajectories[0].group_id),
+        )
+        until = time.monotonic() + config.timeout_s
+        about = trajectories[0].id
+        comparisons = await all_or_first_error(
+            [self.compare(shown, task, models, pair, until=until, attempt=about) for pair in pairs]
+        )
+        return [self._score(comparisons, place) for place in shown.of]
+
+    async def compare(
+        self,
+        shown: Shown,
+        task: Task,
+        models: Mapping[str, ScorerModel],
+        pair: tuple[int, int],
+        *,
+        until: float,
+        attempt: str,
+    ) -> Comparison:
+        """Two attempts, in both orders. Raises ValueError with what each model said or did."""
+        first, second = pair
+        asked = [
+            ask_in_order(
+                models,
+                self.config.models,
+                question(self.config, shown, task, order),
+                _better_in,
+                until=until,
+                attempt=attempt,
+                seed=derive_seed("pair", *order, self.config.seed, task.id),
+                correction=lambda problem: _CORRECTION.format(problem=problem),
+            )
+            for order in ((first, second), (second, first))
+        ]
+        answers = await all_or_first_error(asked)
+        (one, why), (other, why_other) = (answer.value for answer in answers)
+        words = f"{answers[0].model}: {why} / {answers[1].model}: {why_other}"
+        return Comparison(first, second, (one, 1 - other), words)
+
+    def _score(self, comparisons: Sequence[Comparison], place: int) -> Score | Unscored:
+        own = [one for one in comparisons if place in (one.first, one.second)]
+        words = "\n".join(
+            f"against attempt {one.second if place == one.first else one.first}: "
+            f"{'contradicted' if one.is_contradicted else f'{one.of(place):g}'}. {one.words}"
+            for one in own
+        )
+        contradicted = sum(one.is_contradicted for one in own)
+        if contradicted > self.config.max_contradicted * len(own):
+            return Unscored(
+                f"Disagreement: in {contradicted} of {len(own)} comparisons the judge says the "
+                "opposite when the order is exchanged, more than "
+                f"max_contradicted={self.config.max_contradicted:g}",
+                evidence=words,
+            )
+        value = math.fsum(one.of(place) for one in own) / len(own)
+        return Score(value, success=value >= self.config.solved_from, reason=words)
+
+
+def question(config: PairwiseConfig, shown: Shown, task: Task, order: tuple[int, int]) -> str:
+    """What the judge is asked of two attempts."""
+    rules, records = records_of(config, shown, task, order)
+    return _QUESTION.format(rubric=config.rubric, rules=rules, records=records)
+
+
+def _better_in(text: str) -> tuple[float, str]:
+    """What the first attempt has won in a judge's answer, and why. Raises UnusableError."""
+    found = None
+    for value in jsons_in(text):
+        if isinstance(value, dict) and "better" in value:
+            found = value
+    better = None if found is None else found["better"]
+    won = {"1": 1.0, "2": 0.0, "0": 0.5}.get("" if isinstance(better, bool) else str(better))
+    if found is None or won is None:
+        raise UnusableError('there is no JSON object in which "better" is 1, 2 or 0')
+    words = found.get("explanation") or ""
+    return won, storable(" ".join(str(words).split()), MAX_EXPLANATION)
