@@ -159,3 +159,19 @@ def test_statistics_on_numbers_that_are_known():
     truth, noise = generator.normal(size=400), generator.normal(size=400)
     assert abs(statistics.partial_correlation(truth + noise, truth, truth)) < 1e-6
     assert statistics.partial_correlation(truth + noise, noise, truth) > 0.9
+
+
+@pytest.mark.parametrize("rewards", [["ruler"], []])
+def test_training_by_a_judge_that_nobody_has_measured_is_refused(rewards, tmp_path, capsys):
+    """Also where it is a row's own scorer; nothing is created."""
+    row = {"query": "q", "answer": "a", **({} if rewards else {"scorer": "ruler"})}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 12))
+    given = [
+        *("model.name=tiny", "model.tiny.tokenizer=byte", "remote_models.judge={model: m}"),
+        *(f"rewards={json.dumps(rewards)}", f"run.dir={tmp_path / 'run'}", "evaluation.tasks=2"),
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"tasks": str(tmp_path / "rows.jsonl")}))
+    assert main(["train", str(recipe), *given]) == 2
+    assert "rewards: ruler: nobody knows how far this judge agrees" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -42,12 +42,12 @@ def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
             pass
     agent = None if config.agent.type == "function" else find_agent(config, None)
     check_keys(config.remote_models)
-    check_calibrated(config.rewards, config.remote_models)
     scoring = Scoring(config.rewards, models=config.remote_models)
     given = TaskSource(config, tasks).given()
     check_agent_names(given, config.agent.type)
     needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, given)))
     scoring.check(given, needed=needs_scorer)
+    check_calibrated(scoring.configs(given), config.remote_models)
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:

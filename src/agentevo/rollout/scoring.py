@@ -365,6 +365,11 @@ class Scoring:
             ]
             await reward.prepare(judged, policy)
 
+    def configs(self, tasks: Sequence[Task]) -> list[RewardConfig]:
+        """The recipe's rewards, and those that these tasks give themselves."""
+        own = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
+        return list({id(one): one.config for one in (*self._configured, *own)}.values())
+
     def _all_for(self, task: Task) -> list[NamedReward]:
         """Those of all stages."""
         if task.scorer is None:
