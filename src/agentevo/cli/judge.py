@@ -19,6 +19,31 @@ if TYPE_CHECKING:
 commands = typer.Typer(no_args_is_help=True, help="Judges: how far one agrees with the truth.")
 
 
+Rows = Annotated[
+    Path | None,
+    typer.Option(
+        "--rows",
+        metavar="FILE.jsonl",
+        parser=path_word,
+        help="Attempts whose worth is known: rows with messages, truth (or label) and task_id, "
+        "such as `agentevo annotations export RUN FILE --format judge` writes.",
+    ),
+]
+Run = Annotated[
+    Path | None,
+    typer.Option(
+        "--run", metavar="RUN_DIR", parser=path_word, help="A run, whose rewards are the truth."
+    ),
+]
+Truth = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="With --run: reward, success, a metric such as own_reward, or a part by its name.",
+    ),
+]
+
+
 @commands.callback()
 def _group() -> None:
     """Keeps `calibrate` a word of its own."""
@@ -28,29 +53,9 @@ def _group() -> None:
 def calibrate(
     recipe: Recipe,
     overrides: Overrides = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            "--rows",
-            metavar="FILE.jsonl",
-            parser=path_word,
-            help="Attempts whose worth is known: rows with messages, truth (or label) and task_id, "
-            "such as `agentevo annotations export RUN FILE --format judge` writes.",
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--run", metavar="RUN_DIR", parser=path_word, help="A run, whose rewards are the truth."
-        ),
-    ] = None,
-    truth: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="With --run: reward, success, a metric such as own_reward, or a part by its name.",
-        ),
-    ] = "reward",
+    rows: Rows = None,
+    run: Run = None,
+    truth: Truth = "reward",
     groups: Annotated[
         int, typer.Option("--groups", min=2, max=10_000, help="With --run: most groups.")
     ] = 40,

@@ -159,7 +159,7 @@ class EngineServer:
 
 def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:
     """What the request says of sampling."""
-    given = {
+    given: dict[str, Any] = {
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p"),
         "top_k": body.get("top_k"),
