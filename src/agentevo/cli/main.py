@@ -33,6 +33,7 @@ from agentevo.cli import (
     evaluation,
     evolve,
     judge,
+    labelling,
     launch,
     mcp,
     names,
@@ -103,6 +104,7 @@ app.add_typer(names.config_commands, name="config")
 app.add_typer(agent.agent, name="agent")
 app.add_typer(data.data, name="data")
 app.add_typer(trajectories.trajectories, name="trajectories")
+app.command()(labelling.annotate)
 app.add_typer(annotating.commands, name="annotations")
 app.add_typer(judge.commands, name="judge")
 app.add_typer(store.stores, name="store")

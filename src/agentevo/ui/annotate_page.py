@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
@@ -27,6 +27,7 @@ from agentevo.runs.annotations import (
     calibration,
     read_annotations,
 )
+from agentevo.runs.labelling import annotation_of, preference_of
 from agentevo.runs.records import RecordTooLongError
 from agentevo.types import Trajectory
 from agentevo.ui.attempt_loading import load_attempt
@@ -97,18 +98,14 @@ def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
     original = last_reply(trajectory)
     # A browser sends every newline as \r\n and leaves out one at the beginning.
     is_edited = original is not None and reply.strip() and _plain(reply) != _plain(original)
-    return Annotation(
-        attempt=trajectory.id,
+    return annotation_of(
+        trajectory,
         who=change.visitor.who,
         address=change.visitor.address,
         id=change.id,
-        verdict=cast("Any", verdict),
-        note=note.strip(),
+        verdict=verdict,
+        note=note,
         reply=reply if is_edited else None,
-        task=trajectory.task_id,
-        reward=trajectory.reward,
-        success=trajectory.success,
-        parts=dict(trajectory.reward_parts),
     )
 
 
@@ -117,15 +114,9 @@ def preference_from(change: Change, left: Trajectory, right: Trajectory) -> Pref
     better = change.get("better")
     if better not in ("", left.id, right.id):
         raise WrongFormError("The better one is one of these two, or neither.")
-    first, second = (right, left) if better == right.id else (left, right)
-    return Preference(
-        better=first.id,
-        worse=second.id,
-        equal=not better,
-        who=change.visitor.who,
-        address=change.visitor.address,
-        id=change.id,
-        rewards=(first.reward, second.reward),
+    visitor = change.visitor
+    return preference_of(
+        better, left, right, who=visitor.who, address=visitor.address, id=change.id
     )
 
 

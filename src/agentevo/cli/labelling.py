@@ -1,0 +1,248 @@
+"""`agentevo annotate`: people say of a run's attempts what they are worth, one at a time, in a
+terminal or through a pipe. What they say is in the file that the dashboard writes and reads
+(runs/annotations.py), each answer at once, so whoever stops loses nothing and goes on later.
+"""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from agentevo.cli.arguments import RunDir, Wait
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.runs.annotations import Annotation, Record
+    from agentevo.store import Store, TrajectorySummary
+    from agentevo.types import Trajectory
+
+T = TypeVar("T")
+HELP = "r right, w wrong, e edit the last reply, n note, s skip, u undo, q quit"
+PAIR_HELP = "1 or 2 is better, s skip (neither), u undo, q quit"
+LONGEST_SHOWN = 6000
+"""Characters of a message that are shown."""
+
+
+def annotate(
+    run_dir: RunDir,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Ask which of two attempts at a task is better.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Stop after so many.")
+    ] = None,
+    task: Annotated[str, typer.Option(metavar="ID", help="Attempts at that task alone.")] = "",
+    who: Annotated[
+        str, typer.Option(metavar="NAME", help="Who says it. Default: the user's name.")
+    ] = "",
+    wait: Wait = None,
+) -> None:
+    """Say of a run's attempts whether they are right, which of two is better, what the last reply
+    should have been: one at a time, unlabelled and most surprising first. Answers are lines of
+    stdin (h says which), so a pipe works as well; each is kept at once. `agentevo annotations
+    export` makes training data of them."""
+    from agentevo.runs.annotations import read_annotations
+    from agentevo.runs.folder import check_run_folder, read_store
+    from agentevo.runs.labelling import attempts_to_label, pairs_to_compare
+
+    folder = check_run_folder(run_dir)
+    said = read_annotations(folder)
+    name = who or _user()
+
+    async def listed(store: Store) -> list[TrajectorySummary]:
+        every = await store.summaries()
+        return [one for one in every if not task or one.task_id == task]
+
+    def attempt(wanted: str) -> Trajectory:
+        async def work(store: Store) -> Trajectory:
+            return await store.trajectory(wanted)
+
+        return read_store(run_dir, work, wait_s=wait)
+
+    summaries = read_store(run_dir, listed, wait_s=wait)
+    if task and not summaries:
+        raise ConfigError(f"--task {task}: the run has no attempt at it")
+    session = _Session(folder, name, attempt)
+    if pairs:
+        session.ask_pairs(pairs_to_compare(summaries, said)[:limit])
+    else:
+        session.ask_attempts(attempts_to_label(summaries, said)[:limit])
+    kept = session.num_kept
+    print(f"{kept} {'answer' if kept == 1 else 'answers'} kept in {folder / 'annotations.jsonl'}")
+
+
+class _Session:
+    """Somebody at work."""
+
+    def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:
+        self._folder, self._who, self._attempt = folder, who, attempt
+        self.num_kept = 0
+
+    def ask_attempts(self, names: Sequence[str]) -> None:
+        """One after the other, until the last, `q`, or the end of stdin."""
+        from agentevo.runs.labelling import annotation_of
+
+        def take_back(name: str) -> None:
+            self._keep(annotation_of(self._attempt(name), **self._signed()))
+
+        self._ask_each(names, self._ask_attempt, take_back)
+
+    def ask_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Likewise of two."""
+        from agentevo.runs.labelling import preference_of
+
+        def take_back(pair: tuple[str, str]) -> None:
+            left, right = map(self._attempt, pair)
+            self._keep(preference_of("", left, right, **self._signed()))
+
+        self._ask_each(pairs, self._ask_pair, take_back)
+
+    def _ask_each(
+        self, items: Sequence[T], ask: Callable[[T, str], str], take_back: Callable[[T], None]
+    ) -> None:
+        """`ask` gives `kept`, or one of the words s, u and q."""
+        place, kept = 0, list[int]()
+        while place < len(items):
+            ended = ask(items[place], f"{place + 1} of {len(items)}")
+            if ended == "q":
+                return
+            if ended == "u":
+                if kept:
+                    place = kept.pop()
+                    take_back(items[place])
+                else:
+                    print("there is nothing to undo")
+                continue
+            if ended == "kept":
+                kept.append(place)
+            place += 1
+
+    def _ask_attempt(self, name: str, heading: str) -> str:
+        trajectory = self._attempt(name)
+        _show(trajectory, heading)
+        said: Annotation | None = None
+        while True:
+            word = _line(f"[{HELP}] > ")
+            if word is None or word in ("q", "s", "u"):
+                return (word or "q") if said is None or word != "s" else "kept"
+            spoken = self._said(word, trajectory, said)
+            if spoken is None:
+                print(HELP)
+                continue
+            if self._keep(spoken):
+                said = spoken
+                if spoken.verdict:
+                    return "kept"
+
+    def _said(
+        self, word: str, trajectory: Trajectory, before: Annotation | None
+    ) -> Annotation | None:
+        """What an answer says, on top of what was said of the attempt just before; None for a word
+        that is none, and for what can't be kept."""
+        from agentevo.runs.labelling import annotation_of
+
+        letter, _, rest = word.partition(" ")
+        verdict, note, reply = "", "", None
+        if before is not None:
+            verdict, note, reply = before.verdict, before.note, before.reply
+        if letter in ("r", "right", "w", "wrong"):
+            verdict, note = ("right" if letter[0] == "r" else "wrong"), rest or note
+        elif letter in ("n", "note"):
+            note = rest or _line("note > ") or note
+        elif letter in ("e", "edit"):
+            reply = rest or _lines("the last reply as it should be; a line with . alone ends it")
+        else:
+            return None
+        try:
+            spoken = annotation_of(
+                trajectory, verdict=verdict, note=note, reply=reply, **self._signed()
+            )
+        except ConfigError as error:
+            print(f"not kept: {error}")
+            return None
+        return spoken if spoken.says_something else None
+
+    def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
+        from agentevo.runs.labelling import preference_of
+
+        left, right = map(self._attempt, pair)
+        _show(left, f"{heading}, number 1")
+        _show(right, f"{heading}, number 2")
+        while True:
+            word = _line(f"[{PAIR_HELP}] > ")
+            if word is None or word in ("q", "s", "u"):
+                return word or "q"
+            better = {"1": left.id, "2": right.id}.get(word)
+            if better is None:
+                print(PAIR_HELP)
+            elif self._keep(preference_of(better, left, right, **self._signed())):
+                return "kept"
+
+    def _signed(self) -> dict[str, str]:
+        """Who says it, and an id under which it counts once."""
+        return {"who": self._who, "id": secrets.token_hex(8)}
+
+    def _keep(self, record: Record) -> bool:
+        from agentevo.runs.annotations import annotate as keep
+        from agentevo.runs.records import RecordTooLongError
+
+        try:
+            keep(self._folder, record)
+        except RecordTooLongError as error:
+            print(f"not kept: {error}")
+            return False
+        self.num_kept += record.says_something
+        return True
+
+
+def _show(trajectory: Trajectory, heading: str) -> None:
+    """What was said, for a terminal: whatever an attempt holds is only text."""
+    turns = trajectory.turns or trajectory.remote_turns
+    print(f"\n== {heading}: {_plain(trajectory.id)}, task {_plain(trajectory.task_id)}")
+    for turn in turns:
+        for message in turn.messages:
+            print(f"[{message.role}] {_plain(message.text)}")
+            for call in message.tool_calls:
+                print(f"  calls {_plain(call.name)} {_plain(call.arguments)}")
+    parts = ", ".join(f"{_plain(k)} {v:g}" for k, v in sorted(trajectory.reward_parts.items()))
+    success = "success" if trajectory.success else "no success"
+    print(f"-- reward {trajectory.reward:g}, {success}{f' ({parts})' if parts else ''}", flush=True)
+
+
+def _plain(text: str, limit: int = LONGEST_SHOWN) -> str:
+    """Without what moves, colours or ends on a terminal."""
+    from agentevo.pages.text import shown
+
+    return shown(text, limit)
+
+
+def _line(prompt: str) -> str | None:
+    """The next line of stdin, without the space around it; None at its end."""
+    print(prompt, end="", flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        print()
+        return None
+    return line.strip()
+
+
+def _lines(prompt: str) -> str | None:
+    """Lines up to one with a dot alone, or the end of stdin; None for nothing."""
+    print(prompt, flush=True)
+    lines = []
+    while (line := sys.stdin.readline()) and line.strip() != ".":
+        lines.append(line.rstrip("\n"))
+    return "\n".join(lines) or None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a user without a name
+        return ""

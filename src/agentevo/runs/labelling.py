@@ -1,0 +1,145 @@
+"""Which attempts people are asked about next, and what they say, as records (annotations.py): the
+same for every door that asks.
+
+First come attempts that nobody has said anything of, the most surprising of them first: what the
+others of its group make unlikely.
+
+    surprise = -log2 p,    p = (n_same + 1) / (n + 2)
+
+of an attempt whose n fellows ended with its kind of outcome (success or none) n_same times:
+Laplace's rule of succession. Of equals the one whose reward is farther from its group's mean, then
+the newest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal, cast
+
+from agentevo.errors import ConfigError
+from agentevo.runs.annotation_export import last_answer
+from agentevo.runs.annotations import (
+    MAX_NOTE,
+    MAX_REPLY,
+    Annotation,
+    Annotations,
+    Preference,
+)
+from agentevo.store.store import TrajectorySummary
+from agentevo.types import Trajectory
+
+Verdict = Literal["right", "wrong", ""]
+
+
+def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:
+    """(bits, distance from the mean reward) of each completed attempt, by its id."""
+    groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
+    for one in summaries:
+        if one.status == "completed":
+            groups[one.group_id].append(one)
+    found = {}
+    for members in groups.values():
+        mean = sum(one.reward for one in members) / len(members)
+        for one in members:
+            same = sum(other.success == one.success for other in members) - 1
+            bits = -math.log2((same + 1) / (len(members) + 1))
+            found[one.id] = (bits, abs(one.reward - mean))
+    return found
+
+
+def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations) -> list[str]:
+    """Ids of the completed attempts that nobody has said anything of, the first to ask about
+    first."""
+    surprise = surprises(summaries)
+    left = [one for one in summaries if one.id in surprise and one.id not in said.attempts]
+    left.sort(key=lambda one: (*(-part for part in surprise[one.id]), -one.written_at, one.id))
+    return [one.id for one in left]
+
+
+def pairs_to_compare(
+    summaries: Sequence[TrajectorySummary], said: Annotations
+) -> list[tuple[str, str]]:
+    """Two attempts of each group that nobody has compared yet: the best and the worst of those with
+    other rewards, else the first two; the groups that surprise most first."""
+    surprise = surprises(summaries)
+    groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
+    for one in summaries:
+        if one.id in surprise:
+            groups[one.group_id].append(one)
+    found = []
+    for members in groups.values():
+        if len(members) < 2:
+            continue
+        ranked = sorted(members, key=lambda one: (one.reward, one.attempt))
+        first, second = ranked[-1], ranked[0]
+        if frozenset((first.id, second.id)) not in said.pairs:
+            most = max(surprise[one.id] for one in members)
+            # The better one is not always shown first: that would be its hint.
+            pair = (
+                (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)
+            )
+            found.append((most, pair))
+    found.sort(key=lambda one: (*(-part for part in one[0]), one[1]))
+    return [pair for _, pair in found]
+
+
+def annotation_of(
+    trajectory: Trajectory,
+    *,
+    verdict: str = "",
+    note: str = "",
+    reply: str | None = None,
+    who: str = "",
+    address: str = "",
+    id: str = "",
+) -> Annotation:
+    """What somebody says of an attempt, with what its scorers have said. Raises ConfigError for
+    what can't be kept, or has no last reply to be edited."""
+    if verdict not in ("right", "wrong", ""):
+        raise ConfigError("a verdict is right, wrong, or none")
+    if len(note) > MAX_NOTE or len(reply or "") > MAX_REPLY:
+        raise ConfigError(
+            f"a note has at most {MAX_NOTE:,} characters, an edited reply {MAX_REPLY:,}"
+        )
+    if reply is not None and last_answer(trajectory) is None:
+        raise ConfigError("nothing was said in this attempt that could be edited")
+    return Annotation(
+        attempt=trajectory.id,
+        who=who,
+        address=address,
+        id=id,
+        verdict=cast("Verdict", verdict),
+        note=note.strip(),
+        reply=reply,
+        task=trajectory.task_id,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        parts=dict(trajectory.reward_parts),
+    )
+
+
+def preference_of(
+    better: str,
+    left: Trajectory,
+    right: Trajectory,
+    *,
+    who: str = "",
+    address: str = "",
+    id: str = "",
+) -> Preference:
+    """Which of two attempts somebody finds better, by its id; empty for neither. Raises ConfigError
+    for another id."""
+    if better not in ("", left.id, right.id):
+        raise ConfigError("the better one is one of these two, or neither")
+    first, second = (right, left) if better == right.id else (left, right)
+    return Preference(
+        better=first.id,
+        worse=second.id,
+        equal=not better,
+        who=who,
+        address=address,
+        id=id,
+        rewards=(first.reward, second.reward),
+    )
