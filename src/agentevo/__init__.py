@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentevo.agents.capture import untracked
+    from agentevo.agents.texts import examples, text
     from agentevo.api import load_run, sft, train
     from agentevo.api.evaluation import evaluate
     from agentevo.config.agents import AgentSection, agent
@@ -54,6 +55,7 @@ _HOMES = {
     "credit": "agentevo.config.credit",
     "environment": "agentevo.environments.environment",
     "evaluate": "agentevo.api.evaluation",
+    "examples": "agentevo.agents.texts",
     "gather": "agentevo.loop.rollout",
     "load_run": "agentevo.api",
     "open_model": "agentevo.loop.local",
@@ -61,6 +63,7 @@ _HOMES = {
     "reward": "agentevo.rewards.reward",
     "rollout": "agentevo.rollout",
     "sft": "agentevo.api",
+    "text": "agentevo.agents.texts",
     "tool": "agentevo.config.tools",
     "train": "agentevo.api",
     "untracked": "agentevo.agents.capture",
@@ -88,6 +91,7 @@ __all__ = [
     "credit",
     "environment",
     "evaluate",
+    "examples",
     "gather",
     "load_run",
     "open_model",
@@ -95,6 +99,7 @@ __all__ = [
     "reward",
     "rollout",
     "sft",
+    "text",
     "tool",
     "train",
     "untracked",

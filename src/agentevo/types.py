@@ -313,11 +313,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """What remote models said in it."""
     files: dict[str, bytes] = {}
     """What the agent kept of the files that it made, by path (`Policy.keep_files`)."""
+    texts: dict[str, str] = {}
+    """The named texts that it was played with: name -> digest (docs/prompts.md)."""
     reward: float = 0.0
     """What the whole attempt earned, penalties included: the advantages are made from it."""
     reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name (`environment`, `format`, ...). Empty where nobody
-    took it apart."""
+    """What the reward is the sum of, by name (`environment`, ...); empty where nobody said."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None

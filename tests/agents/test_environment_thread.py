@@ -12,6 +12,7 @@ import pytest
 
 from agentevo.agents import EnvironmentAgent, Reply, environment_thread
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.agents.texts import Texts
 from agentevo.config import EnvironmentAgentSection
 from agentevo.errors import EnvironmentFailure, OverreachError
 from agentevo.types import Message, Task
@@ -173,6 +174,8 @@ class Stuck:
 
 
 class Mover:
+    texts = Texts()
+
     async def generate(self, messages):
         return Reply("Up", True, 0, Message("assistant", "Up"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentevo.agents.agent import FunctionAgent
+from agentevo.agents.texts import Texts
 from agentevo.errors import CommandFailedError, StoreError, ToolUnavailableError, described
 from agentevo.rollout.failures import (
     MAX_KINDS,
@@ -92,6 +93,7 @@ class NoPolicy:
     """In the place of a policy."""
 
     agents = ()
+    texts = Texts()
 
 
 def test_a_traceback_shows_the_users_own_places_and_then_what_it_came_of():

@@ -32,7 +32,7 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
             await export_jsonl(store, tmp_path / "new.jsonl")
             exported = (tmp_path / "new.jsonl").read_text()
             nothing = [f'"{name}":null,' for name in ("overrides", "constraint", "penalties")]
-            newer = (*nothing, ',"tools":""', '"remote_turns":[],', '"files":{},')
+            newer = (*nothing, ',"tools":""', '"remote_turns":[],', '"files":{},', '"texts":{},')
             for field in newer:
                 exported = exported.replace(field, "")
             exported, digests = re.subn(r',"digest":"[\w+/]{22}=="}\n', "}\n", exported)

@@ -78,7 +78,7 @@ class FunctionAgent:
         """See Agent.run. Raises NoCallError where a function with one parameter has not called the
         policy."""
         if self.needs_session:
-            with captured(policy.session.base, policy.api_key):
+            with captured(policy.session.base, policy.api_key), policy.texts.current():
                 returned = await self._returned(task)
             await policy.settle()
             if not policy.was_asked:
@@ -89,7 +89,8 @@ class FunctionAgent:
                     "the client base_url=policy.base_url and api_key=policy.api_key"
                 )
         else:
-            returned = await self._returned(task, policy)
+            with policy.texts.current():
+                returned = await self._returned(task, policy)
             await policy.settle()
         try:
             if isinstance(returned, list) and not policy.agents:

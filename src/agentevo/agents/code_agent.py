@@ -28,7 +28,7 @@ from agentevo.agents.attempt_files import AttemptFiles
 from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy
-from agentevo.agents.single_turn import conversation_of, with_system
+from agentevo.agents.single_turn import conversation_of, with_examples, with_system
 from agentevo.agents.tools_outcome import outcome_with_tools, said_by
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.errors import RequestTooLongError, ToolError
@@ -68,10 +68,17 @@ def is_unfinished(text: str) -> bool:
     return _OPENED.search(_BLOCK.sub("", text)) is not None
 
 
-def system_message(section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]]) -> str:
+def rules_of(section: CodeAgentSection) -> str:
+    """How to write code, by the recipe or else by RULES."""
+    return RULES if section.system_prompt is None else section.system_prompt
+
+
+def system_message(
+    section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]], rules: str | None = None
+) -> str:
     """What the policy is told before the task: how to write code, and which functions there are.
-    `schemas` are those of the agent's tools."""
-    rules = RULES if section.system_prompt is None else section.system_prompt
+    `schemas` are those of the agent's tools. `rules`: in the place of `rules_of`."""
+    rules = rules_of(section) if rules is None else rules
     functions = [_described(function) for function in _functions_of(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
 
@@ -108,8 +115,7 @@ class CodeAgent:
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
         if asks_once(task):
-            section = self._section
-            asked = conversation_of(task, system=None, instruction=section.instruction)
+            asked = conversation_of(task, system=None, instruction=self._section.instruction)
             return await ask_once(asked, policy)
         progress = _Progress()
         files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
@@ -120,13 +126,7 @@ class CodeAgent:
                 functions = _functions(tools, progress)
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
                 await files.put(sandbox)
-            parts = [system_message(self._section, tools.schemas), files.announcement]
-            asked = conversation_of(
-                task,
-                system="\n".join(part for part in parts if part),
-                instruction=self._section.instruction,
-            )
-            asked = with_system(asked, tools.instructions)
+            asked = with_system(self._opening(task, policy, tools, files), tools.instructions)
             interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
             history = History(asked, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
@@ -149,6 +149,18 @@ class CodeAgent:
             end=end,
             ends=ENDS,
         )
+
+    def _opening(
+        self, task: Task, policy: Policy, tools: AttemptTools, files: AttemptFiles
+    ) -> list[Message]:
+        """The conversation before the first reply, without what servers say of their tools."""
+        rules = policy.texts.text("system", rules_of(self._section))
+        schemas = policy.texts.of_tools(tools.schemas)
+        parts = [system_message(self._section, schemas, rules), files.announcement]
+        system = "\n".join(part for part in parts if part)
+        instruction = policy.texts.replacing("instruction", self._section.instruction)
+        chat = conversation_of(task, system=system, instruction=instruction)
+        return with_examples(chat, policy.texts)
 
     async def _play(
         self, history: History, policy: Policy, python: _Interpreter, progress: _Progress

@@ -19,9 +19,10 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -36,7 +37,7 @@ from agentevo.trace_header import traceparent
 from agentevo.types import Outcome, Task
 
 LARGEST_TASK = 64 * 2**10
-"""Bytes of a task that an environment variable holds; a larger one is in a file."""
+"""Bytes of a task, or of texts, that an environment variable holds; larger ones are in a file."""
 SHOWN = 1500
 """Characters of stderr in the reason of a failure."""
 _ERROR = re.compile(r"(?:Uncaught )?[\w.]*(?:Error|Exception)\b[^\n]*")
@@ -93,7 +94,7 @@ class CommandAgent:
         """Runs the process to its end; cancelled, ends it with all that it started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
-            variables(task, session, traceparent()) as given,
+            variables(task, session, traceparent(), policy.texts.all_given()) as given,
         ):
             tree = ProcessTree(
                 self._section.command,
@@ -134,11 +135,15 @@ def _reason(stderr: str) -> str:
 
 @contextmanager
 def variables(
-    task: Task, session: DoorSession, trace: str | None = None
+    task: Task,
+    session: DoorSession,
+    trace: str | None = None,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, str | None]]:
     """The environment of an attempt's process, besides this process's own; None takes away.
-    `trace`: its place in a trace, as OpenTelemetry passes it on in an environment."""
-    given = client_variables(session.base, session.key) | {
+    `trace`: its place in a trace, as OpenTelemetry passes it on in an environment. `texts`: named
+    texts, as a JSON object."""
+    given: dict[str, str | None] = client_variables(session.base, session.key) | {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,
         "AGENTEVO_BASE_URL": session.base_url,
@@ -146,17 +151,23 @@ def variables(
         "AGENTEVO_REWARD_URL": session.reward_url,
         "AGENTEVO_TASK": None,
         "AGENTEVO_TASK_FILE": None,
+        "AGENTEVO_TEXTS": None,
+        "AGENTEVO_TEXTS_FILE": None,
         "TRACEPARENT": trace,
         "TRACESTATE": None,
     }
-    content = msgspec.json.encode(task)
-    if len(content) <= LARGEST_TASK:
-        yield given | {"AGENTEVO_TASK": content.decode()}
-        return
+    contents = {"AGENTEVO_TASK": msgspec.json.encode(task)}
+    if texts:
+        contents["AGENTEVO_TEXTS"] = msgspec.json.encode(dict(texts))
     with tempfile.TemporaryDirectory(prefix="agentevo-task-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "task.json"
-        path.write_bytes(content)
-        yield given | {"AGENTEVO_TASK_FILE": str(path)}
+        for name, content in contents.items():
+            if len(content) <= LARGEST_TASK:
+                given[name] = content.decode()
+                continue
+            path = Path(folder) / f"{name.rpartition('_')[2].lower()}.json"
+            path.write_bytes(content)
+            given[f"{name}_FILE"] = str(path)
+        yield given
 
 
 def _changed(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:

@@ -84,13 +84,22 @@ def first_messages(
     environment: TextEnvironment, observation: str, section: EnvironmentAgentSection
 ) -> list[Message]:
     """The conversation before the policy's first turn."""
-    parts = [environment.instructions, answer_instructions(section), observation]
+    rules = section.texts.get("rules", environment.instructions)
+    system = section.texts.get("system", section.system_prompt)
+    parts = [rules, answer_instructions(section), observation]
     opening = [Message("user", "\n".join(part for part in parts if part))]
-    return (
-        [Message("system", section.system_prompt), *opening]
-        if section.system_prompt is not None
-        else opening
-    )
+    return opening if system is None else [Message("system", system), *opening]
+
+
+def with_texts(
+    section: EnvironmentAgentSection, policy: Policy, environment: TextEnvironment
+) -> EnvironmentAgentSection:
+    """The section with the texts of the attempt, which are noted as used. A text that nobody gives
+    stays what it is, so an empty system prompt is one."""
+    texts = policy.texts
+    texts.text("system", section.system_prompt)
+    texts.text("rules", environment.instructions)
+    return section.model_copy(update={"texts": dict(texts.given)})
 
 
 def next_messages(
@@ -155,7 +164,8 @@ class EnvironmentAgent:
             environment = await thread.call(make, "make")
             observation, _ = await thread.call(lambda: environment.reset(seed=task.seed), "reset")
             episode = _Episode(observation=_text(observation, "reset"))
-            messages = first_messages(environment, observation, self._section)
+            section = with_texts(self._section, policy, environment)
+            messages = first_messages(environment, observation, section)
             for _ in range(self._section.max_turns):
                 try:
                     reply = await policy.generate(messages)
@@ -174,7 +184,7 @@ class EnvironmentAgent:
                 if episode.over:
                     break
                 messages = next_messages(
-                    messages, reply.message, environment, episode.observation, self._section
+                    messages, reply.message, environment, episode.observation, section
                 )
             else:
                 episode.truncated = True

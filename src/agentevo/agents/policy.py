@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 import msgspec
 
 from agentevo.agents.posted_rewards import PostedReward
+from agentevo.agents.texts import Texts
 from agentevo.copies import copy_of_turn
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, UnknownNameError, shown
@@ -114,14 +115,18 @@ class Policy:
         remote: RemoteConversations | None = None,
         agents: Mapping[str, Conversation] = MappingProxyType({}),
         remote_agents: Mapping[str, str] = MappingProxyType({}),
+        texts: Texts | None = None,
     ) -> None:
-        """`remote`: what the attempt says to remote models, if the recipe has any. `agents`: the
+        """`texts`: what is given in the place of the agent's own. `remote`: what the attempt says
+        to remote models, if the recipe has any. `agents`: the
         conversation of each of several agents by name; `conversation` is then the one of them that
         stands for the attempt. `remote_agents`: further ones, whose words are a remote model's."""
         self.conversation = conversation
         self.remote = remote
+        self.texts = Texts() if texts is None else texts
+        """The named texts of the attempt, which all of its agents share."""
         self._agents: dict[str, Policy | RemoteHandle] = {
-            name: Policy(own, door) for name, own in agents.items()
+            name: Policy(own, door, texts=self.texts) for name, own in agents.items()
         }
         self._remote_agents = remote_agents
         for name, model in remote_agents.items():
@@ -338,6 +343,17 @@ class Policy:
             message,
             self.conversation.opening(turn),
         )
+
+    def text(self, name: str, default: str = "") -> str:
+        """The text of that name that the recipe (`agent.texts`) or `agentevo optimize` gives, else
+        `default`: prompts, rules, descriptions, whatever may be better said otherwise. Raises
+        BadRequestError for what can be no text (agents/texts.py)."""
+        return self.texts.text(name, default)
+
+    def examples(self, name: str = "examples") -> list[Message]:
+        """Messages of examples that the recipe or `agentevo optimize` gives, to stand before the
+        task's own; none by default. Raises BadRequestError for what are none."""
+        return self.texts.examples(name)
 
     def keep_files(self, files: Mapping[str, bytes]) -> None:
         """Files that the agent made are kept with its trajectory from now on, in place of those

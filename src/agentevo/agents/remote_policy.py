@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from agentevo.agents.policy import Door, Policy
+from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.models.answer_form import AnswerForm
 from agentevo.remote_models.conversations import POLICY, RemoteConversations
@@ -146,9 +147,14 @@ class RemoteModelPolicy(Policy):
     one's of the recipe is this model."""
 
     def __init__(
-        self, conversation: RemoteConversation, door: Door, remote: RemoteConversations, model: str
+        self,
+        conversation: RemoteConversation,
+        door: Door,
+        remote: RemoteConversations,
+        model: str,
+        texts: Texts | None = None,
     ) -> None:
-        super().__init__(cast("Conversation", conversation), door, remote)
+        super().__init__(cast("Conversation", conversation), door, remote, texts=texts)
         self.remote_model = model
         self._talk = conversation
         self._remote_agents = {"": model}

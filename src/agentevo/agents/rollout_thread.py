@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from agentevo.agents.policy import DoorSession, Policy, Prompt, RemoteHandle, Reply
 from agentevo.errors import EngineError
 from agentevo.store.call_log import Attribute, RunningCall
-from agentevo.types import Turn
+from agentevo.types import Message, Turn
 
 T = TypeVar("T")
 
@@ -79,6 +79,14 @@ class BlockingPolicy:
         """What comes of something asked of the policy itself, on the sampler's loop. Called in a
         coroutine it is awaited."""
         return self._answer(question(self._policy))
+
+    def text(self, name: str, default: str = "") -> str:
+        """See Policy.text."""
+        return self._policy.text(name, default)
+
+    def examples(self, name: str = "examples") -> list[Message]:
+        """See Policy.examples."""
+        return self._policy.examples(name)
 
     def model(self, name: str, agent: str = "") -> BlockingModel:
         """See Policy.model."""

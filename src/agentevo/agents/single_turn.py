@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentevo.agents.policy import Policy
+from agentevo.agents.texts import Texts
 from agentevo.config.agents import SingleTurnSection, agents
 from agentevo.data.messages import messages_of
 from agentevo.types import QUERY_MESSAGES, Message, Task
@@ -20,10 +21,28 @@ class SingleTurnAgent:
 
     async def run(self, task: Task, policy: Policy) -> None:
         """See Agent.run."""
-        section = self._section
         await policy.generate(
-            conversation_of(task, system=section.system_prompt, instruction=section.instruction)
+            opening_of(task, policy.texts, self._section.system_prompt, self._section.instruction)
         )
+
+
+def opening_of(
+    task: Task, texts: Texts, system: str | None, instruction: str | None
+) -> list[Message]:
+    """`conversation_of` with the texts `system` and `instruction`, and behind the system message
+    the examples."""
+    chat = conversation_of(
+        task,
+        system=texts.replacing("system", system),
+        instruction=texts.replacing("instruction", instruction),
+    )
+    return with_examples(chat, texts)
+
+
+def with_examples(chat: list[Message], texts: Texts) -> list[Message]:
+    """The chat with the text `examples` before it, behind a system message."""
+    place = int(chat[0].role == "system")
+    return [*chat[:place], *texts.examples(), *chat[place:]]
 
 
 def with_system(chat: list[Message], text: str) -> list[Message]:

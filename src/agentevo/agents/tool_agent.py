@@ -21,7 +21,7 @@ from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy, Reply
 from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
-from agentevo.agents.single_turn import conversation_of, with_system
+from agentevo.agents.single_turn import opening_of, with_system
 from agentevo.agents.tool_format import NativeFormat, Said, ToolFormat
 from agentevo.agents.tools_outcome import outcome_with_tools, said_by
 from agentevo.config.agents import ToolAgentSection, agents
@@ -80,7 +80,7 @@ class ToolAgent:
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
         if asks_once(task):
-            return await ask_once(self._asked(task), policy)
+            return await ask_once(self._asked(task, policy), policy)
         seed = derive_seed(task.seed, "tools", policy.name)
         async with AsyncExitStack() as stack:
             with policy.waiting():
@@ -88,8 +88,8 @@ class ToolAgent:
             reader = None if self._browse is None else self._browse.reader(policy)
             tools.condense = None if reader is None else reader.condense
             progress = _Progress()
-            form = _FORMATS[self._section.format](policy, tools.schemas)
-            opening = form.opening(with_system(self._asked(task), tools.instructions))
+            form = _FORMATS[self._section.format](policy, policy.texts.of_tools(tools.schemas))
+            opening = form.opening(with_system(self._asked(task, policy), tools.instructions))
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
             said = await said_by(tools)
@@ -143,9 +143,9 @@ class ToolAgent:
                 await history.look(said.reply.turn, policy, form.tools)
         return "turns"
 
-    def _asked(self, task: Task) -> list[Message]:
+    def _asked(self, task: Task, policy: Policy) -> list[Message]:
         section = self._section
-        return conversation_of(task, system=section.system_prompt, instruction=section.instruction)
+        return opening_of(task, policy.texts, section.system_prompt, section.instruction)
 
     def _is_final(self, reply: Reply) -> bool:
         return self._section.final == "reply" or find_answer(reply.answer, "answer") is not None

@@ -17,6 +17,7 @@ from typing import Protocol
 from agentevo.audit.findings import Audit, Violation
 from agentevo.audit.folder import check_checkpoints, check_files, check_head
 from agentevo.audit.rest import check_rest, wrong_content
+from agentevo.audit.texts import check_texts, count_texts
 from agentevo.errors import CheckpointError, StoreError, TrainingError
 from agentevo.progress import over
 from agentevo.runs.chain import KEY, OLDER, End, broken_links, read_head
@@ -60,6 +61,7 @@ async def audit(store: Store, folder: Path) -> Audit:
     check_files(head, records, folder, report)
     check_checkpoints(head, records, folder, report)
     await check_rest(store, records, report, queued_group_size(folder))
+    check_texts(folder, report)
     return report
 
 
@@ -121,6 +123,7 @@ async def _check_step(
         sizes = {row.id: row for row in await store.summaries(trained_step=step)}
         async for stored in store.trajectories(trained_step=step):
             name = stored.trajectory.id
+            count_texts(stored, report)
             for what in _wrong_with(stored, places):
                 violated(what, name)
             contents[name] = wrong_content(stored, sizes.get(name))

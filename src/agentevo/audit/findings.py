@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -62,6 +63,10 @@ class Audit(msgspec.Struct, kw_only=True):
     without_attempt: list[str] = []
     """Ids of completed tasks that the store has no trajectory of: a kill came before they were
     written."""
+    texts: dict[str, dict[str, int]] = {}
+    """Name of a text -> digest -> trajectories that were played with it, evaluations included."""
+    texts_gone: list[str] = []
+    """Digests of those that the run's folder does not hold."""
     violations: list[Violation] = []
 
     @property
@@ -106,6 +111,10 @@ class Audit(msgspec.Struct, kw_only=True):
         if self.without_attempt:
             rows.append(("without an attempt", f"{len(self.without_attempt)} completed tasks"))
         rows += [
+            (f"text {name}", _told(digests, self.texts_gone))
+            for name, digests in sorted(self.texts.items())
+        ]
+        rows += [
             (f"task {name}", f"set aside as poison: {error}") for name, error in self.poison.items()
         ]
         rows += [(f"task {name}", f"failed: {error}") for name, error in self.failed.items()]
@@ -122,6 +131,14 @@ class Audit(msgspec.Struct, kw_only=True):
                 for name in ids
             ]
         return rows
+
+
+def _told(digests: Mapping[str, int], gone: Collection[str]) -> str:
+    """Which texts of one name there were, most used first."""
+    return ", ".join(
+        f"{digest} in {count} attempt{'s' * (count != 1)}{' (not kept)' * (digest in gone)}"
+        for digest, count in sorted(digests.items(), key=lambda one: (-one[1], one[0]))
+    )
 
 
 def _without_numbers(reason: str) -> str:

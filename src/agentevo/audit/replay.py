@@ -22,6 +22,7 @@ import msgspec
 
 from agentevo.agents import Agent, Policy
 from agentevo.agents.policy import DoorSession
+from agentevo.agents.texts import Texts
 from agentevo.audit.rebuilt_weights import rebuild
 from agentevo.audit.recorded import RecordedEngine, RecordedModels
 from agentevo.audit.resampling import Difference, resample
@@ -303,7 +304,7 @@ async def _play(
     models, remote = RecordedModels(config.remote_models, trajectory.remote_turns), None
     if models:
         remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
-    policy = Policy(conversation, door, remote)
+    policy = Policy(conversation, door, remote, texts=Texts(config.agent.texts))
     attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
     with suppress(

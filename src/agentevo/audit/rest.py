@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from agentevo.audit.findings import Audit, Violation
+from agentevo.audit.texts import count_texts
 from agentevo.errors import StoreError, TrainingError
 from agentevo.rollout.sampler import BASELINE
 from agentevo.store import rules
@@ -56,6 +57,7 @@ async def check_rest(
             unused |= rows
             async for stored in store.trajectories(state=state):
                 name = stored.trajectory.id
+                count_texts(stored, report)
                 for what in wrong_content(stored, rows.get(name)):
                     report.violations.append(Violation(what, trajectory=name))
                 report.emptied += stored.tokens_deleted

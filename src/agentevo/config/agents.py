@@ -15,14 +15,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.browse import BrowseSection
 from agentevo.config.context import ContextSection
 from agentevo.config.sandbox import CODE_ONLY, SandboxSection
 from agentevo.config.section import Section
+from agentevo.config.texts import check_texts
 from agentevo.config.tool_entries import ToolEntry
 from agentevo.errors import ConfigError
 from agentevo.registry import Registry
@@ -34,6 +35,9 @@ class AgentSection(Section):
     """The agent, chosen by `type` (`agentevo list agents`), with its options. These are the ones
     that every agent has."""
 
+    text_names: ClassVar[tuple[str, ...] | None] = None
+    """Patterns of the names that `texts` may have; None where only the agent's code knows."""
+
     type: str = "environment"
     """Registered name of the agent."""
     max_turns: int = Field(default=10, ge=1)
@@ -41,10 +45,20 @@ class AgentSection(Section):
     timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one episode, in seconds; then it is recorded as failed. What the engine
     sleeps meanwhile (rollout.sharing: turns) does not count."""
+    texts: dict[str, str] = Field(default_factory=dict)
+    """Named texts in place of the agent's own (docs/prompts.md): a mapping such as {system: ...},
+    or a YAML file of NAME: TEXT, such as the texts.yaml that `agentevo optimize` writes."""
+
+    @field_validator("texts", mode="after")
+    @classmethod
+    def _are_texts(cls, texts: dict[str, str]) -> dict[str, str]:
+        return check_texts(texts, cls.text_names)
 
 
 class EnvironmentAgentSection(AgentSection):
     """How the environment agent talks to the policy and reads its answers."""
+
+    text_names = ("system", "rules")
 
     type: Literal["environment"] = "environment"
     format: Literal["plain", "answer", "think_answer"] = "answer"
@@ -92,6 +106,8 @@ class FunctionAgentSection(AgentSection):
 class SingleTurnSection(AgentSection):
     """Asks the policy a task's query once; the recipe's `rewards` judge the reply."""
 
+    text_names = ("system", "instruction", "examples")
+
     type: Literal["single_turn"] = "single_turn"
     system_prompt: str | None = None
     """System message. None leaves the chat template's own default."""
@@ -105,6 +121,8 @@ class ToolAgentSection(AgentSection):
     """Asks a task's query, makes the tool calls of each reply and gives their results back, until a
     reply is the final answer. The recipe's `rewards` judge it, or what its tools say of the state
     that they are left in."""
+
+    text_names = ("system", "instruction", "examples", "tools.*")
 
     type: Literal["tool_agent"] = "tool_agent"
     tools: tuple[ToolEntry, ...] = Field(min_length=1)
@@ -144,6 +162,8 @@ class CodeAgentSection(AgentSection):
     """Writes Python code that runs in a sandbox, reads what it prints, and goes on until a reply
     without code is the final answer. Variables live for the whole attempt; its tools are functions
     of the code."""
+
+    text_names = ("system", "instruction", "examples", "tools.*")
 
     type: Literal["code_agent"] = "code_agent"
     tools: tuple[ToolEntry, ...] = ()

@@ -69,6 +69,7 @@ from agentevo.config.sections import (
 )
 from agentevo.config.sft import SFTSection
 from agentevo.config.tasks import TasksSection, play_problems, with_absolute_paths
+from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_list import read_tools
 from agentevo.config.tracing import TracingSection
 from agentevo.config.tracking import TrackingSection, tracker_models
@@ -390,6 +391,9 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
     agent = plain.setdefault("agent", {})
     if isinstance(agent, dict):
         agent.setdefault("type", "single_turn" if has_tasks else "environment")
+        agent, problem = with_texts_of_file(agent, folder)
+        plain["agent"] = agent
+        lines += [problem] if problem else []
         if agent["type"] == "command":
             agent["cwd"] = agent.get("cwd") or str(folder.resolve())
             plain["agent"] = with_absolute_paths(agent, ("cwd",), folder)

@@ -206,15 +206,10 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             "green" if trajectory.success else "red" if trajectory.status == "failed" else "yellow",
         ),
     ]
-    if trajectory.metrics:
-        parts.append(
-            Text(
-                ", ".join(
-                    f"{name} {value:g}" for name, value in sorted(trajectory.metrics.items())
-                ),
-                "dim",
-            )
-        )
+    facts = [f"{name} {value:g}" for name, value in sorted(trajectory.metrics.items())]
+    facts += [f"text {name} {digest}" for name, digest in sorted(trajectory.texts.items())]
+    if facts:
+        parts.append(Text(visible(", ".join(facts)), "dim"))
     if credit:
         parts.append(Text(credit, "dim"))
     for turn in trajectory.turns:

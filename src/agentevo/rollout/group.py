@@ -155,6 +155,7 @@ class Attempt:
                     turns=conversation.recorded(outcome.turn_rewards),
                     remote_turns=[] if beside is None else beside.recorded(),
                     files=self.policy.files_of(agent),
+                    texts=dict(self.policy.texts.digests),
                     reward=outcome.reward or 0.0,
                     reward_parts=outcome.reward_parts,
                     success=outcome.success,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentevo.agents.single_turn import conversation_of
+from agentevo.agents.single_turn import opening_of
+from agentevo.agents.texts import Texts
 from agentevo.config import RunConfig
 from agentevo.config.agents import SingleTurnSection
 from agentevo.errors import EngineError, RequestTooLongError
@@ -69,6 +70,7 @@ class PolicyScores:
         section = self._config.agent
         if not isinstance(section, SingleTurnSection) or self.agent or task.query is None:
             return None
+        texts = Texts(section.texts)
         return self._chat.first_prompt(
-            conversation_of(task, system=section.system_prompt, instruction=section.instruction)
+            opening_of(task, texts, section.system_prompt, section.instruction)
         )

@@ -53,6 +53,7 @@ class RemoteSampler(Sampler):
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
         door: Door | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """See Sampler.policy."""
         section = self._config.sampling
@@ -68,4 +69,5 @@ class RemoteSampler(Sampler):
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
         conversation = RemoteConversation(remote, self._model, sampling, name=name, calls=calls)
-        return RemoteModelPolicy(conversation, door or self._gateway, remote, self._model)
+        own = self.texts(texts)
+        return RemoteModelPolicy(conversation, door or self._gateway, remote, self._model, own)

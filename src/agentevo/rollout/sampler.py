@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Door, Policy
+from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection
@@ -124,6 +125,9 @@ class Sampler:
         self._baselines = Baselines(config.run_dir / BASELINES)
         self._given = given
         self._preparing: asyncio.Task[None] | None = None
+        self._keep_text = TextKeeper(config.run_dir)
+        self.declared: dict[str, Declared] = {}
+        """The named texts that attempts have asked for."""
 
     def close(self) -> None:
         """Ends the gateway and the remote models, if an agent used them, and says what those have
@@ -222,11 +226,13 @@ class Sampler:
         shown: Task | None = None,
         engines: Mapping[str, Engine] = MappingProxyType({}),
         ended: Callable[[int], None] = lambda number: None,
+        texts: Mapping[str, str] | None = None,
     ) -> Group:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
         `shown` is the task as the agent gets it. `engines`: see `policy`. `ended`: see Group.
+        `texts`: named texts in the place of the recipe's.
         """
         name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
 
@@ -235,7 +241,7 @@ class Sampler:
             return Attempt(
                 self._agent,
                 copy_of_task(shown or task),
-                self.policy(own, temperature, engines),
+                self.policy(own, temperature, engines, texts=texts),
                 name=own,
                 limit_s=limit,
                 show=self.failures.show,
@@ -299,10 +305,11 @@ class Sampler:
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
         door: Door | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """What the attempt of that name asks. `engines`: in the place of the run's own, by the
         names of the agents, empty for a single one; `door`: where clients of its own ask, if not at
-        the gateway of this process."""
+        the gateway of this process; `texts`: see `group`."""
         group_id, _, number = name.rpartition("#")
         run_seed, models = self._config.run.seed, self.remote_models
 
@@ -325,7 +332,13 @@ class Sampler:
         if models:
             seed = derive_seed(run_seed, main.name)
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
-        return Policy(main, door or self._gateway, remote, agents, remote_agents(self._config))
+        others, own = remote_agents(self._config), self.texts(texts)
+        return Policy(main, door or self._gateway, remote, agents, others, own)
+
+    def texts(self, given: Mapping[str, str] | None = None) -> Texts:
+        """The named texts of an attempt: these, or else the recipe's."""
+        own = self._config.agent.texts if given is None else given
+        return Texts(own, self._keep_text, self.declared.setdefault)
 
     async def play(self, task: Task, **arguments: Any) -> list[Trajectory]:
         """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a

@@ -1,6 +1,6 @@
 """A trajectory's turns as one compressed blob.
 
-    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *[remote, files]])
+    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *[remote, files, texts]])
     heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature,
                seed, reward, messages as JSON], and overrides, tools, constraint and
                penalties where it has any
@@ -10,7 +10,8 @@
     noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the
                others
     remote   = zlib(what remote models said, as JSON), where there is any; empty before files
-    files    = zlib(msgpack(the files that were kept, by path)), where there are any
+    files    = zlib(msgpack(the files that were kept, by path)), likewise; empty before texts
+    texts    = zlib(msgpack(the digests of named texts, by name)), likewise
 
 One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
 from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
@@ -51,6 +52,7 @@ _DECODER = msgspec.msgpack.Decoder()
 _MESSAGES = msgspec.json.Decoder(list[Message])
 _REMOTE = msgspec.json.Decoder(list[RemoteTurn])
 _FILES = msgspec.msgpack.Decoder(dict[str, bytes])
+_TEXTS = msgspec.msgpack.Decoder(dict[str, str])
 _BROKEN = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
 
 
@@ -76,10 +78,11 @@ def pack_turns(
     turns: Sequence[Mapping[str, Any]],
     remote: str = "",
     files: Mapping[str, bytes] = MappingProxyType({}),
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in
     decimal and `messages` as JSON text. `remote`: turns of remote models as JSON text. `files`: by
-    path."""
+    path. `texts`: digests by name."""
     heads = [
         [
             turn["parent"],
@@ -94,9 +97,16 @@ def pack_turns(
     half = len(columns["logprobs"]) // 2
     noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
     packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
-    more = [zlib.compress(remote.encode(), _LEVEL) if remote else b""] if remote or files else []
-    if files:
-        more.append(zlib.compress(_MSGPACK.encode(files), _LEVEL))
+    more = [
+        zlib.compress(part, _LEVEL) if given else b""
+        for given, part in (
+            (remote, remote.encode()),
+            (files, _MSGPACK.encode(dict(files))),
+            (texts, _MSGPACK.encode(dict(texts))),
+        )
+    ]
+    while more and not more[-1]:
+        more.pop()
     return _VERSION + _MSGPACK.encode([packed, noise, *more])
 
 
@@ -171,7 +181,16 @@ def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Likewise."""
     try:
         _, _, *more = _parts(blob)
-        return _FILES.decode(zlib.decompress(more[1])) if len(more) > 1 else {}
+        return _FILES.decode(zlib.decompress(more[1])) if len(more) > 1 and more[1] else {}
+    except _BROKEN as error:
+        raise _unreadable(error) from error
+
+
+def unpack_texts(blob: bytes) -> dict[str, str]:
+    """Likewise."""
+    try:
+        _, _, *more = _parts(blob)
+        return _TEXTS.decode(zlib.decompress(more[2])) if len(more) > 2 else {}
     except _BROKEN as error:
         raise _unreadable(error) from error
 

@@ -24,6 +24,7 @@ from agentevo.store.blobs import (
     to_bytes,
     unpack_files,
     unpack_remote_turns,
+    unpack_texts,
     unpack_turns,
 )
 from agentevo.store.damage import readable
@@ -278,8 +279,8 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
 
 def _content(trajectory: Trajectory) -> tuple[Any, ...]:
     """Everything that a trajectory says but the times: columns of its row, its turns and, where
-    there are any, those of remote models as JSON, and kept files. Raises what is in
-    _UNSTORABLE."""
+    there are any, those of remote models as JSON, kept files, and digests of named texts. Raises
+    what is in _UNSTORABLE."""
     if trajectory.status not in _STATUSES:
         raise ValueError(
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
@@ -311,6 +312,8 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
     if trajectory.remote_turns:
         _check_finite({"the cost of a remote turn": sum(t.cost for t in trajectory.remote_turns)})
         remote = JSON.encode(trajectory.remote_turns).decode()
+    if trajectory.texts:
+        return facts, turns, remote, check_files(files), dict(sorted(trajectory.texts.items()))
     if files:
         return facts, turns, remote, check_files(files)
     return (facts, turns, remote) if remote else (facts, turns)
@@ -394,6 +397,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         turns=[] if data is None else unpack_turns(data),
         remote_turns=[] if data is None else unpack_remote_turns(data),
         files={} if data is None else unpack_files(data),
+        texts={} if data is None else unpack_texts(data),
         reward=float(row["reward"]),
         reward_parts={
             name.removeprefix(REWARD_PARTS): value

@@ -1,0 +1,207 @@
+"""Named texts of one attempt: what stands where an agent has a prompt, a tool's description or
+examples of its own.
+
+    policy.text("system", "You are a clerk.")     the text of that name, or the agent's own
+    policy.examples()                             messages of examples; none where nobody gave any
+    agentevo.text("system", "You are a clerk.")   the same, for an agent that takes no policy
+
+Which texts are given is decided outside: by the recipe (`agent.texts`) or by `agentevo optimize`,
+which plays the same function with others. Every text that was asked for is noted with its digest,
+which the trajectory keeps, and the text itself is kept in the run's folder, RUN/texts/DIGEST.txt.
+
+The text of examples is a list of conversations as JSON, each a list of messages in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agentevo.config.texts import MAX_TEXTS, digest_of_text, text_problem
+from agentevo.data.messages import messages_of
+from agentevo.errors import BadRequestError
+from agentevo.files import create_atomic
+from agentevo.parsing import ParseError, parse_json
+from agentevo.remote_models.openai_chat import as_openai
+from agentevo.types import Message
+
+Kind = Literal["text", "examples", "tool"]
+FOLDER = "texts"
+"""In a run's folder: the texts that its attempts were played with."""
+_current: ContextVar[Texts | None] = ContextVar("agentevo texts", default=None)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A text that an agent has asked for: what it has by itself, and what kind of text it is."""
+
+    default: str
+    kind: Kind
+
+
+@dataclass
+class Texts:
+    """See the module. All agents of one attempt share one. `keep` is told of each text that is
+    used, before it is."""
+
+    given: Mapping[str, str] = field(default_factory=dict)
+    keep: Callable[[str], None] = lambda text: None
+    hear: Callable[[str, Declared], object] = lambda name, declared: None
+    """Is told of each text that is asked for."""
+    declared: dict[str, Declared] = field(default_factory=dict)
+    """Every text that was asked for, by name."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Those that were not empty: name -> digest."""
+
+    def text(self, name: str, default: str | None = None, kind: Kind = "text") -> str:
+        """The text of that name; `default` where none is given, whatever it holds: it is the
+        agent's own. Raises BadRequestError for a wrong name, and where one has two defaults."""
+        own = "" if default is None else default
+        problem = text_problem(name, "" if isinstance(own, str) else own)
+        if problem is not None:
+            raise BadRequestError(f"the text {problem}")
+        before = self.declared.get(name)
+        if before is None:
+            if len(self.declared) == MAX_TEXTS:
+                raise BadRequestError(f"an attempt asked for more than {MAX_TEXTS} named texts")
+            self._declare(name, Declared(own, kind))
+        elif before.kind != kind or (before.default != own and name not in self.given):
+            raise BadRequestError(
+                f"the text {name} was asked for with another default or as {before.kind}: one name "
+                "is one text of an attempt"
+            )
+        found = self.given.get(name, own)
+        if found:
+            digest = digest_of_text(found)
+            if self.digests.get(name) != digest:
+                self.keep(found)
+                self.digests[name] = digest
+        return found
+
+    def replacing(self, name: str, own: str | None) -> str | None:
+        """`text`, but None where nobody gives one and the agent has none: an empty text is one."""
+        found = self.text(name, own)
+        return found if found or own is not None or name in self.given else None
+
+    def examples(self, name: str = "examples") -> list[Message]:
+        """The messages of the examples of that name, one conversation after the other. Raises
+        BadRequestError for a text that is no list of them."""
+        text = self.text(name, None, "examples")
+        return [message for one in examples_of(name, text) for message in one]
+
+    def all_given(self) -> Mapping[str, str]:
+        """All that are given, noted as used: for a program that asks in a way of its own."""
+        for name in self.given:
+            self.text(name)
+        return self.given
+
+    def of_tools(self, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The tools' schemas (in OpenAI's form) with the descriptions that are given: `tools.NAME`,
+        and `tools.NAME.PARAMETER` for a parameter. What is not given is in the turn's `tools`."""
+        return [self._of_tool(schema) for schema in schemas]
+
+    def _of_tool(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = schema.get("function", {})
+        name = f"tools.{function.get('name', '')}"
+        changed = dict(function)
+        if description := self._description(name, function.get("description")):
+            changed["description"] = description
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if isinstance(parameters, Mapping) and isinstance(properties, Mapping):
+            own = {
+                key: {**value, "description": text}
+                for key, value in properties.items()
+                if isinstance(value, Mapping)
+                and (text := self._description(f"{name}.{key}", value.get("description")))
+            }
+            if own:
+                changed["parameters"] = {**parameters, "properties": {**properties, **own}}
+        return schema if changed == function else {**schema, "function": changed}
+
+    def _description(self, name: str, default: Any) -> str:
+        """The text that stands in the place of a tool's own; nothing where none is given."""
+        own = default if isinstance(default, str) else ""
+        if name in self.given:
+            return self.text(name, own, "tool")
+        if text_problem(name, own) is None and len(self.declared) < MAX_TEXTS:
+            self._declare(name, Declared(own, "tool"))
+        return ""
+
+    def _declare(self, name: str, declared: Declared) -> None:
+        self.declared.setdefault(name, declared)
+        self.hear(name, self.declared[name])
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """A block in which `text` and `examples` of this module mean these."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # it ends in another context than it began in
+                _current.reset(token)
+
+
+def text(name: str, default: str = "") -> str:
+    """The text of that name of the attempt that is played here and now: what the recipe or
+    `agentevo optimize` gives, or else `default`, which it is outside of attempts, too. Raises
+    BadRequestError for what can be no text."""
+    now = _current.get()
+    return (Texts() if now is None else now).text(name, default)
+
+
+def examples(name: str = "examples") -> list[dict[str, Any]]:
+    """The messages of the examples of that name, in OpenAI's form, to stand before the task's own;
+    none where nobody gave any. Raises BadRequestError."""
+    now = _current.get()
+    return [] if now is None else [as_openai(one) for one in now.examples(name)]
+
+
+def examples_of(name: str, content: str) -> list[list[Message]]:
+    """The conversations of a text of examples. Raises BadRequestError."""
+    if not content:
+        return []
+    try:
+        found = parse_json(content)
+        if not isinstance(found, list) or not all(isinstance(one, list) and one for one in found):
+            raise ValueError("it is no list of conversations")
+        return [messages_of(one) for one in found]
+    except (ParseError, ValueError, BadRequestError) as error:
+        raise BadRequestError(
+            f"the text {name}: examples are a list of conversations as JSON, such as "
+            f'[[{{"role": "user", "content": "..."}}, ...]]: {error}'
+        ) from error
+
+
+def as_examples(conversations: Sequence[Sequence[Message]]) -> str:
+    """The inverse of `examples_of`: messages in OpenAI's form."""
+    return json.dumps([[as_openai(one) for one in each] for each in conversations], indent=1)
+
+
+class TextKeeper:
+    """Keeps texts in a run's folder, each once, whole, under its digest. A folder that is not there
+    (an evaluation that writes nothing) keeps none. Nor is kept what can't be given again, and what
+    is beyond MAX_TEXTS of a process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._kept: set[str] = set()
+
+    def __call__(self, content: str) -> None:
+        """Raises OSError where the folder can't be written."""
+        digest = digest_of_text(content)
+        if digest in self._kept or len(self._kept) >= MAX_TEXTS or not self._run_dir.is_dir():
+            return
+        if text_problem(digest, content) is not None:
+            return
+        path = self._run_dir / FOLDER / f"{digest}.txt"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            create_atomic(path, content)
+        self._kept.add(digest)

@@ -1,0 +1,38 @@
+"""Which named texts a run's attempts were played with: counted by digest, and compared with the
+texts that the run's folder keeps (agents/texts.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agentevo.agents.texts import FOLDER
+from agentevo.audit.findings import Audit, Violation
+from agentevo.config.texts import digest_of_text
+from agentevo.errors import ConfigError
+from agentevo.parsing import read_text
+from agentevo.store.store import StoredTrajectory
+
+
+def count_texts(stored: StoredTrajectory, report: Audit) -> None:
+    """Notes those of one trajectory."""
+    for name, digest in stored.trajectory.texts.items():
+        digests = report.texts.setdefault(name, {})
+        digests[digest] = digests.get(digest, 0) + 1
+
+
+def check_texts(folder: Path, report: Audit) -> None:
+    """Every text that is kept must be the one that its name says."""
+    for digest in sorted({one for digests in report.texts.values() for one in digests}):
+        path = folder / FOLDER / f"{digest}.txt"
+        if not path.is_file():
+            report.texts_gone.append(digest)
+            continue
+        try:
+            is_same = digest_of_text(read_text(path)) == digest
+        except ConfigError as error:
+            report.violations.append(Violation(f"the text {digest} can't be read: {error}"))
+            continue
+        if not is_same:
+            report.violations.append(
+                Violation(f"the text {path.name} was changed: it has another digest than its name")
+            )

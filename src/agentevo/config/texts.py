@@ -1,0 +1,107 @@
+"""Named texts: what an agent's prompts, tool descriptions and examples are called, and which texts
+may stand there.
+
+A text is only text: nothing in it is filled in, so braces and `$` mean themselves. What no prompt
+should hold is refused where texts come in: control characters, half of a surrogate pair, and more
+than MAX_CHARS.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import ConfigError, shown
+from agentevo.parsing import ParseError, parse_yaml, read_text
+from agentevo.registry import nearest
+
+MAX_CHARS = 100_000
+"""Of one text."""
+MAX_TEXTS = 1000
+"""Of one agent."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def digest_of_text(text: str) -> str:
+    """What a text is told from others by: 16 digits of its sha256."""
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def text_problem(name: Any, text: Any) -> str | None:
+    """Why this is no named text, as 'what: remedy'; None for one."""
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        return f"{shown(name)} is no name of a text: use letters, digits and _.:-"
+    if not isinstance(text, str):
+        return f"{name}: the text is a {type(text).__name__}: give a text"
+    if len(text) > MAX_CHARS:
+        return f"{name}: the text has {len(text):,} characters: give at most {MAX_CHARS:,}"
+    control = _CONTROL.search(text)
+    if control is not None:
+        return (
+            f"{name}: the text has the control character {control[0]!r} at place "
+            f"{control.start()}: leave it out"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"{name}: the text has half of a surrogate pair, which is no character: leave it out"
+    return None
+
+
+def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) -> dict[str, str]:
+    """The texts. `known`: patterns of the names that the agent asks for; None where only its code
+    knows. Raises ValueError for what can't be a text, or nobody asks for."""
+    if len(texts) > MAX_TEXTS:
+        raise ValueError(f"{len(texts)} texts: give at most {MAX_TEXTS}")
+    for name, text in texts.items():
+        problem = text_problem(name, text)
+        if problem is not None:
+            raise ValueError(problem)
+        if known is not None and not any(fnmatchcase(name, pattern) for pattern in known):
+            guess = nearest(name, list(known))
+            hint = f"did you mean {guess}? " if guess else ""
+            raise ValueError(
+                f"{name}: this agent asks for no such text: {hint}it has {', '.join(known) or 'no'}"
+                f"{'' if known else ' texts'}"
+            )
+    return dict(texts)
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """The texts of a YAML file, a mapping from names to texts. Raises ConfigError."""
+    try:
+        found = parse_yaml(read_text(path))
+        if found is None:
+            found = {}
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}: write NAME: TEXT")
+        return check_texts(found)
+    except (ParseError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
+    """The section of an agent, as written in a recipe that lies in `folder`, with the texts of the
+    file that it names, beside the recipe or else in the current folder; and what is wrong with
+    that, or nothing."""
+    given = section.get("texts")
+    if not isinstance(given, (str, Path)):
+        return dict(section), ""
+    without = {key: value for key, value in section.items() if key != "texts"}
+    for base in (folder, Path.cwd()):
+        path = Path(os.path.join(base, os.path.expanduser(given)))
+        try:
+            if path.is_file():
+                return {**without, "texts": read_texts(path)}, ""
+        except (ConfigError, OSError, ValueError) as error:
+            return without, f"agent.texts: {error}"
+    return without, (
+        f"agent.texts: there is no file {shown(str(given))}: give a YAML file of NAME: TEXT, or "
+        "such a mapping"
+    )
