@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agentevo.agents.texts import examples, text
     from agentevo.api import load_run, sft, train
     from agentevo.api.evaluation import evaluate
+    from agentevo.api.prompts import optimize
     from agentevo.config.agents import AgentSection, agent
     from agentevo.config.credit import credit
     from agentevo.config.tools import tool
@@ -59,6 +60,7 @@ _HOMES = {
     "gather": "agentevo.loop.rollout",
     "load_run": "agentevo.api",
     "open_model": "agentevo.loop.local",
+    "optimize": "agentevo.api.prompts",
     "register_scorer": "agentevo.rewards.reward",
     "reward": "agentevo.rewards.reward",
     "rollout": "agentevo.rollout",
@@ -95,6 +97,7 @@ __all__ = [
     "gather",
     "load_run",
     "open_model",
+    "optimize",
     "register_scorer",
     "reward",
     "rollout",

@@ -90,6 +90,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.loop.server.run_coroutine",
         "agentevo.processes.sample._sample",
         "agentevo.processes.sandbox_server.run_coroutine",
+        "agentevo.prompts.optimize.run_coroutine",
         "agentevo.ui.server.run_coroutine",
         "agentevo.tool_servers.listening.listen",
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",

@@ -39,6 +39,7 @@ from agentevo.cli import (
     names,
     pipeline,
     processes,
+    prompts,
     results,
     retriever,
     sandbox,
@@ -90,6 +91,7 @@ app.command()(results.table)
 app.command()(results.plot)
 app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.score)
+app.command()(prompts.optimize)
 app.command()(results.merge)
 app.command()(results.report)
 app.command()(ui.ui)

@@ -44,6 +44,7 @@ from agentevo.config.interpolation import escaped
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.named_agents import NamedAgentSection, named_agent_contradictions
+from agentevo.config.optimize import OptimizeSection
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
 from agentevo.config.remote_models import RemoteModelSection, name_problems, unknown_helpers
@@ -124,6 +125,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     sft: SFTSection = SFTSection()
     rm: RMSection = RMSection()
+    optimize: OptimizeSection = OptimizeSection()
     cold_start: ColdStartSection = ColdStartSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()

@@ -1,0 +1,61 @@
+"""`agentevo.optimize`: better texts for a program's agent, as `agentevo optimize` finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.api import Option, Tasks, Trainable, checked_tasks, resolve
+from agentevo.config.rewards import Reward, named_reward
+from agentevo.extras import training_packages
+
+
+def optimize(
+    agent_or_env: Trainable,
+    tasks: Tasks | None = None,
+    *,
+    out: str | Path,
+    checkpoint: str | Path = "",
+    rewards: Sequence[Reward] = (),
+    model: Option | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    note: Callable[[str], None] = lambda line: None,
+    **sections: Option,
+) -> dict[str, Any]:
+    """Searches, and returns the contents of `summary.json`; `out` is the folder of results, with
+    `texts.yaml`.
+
+    The other arguments are those of `agentevo.train`; how to search is the section `optimize`, such
+    as `optimize={"attempts": 400}`. `checkpoint`: a folder of weights in the place of the model's.
+    `note` hears what the command says beside its table. Raises `ConfigError`, before anything is
+    created, for whatever the command line would refuse, and `AttemptsFailedError` where the agent's
+    own texts let nothing be played.
+    """
+    with training_packages("a search for texts"):
+        from agentevo.evaluation.contestants import Contestant
+        from agentevo.prompts.optimize import Optimization
+        from agentevo.prompts.optimize import optimize as searched
+
+    options: dict[str, Any] = dict(sections)
+    if isinstance(tasks, (str, Path)):
+        options["tasks"] = {"train": str(tasks)}
+    elif isinstance(tasks, Mapping):
+        options["tasks"] = tasks
+    given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
+    if rewards:
+        options["rewards"] = [named_reward(one) for one in rewards]
+    config, agent = resolve(
+        agent_or_env, model=model, overrides=overrides, has_tasks=given is not None, **options
+    )
+    needs_tasks = agent if not config.tasks.given else None
+    contestant = Contestant(config.run.name, config, Path(checkpoint) if checkpoint else None)
+    what = Optimization(
+        contestant=contestant,
+        out=Path(out),
+        resume=resume,
+        agent=agent,
+        given=checked_tasks(given, needs_tasks),
+    )
+    return searched(what, note)

@@ -1,0 +1,1 @@
+"""Better texts for the same agent and the same weights: `agentevo optimize`."""

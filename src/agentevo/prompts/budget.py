@@ -1,0 +1,113 @@
+"""What a search may use: attempts and minutes, over all of its processes, with what the comparison
+on held-out tasks needs kept back. Money is the remote models' own budget (remote_models/ledger.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentevo.config.optimize import OptimizeSection
+from agentevo.config.recipe import RunConfig
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.prompts.folder import Begun, Candidate, Record, Session
+
+SAFETY = 1.3
+"""How much longer than its mean so far an attempt of the comparison may take."""
+
+
+class BudgetSpentError(AgentEvoError):
+    """Nothing more may be begun."""
+
+
+@dataclass
+class Budget:
+    """See the module."""
+
+    section: OptimizeSection
+    reserve: int
+    """Attempts of the comparison."""
+    begun: int = 0
+    """Attempts that were begun, lost ones included."""
+    before_s: float = 0.0
+    """Of processes before this one."""
+    started: float = field(default_factory=time.monotonic)
+    playing_s: float = 0.0
+    """In which attempts were played."""
+    num_played: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError for one that is used up by the comparison."""
+        needed = self.reserve + self.section.tasks * self.section.attempts_per_task
+        if self.section.attempts < needed:
+            raise ConfigError(
+                f"optimize.attempts={self.section.attempts}: the comparison on held-out tasks "
+                f"takes {self.reserve} and a look at the agent's own texts "
+                f"{needed - self.reserve}: give more, or lower evaluation.tasks and optimize.tasks"
+            )
+
+    @property
+    def attempts_left(self) -> int:
+        return self.section.attempts - self.begun
+
+    @property
+    def used_s(self) -> float:
+        return self.before_s + time.monotonic() - self.started
+
+    def seconds_left(self, *, final: bool) -> float | None:
+        """Until the search, or all of it, has to end; None without a limit."""
+        if self.section.minutes is None:
+            return None
+        left = self.section.minutes * 60 - self.used_s
+        if not final and self.num_played:
+            left -= SAFETY * self.reserve * self.playing_s / self.num_played
+        return max(0.0, left)
+
+    def take(self, number: int, *, final: bool) -> None:
+        """Counts attempts that are about to begin. Raises BudgetSpentError where that is too
+        many, or too late; none are neither: what the log holds is always at hand."""
+        if not number:
+            return
+        left = self.attempts_left - (0 if final else self.reserve)
+        if number > left:
+            raise BudgetSpentError(f"optimize.attempts={self.section.attempts} are used up")
+        if self.seconds_left(final=final) == 0.0:
+            raise BudgetSpentError(f"optimize.minutes={self.section.minutes:g} are over")
+        self.begun += number
+
+
+def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
+    """What is left after what the log says."""
+    begun = sum(one.number for one in records if isinstance(one, Begun))
+    before, since, last = 0.0, None, 0.0
+    for one in records:
+        if isinstance(one, Candidate):
+            continue
+        if isinstance(one, Session):
+            before += (max(0.0, last - since) if since is not None else 0.0) + one.lead_s
+            since = one.at
+        last = one.at
+    before += max(0.0, last - since) if since is not None else 0.0
+    return Budget(section, reserve, begun, before)
+
+
+def with_cost(config: RunConfig) -> RunConfig:
+    """The configuration whose remote models can't cost more than `optimize.cost` together: an even
+    share of it is each one's own budget. Raises ConfigError where nothing has a price."""
+    cost = config.optimize.cost
+    if cost is None:
+        return config
+    priced = [name for name, one in config.remote_models.items() if one.price is not None]
+    if not priced:
+        raise ConfigError(
+            "optimize.cost counts money, and no remote model has a price: give it one, "
+            "remote_models.NAME.price, or leave it out"
+        )
+    models = dict(config.remote_models)
+    for name in priced:
+        own = models[name].budget
+        share = min(cost / len(priced), own.cost or cost)
+        budget = own.model_copy(update={"cost": share})
+        models[name] = models[name].model_copy(update={"budget": budget})
+    return config.model_copy(update={"remote_models": models})

@@ -1,0 +1,221 @@
+"""The folder of a search for better texts, from which an interrupted one goes on.
+
+    optimize.json   what is searched, written first
+    log.jsonl       every candidate, attempt and answer of the writer, only added to
+    run/            what is written beside attempts, such as price logs
+    texts.yaml      the texts that a recipe takes (`agent.texts`), written at the end
+    summary.json    what it came to, and report.md for people
+
+The search is a function of the settings and the log: whoever goes on makes the same choices again,
+and finds attempts and answers there instead of asking for them. An attempt is noted as begun before
+it plays, so one that a kill took is paid for, and played again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+from filelock import FileLock, Timeout
+
+from agentevo.agents.texts import Declared
+from agentevo.config.texts import digest_of_text
+from agentevo.errors import ConfigError, described
+from agentevo.files import must_write, write_atomic
+from agentevo.parsing import read_json_object
+from agentevo.runs.records import MAX_READ, add_record, read_records
+
+SETTINGS, LOG, RUN = "optimize.json", "log.jsonl", "run"
+TEXTS, SUMMARY, REPORT, LOCK = "texts.yaml", "summary.json", "report.md", "optimize.lock"
+REMEDY = "make room there, or make it writable, and go on with --resume"
+LONGEST_TALK = 60_000
+"""Characters of an attempt's messages that are kept; longer ones teach nothing."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag="candidate"):
+    """Texts that might be better."""
+
+    texts: dict[str, str]
+    """All that are searched, by name."""
+    parent: str = ""
+    how: str = "as the agent has them"
+
+    @property
+    def id(self) -> str:
+        """The same for the same texts."""
+        return digest_of_text(json.dumps(self.texts, sort_keys=True))
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(map(len, self.texts.values()))
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+    """Attempts that are about to play."""
+
+    candidate: str
+    task: str
+    label: str
+    number: int
+    """How many."""
+    at: float = 0.0
+
+
+class Played(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
+    """What an attempt came to."""
+
+    candidate: str
+    task: str
+    label: str
+    attempt: int
+    status: Literal["completed", "failed", "cancelled"]
+    reward: float = 0.0
+    success: bool = False
+    error: str = ""
+    messages: list[dict[str, Any]] = []
+    """Of the last conversation, in OpenAI's form; empty if it was too long."""
+    texts: dict[str, str] = {}
+    """Digests of the texts that it was played with."""
+    at: float = 0.0
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
+    """An answer of the writer, or why there is none."""
+
+    key: str
+    text: str = ""
+    error: str = ""
+    at: float = 0.0
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
+    """A process has begun to work on it."""
+
+    at: float = 0.0
+    lead_s: float = 0.0
+    """Seconds that it had taken before, as it loaded the model."""
+
+
+Record = Candidate | Begun | Played | Written | Session
+
+
+class OptimizeFolder:
+    """See the module. One process at a time: `locked`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises ConfigError where another process works there, or nobody can."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / LOCK, timeout=0)
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{self.path}: another process optimizes there: wait for it, or give another --out"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} can't be written ({error.strerror or error}): give another --out"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a search to go on with."""
+        return os.path.isfile(self.path / SETTINGS)
+
+    def check_new(self) -> None:
+        """Raises ConfigError where something is there already."""
+        if self.is_begun:
+            raise ConfigError(
+                f"{self.path} has a search already: go on with it by --resume, or give another "
+                "--out"
+            )
+        try:
+            found = os.listdir(self.path)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path} is no folder that can be read ({described(error)}): give another "
+                "--out"
+            ) from error
+        if any(name not in (LOCK, RUN) for name in found):
+            raise ConfigError(f"{self.path} is not empty: give another --out")
+
+    def begin(self, settings: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
+        """Writes what is searched, and which texts the agent asks for."""
+        asked = {name: asdict(one) for name, one in declared.items()}
+        with must_write(self.path, REMEDY):
+            content = _json({**settings, "declared": asked})
+            write_atomic(self.path / SETTINGS, content, durable=True)
+
+    def declared(self) -> dict[str, Declared]:
+        """The texts that the agent asks for, as `begin` wrote them. Raises ConfigError."""
+        try:
+            found = read_json_object(self.path / SETTINGS)["declared"]
+            return {name: Declared(**one) for name, one in found.items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.path / SETTINGS} is damaged: begin another search") from error
+
+    def go_on(self, settings: Mapping[str, Any]) -> bool:
+        """Whether there is a search to go on with. Raises ConfigError where it is another one."""
+        path = self.path / SETTINGS
+        if not self.is_begun:
+            return False
+        before = read_json_object(path)
+        now = json.loads(_json(settings))
+        changed = next((key for key in now if now[key] != before.get(key)), None)
+        if changed is not None:
+            was, is_now = (str(one)[:100] for one in (before.get(changed), now[changed]))
+            raise ConfigError(
+                f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
+                f"{changed} = {is_now}: give the same words as then, or another --out"
+            )
+        return True
+
+    def add(self, record: Record) -> None:
+        """One record more, with the time. Raises ConfigError."""
+        if not isinstance(record, Candidate):
+            record = msgspec.structs.replace(record, at=time.time())
+        add_record(self.path / LOG, msgspec.to_builtins(record))
+
+    def records(self) -> list[Record]:
+        """All of the log, the oldest first. Raises ConfigError."""
+        path = self.path / LOG
+        if path.exists() and path.stat().st_size > MAX_READ:
+            raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
+        found: list[Record] = []
+        for one in read_records(path):
+            try:
+                found.append(msgspec.convert(one, Record))
+            except msgspec.ValidationError:
+                continue  # half of a line, or what somebody else wrote
+        return found
+
+    def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:
+        """Writes what it came to; the texts last, so that they are never without a report."""
+        with must_write(self.path, REMEDY):
+            write_atomic(self.path / REPORT, report, durable=True)
+            write_atomic(self.path / SUMMARY, _json(summary), durable=True)
+            written = yaml.safe_dump(dict(texts), allow_unicode=True, sort_keys=True, width=10_000)
+            write_atomic(self.path / TEXTS, written, durable=True)
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

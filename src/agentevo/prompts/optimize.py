@@ -1,0 +1,383 @@
+"""A search for better texts, from its words to its summary: `agentevo optimize`.
+
+The winner of the search is compared with the agent's own texts at the held-out tasks, which nothing
+before has seen: both play every one with the same seeds, and it is better where the 95% interval of
+the mean paired difference lies above 0 (evaluation/estimates.py). Only then is it what `texts.yaml`
+holds; else that holds the agent's own texts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from agentevo.agents.texts import Declared, Kind
+from agentevo.config import RunConfig
+from agentevo.config.texts import digest_of_text
+from agentevo.errors import AttemptsFailedError, ConfigError
+from agentevo.evaluation.contestants import Contestant
+from agentevo.evaluation.estimates import Estimate, mean_of, paired_difference
+from agentevo.evaluation.play import check_play, opened, run_folder
+from agentevo.evaluation.results import task_digest
+from agentevo.event_loop import run_coroutine
+from agentevo.orchestration.components import AgentFunction, load_policy, open_components
+from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of, with_cost
+from agentevo.prompts.folder import RUN, Begun, Candidate, OptimizeFolder, Record, Session
+from agentevo.prompts.playing import HELD_OUT, Playing
+from agentevo.prompts.report import report_of
+from agentevo.prompts.search import Judged, Search
+from agentevo.prompts.writing import POLICY, Writer, ask_of
+from agentevo.registry import nearest
+from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.task_source import TaskSource
+from agentevo.types import Task
+
+PROBE = "probe"
+WRITTEN: dict[str, tuple[Kind, ...]] = {
+    "apo": ("text", "tool", "examples"),
+    "gepa": ("text", "tool", "examples"),
+    "few_shot": ("examples",),
+    "phrases": ("text",),
+}
+"""Kinds of texts that each method can write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """What is to be searched."""
+
+    contestant: Contestant
+    """Who plays, by its recipe, whose section `optimize` says how to search."""
+    out: Path
+    resume: bool = False
+    agent: AgentFunction | None = None
+    """A program's function in the place of the recipe's agent."""
+    given: Sequence[Task] | None = None
+    """A program's tasks in the place of the recipe's."""
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    learning: Sequence[Task]
+    judging: Sequence[Task]
+    held_out: Sequence[Task]
+
+
+def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
+    """Searches, compares, and gives the summary. Raises ConfigError before anything is created, and
+    AttemptsFailedError where the agent's own texts let nothing be played."""
+    config = with_cost(what.contestant.config)
+    _check_config(config)
+    tasks = _tasks_of(config, what.given, note)
+    if what.agent is None:
+        check_play(config, tasks.judging, has_engine=what.contestant.remote is None)
+    section = config.optimize
+    reserve = 2 * len(tasks.held_out) * section.attempts_per_task
+    Budget(section, reserve).check()
+    folder = OptimizeFolder(what.out)
+    settings = _settings(config, what.contestant, tasks)
+    if not (what.resume and folder.is_begun):
+        folder.check_new()
+    with folder.locked():
+        goes_on = what.resume and folder.go_on(settings)
+        if not goes_on:
+            folder.check_new()
+        return run_coroutine(_optimized(what, config, tasks, folder, settings, goes_on, note))
+
+
+async def _optimized(
+    what: Optimization,
+    config: RunConfig,
+    tasks: _Tasks,
+    folder: OptimizeFolder,
+    settings: Mapping[str, Any],
+    goes_on: bool,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """What `optimize` does in its folder."""
+    records: list[Record] = folder.records() if goes_on else []
+    section = config.optimize
+    reserve = 2 * len(tasks.held_out) * section.attempts_per_task
+    budget = budget_of(section, reserve, records)
+    async with _opened(what, config, folder.path / RUN, note) as sampler:
+        declared = folder.declared() if goes_on else {}
+        if not declared:
+            budget.take(1, final=False)
+            declared = await _declared(sampler, tasks.learning[0], config)
+        method = _method(config, declared)
+        start, kinds = _start(config, declared, method)
+        if not goes_on:
+            folder.begin(settings, declared)
+            folder.add(Begun(candidate="", task=tasks.learning[0].id, label=PROBE, number=1))
+        folder.add(Session(lead_s=budget.used_s - budget.before_s))
+        most = max(1, config.engine.max_running // section.attempts_per_task)
+        playing = Playing(sampler, folder, budget, records, config.agent.texts, most)
+        writer = None
+        if section.writer is not None and method in ("apo", "gepa"):
+            ask = ask_of(config, sampler)
+            writer = Writer(ask, folder, records, section.max_chars, note)
+        search = Search(
+            section=section,
+            method=method,
+            seed=config.run.seed,
+            kinds=kinds,
+            playing=playing,
+            writer=writer,
+            folder=folder,
+            learning=tasks.learning,
+            judging=tasks.judging,
+            note=note,
+        )
+        search.heard(records)
+        best = await search.run(start)
+        compared = await _compared(playing, start, best.candidate, tasks.held_out, note)
+        asked = sampler.remote_models.totals()
+    summary = _summary(search, best, compared, budget, config)
+    summary |= {"settings": dict(settings), "remote_models": asked}
+    texts = best.candidate.texts if summary["better"] else start.texts
+    given = {name: text for name, text in texts.items() if text or name in config.agent.texts}
+    folder.end({**config.agent.texts, **given}, summary, report_of(summary, search.pool))
+    return summary
+
+
+@asynccontextmanager
+async def _opened(
+    what: Optimization, config: RunConfig, run: Path, note: Callable[[str], None]
+) -> AsyncIterator[Sampler]:
+    if what.agent is None and what.given is None:
+        async with opened(what.contestant, config, note, run) as sampler:
+            yield sampler
+        return
+    loaded = load_policy(config, what.contestant.checkpoint)
+    with run_folder(config, run) as own, tempfile.TemporaryDirectory() as store:
+        url = f"sqlite:///{store}/store.sqlite"
+        async with open_components(
+            own, agent=what.agent, tasks=what.given, store_url=url, loaded=loaded, note=note
+        ) as parts:
+            yield parts.sampler
+
+
+async def _declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
+    """The texts that the agent asks for, as one attempt shows. Raises AttemptsFailedError."""
+    (trajectory, *_) = await sampler.play(
+        task, attempts=1, temperature=0.0, step=0, label=PROBE, texts=config.agent.texts
+    )
+    if not sampler.declared:
+        if trajectory.status != "completed":
+            raise AttemptsFailedError(f"the first attempt failed: {trajectory.error}")
+        raise ConfigError(
+            "the agent asks for no named text, so there is nothing to search: take its prompts "
+            'from policy.text("system", "You are ...") or agentevo.text, and examples from '
+            "policy.examples() (docs/prompts.md)"
+        )
+    return dict(sampler.declared)
+
+
+def _method(config: RunConfig, declared: Mapping[str, Declared]) -> str:
+    section = config.optimize
+    if section.method != "auto":
+        return section.method
+    if section.writer is not None:
+        return "gepa"
+    names = section.texts or list(declared)
+    kinds = {declared[name].kind for name in names if name in declared}
+    return "few_shot" if "examples" in kinds else "phrases"
+
+
+def _start(
+    config: RunConfig, declared: Mapping[str, Declared], method: str
+) -> tuple[Candidate, dict[str, Kind]]:
+    """The agent's own texts, as far as they are searched, and of what kind they are. Raises
+    ConfigError."""
+    wanted = config.optimize.texts
+    unknown = next((name for name in wanted if name not in declared), None)
+    if unknown is not None:
+        guess = nearest(unknown, list(declared))
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"optimize.texts: the agent asks for no text {unknown!r}: {hint}it asks for "
+            f"{', '.join(sorted(declared))}"
+        )
+    kinds = {
+        name: one.kind
+        for name, one in declared.items()
+        if one.kind in WRITTEN[method] and (name in wanted or not wanted)
+    }
+    if not wanted and any(kind != "tool" for kind in kinds.values()):
+        kinds = {name: kind for name, kind in kinds.items() if kind != "tool"}
+    if not kinds or any(name not in kinds for name in wanted):
+        of_kind = " or ".join(WRITTEN[method])
+        raise ConfigError(
+            f"optimize.method={method} writes texts of the kind {of_kind}, and the agent asks for "
+            + ", ".join(f"{name} ({one.kind})" for name, one in sorted(declared.items()))
+            + ": choose another method, or other optimize.texts"
+        )
+    given = config.agent.texts
+    texts = {name: given.get(name, declared[name].default) for name in sorted(kinds)}
+    return Candidate(texts=texts), kinds
+
+
+def _check_config(config: RunConfig) -> None:
+    section = config.optimize
+    if config.agents:
+        raise ConfigError(
+            "agents: several agents in one rollout are not optimized: leave the section out"
+        )
+    if section.writer not in (None, POLICY) and section.writer not in config.remote_models:
+        guess = nearest(section.writer or "", list(config.remote_models))
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"optimize.writer: there is no remote model {section.writer!r}: {hint}add it to "
+            "remote_models, or take policy, the model that plays"
+        )
+
+
+def _tasks_of(
+    config: RunConfig, given: Sequence[Task] | None, note: Callable[[str], None]
+) -> _Tasks:
+    """What is searched with, and what is held out. A task that asks what a held-out one asks is
+    left out of the search."""
+    source = TaskSource(config, given)
+    held_out = source.held_out()
+    asked = {(one.environment, one.seed, one.query) for one in held_out}
+    found: dict[str, Task] = {}
+    left_out = 0
+    for step in count(1):
+        before = len(found) + left_out
+        for task in source.train(step):
+            if (task.environment, task.seed, task.query) in asked:
+                left_out += 1
+            elif task.id not in found:
+                found[task.id] = task
+        if len(found) >= config.optimize.tasks or len(found) + left_out == before:
+            break
+        if step > config.optimize.tasks and left_out > len(found):
+            break
+    if left_out:
+        note(f"{left_out} training tasks ask what a held-out task asks, and are left out")
+    tasks = list(found.values())[: config.optimize.tasks]
+    if len(tasks) < 6:
+        raise ConfigError(
+            f"tasks: {len(tasks)} to search with, at least 6 are needed beside {len(held_out)} "
+            "held out: give more tasks, or lower evaluation.tasks"
+        )
+    third = len(tasks) // 3
+    return _Tasks(tasks[:third], tasks[third:], held_out)
+
+
+def _settings(config: RunConfig, contestant: Contestant, tasks: _Tasks) -> dict[str, Any]:
+    """What has to be the same for a search to go on."""
+    every = [*tasks.learning, *tasks.judging]
+    optimize = config.optimize.model_dump(mode="json", exclude={"minutes", "cost", "attempts"})
+    return {
+        "model": contestant.origin,
+        "agent": config.agent.model_dump(mode="json"),
+        "optimize": optimize,
+        "tasks": len(every),
+        "tasks_digest": task_digest(every),
+        "held_out": len(tasks.held_out),
+        "held_out_digest": task_digest(tasks.held_out),
+        "sampling": config.sampling.model_dump(mode="json"),
+        "rewards": [one.model_dump(mode="json") for one in config.rewards],
+        "seed": config.run.seed,
+    }
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Two candidates at the held-out tasks that both have played."""
+
+    before: Estimate | None
+    after: Estimate | None
+    difference: Estimate | None
+    success: tuple[Estimate | None, Estimate | None]
+    failed: tuple[int, int]
+    problem: str = ""
+
+
+async def _compared(
+    playing: Playing,
+    start: Candidate,
+    winner: Candidate,
+    held_out: Sequence[Task],
+    note: Callable[[str], None],
+) -> _Compared:
+    """Plays pairs, some tasks at a time, so that what a budget ends is still paired."""
+    pairs = [start] if winner.id == start.id else [start, winner]
+    means: list[list[float]] = [[] for _ in pairs]
+    successes: list[list[float]] = [[] for _ in pairs]
+    failed, problem, some = [0, 0], "", 8
+    for first in range(0, len(held_out), some):
+        chunk = held_out[first : first + some]
+        try:
+            played = [await playing.play(one, chunk, label=HELD_OUT) for one in pairs]
+        except BudgetSpentError as error:
+            problem = (
+                f"{error}: only {len(means[0])} of {len(held_out)} held-out tasks are compared"
+            )
+            note(problem)
+            break
+        for task in chunk:
+            of_it = [[one for one in each[task.id] if one.status == "completed"] for each in played]
+            for place, whole in enumerate(of_it):
+                failed[place] += len(played[place][task.id]) - len(whole)
+                if all(of_it):
+                    means[place].append(sum(one.reward for one in whole) / len(whole))
+                    successes[place].append(sum(one.success for one in whole) / len(whole))
+    same = len(pairs) == 1
+    return _Compared(
+        mean_of(means[0]),
+        mean_of(means[-1]),
+        None if same else paired_difference(means[0], means[1]),
+        (mean_of(successes[0]), mean_of(successes[-1])),
+        (failed[0], failed[0] if same else failed[1]),
+        problem,
+    )
+
+
+def _summary(
+    search: Search, best: Judged, compared: _Compared, budget: Budget, config: RunConfig
+) -> dict[str, Any]:
+    difference = compared.difference
+    fails_more = compared.failed[1] > compared.failed[0]
+    better = difference is not None and difference.low > 0 and not fails_more
+    estimates = {
+        "before": compared.before,
+        "after": compared.after,
+        "difference": difference,
+        "success_before": compared.success[0],
+        "success_after": compared.success[1],
+    }
+    start = search.pool[0]
+    return {
+        "method": search.method,
+        "better": better,
+        "winner": best.candidate.id,
+        "own": start.candidate.id,
+        "texts": best.candidate.texts,
+        "own_texts": start.candidate.texts,
+        "digests": {name: digest_of_text(text) for name, text in best.candidate.texts.items()},
+        "held_out": {
+            name: None if one is None else one.as_json() for name, one in estimates.items()
+        },
+        "failed": {"before": compared.failed[0], "after": compared.failed[1]},
+        "problem": compared.problem,
+        "search": {
+            "own": start.mean,
+            "best": best.mean,
+            "tried": search.num_tried,
+            "judged": len(search.pool),
+            "ended": search.ended,
+            "writer_failures": [] if search.writer is None else search.writer.failures[:20],
+        },
+        "budget": {
+            "attempts": budget.begun,
+            "of": config.optimize.attempts,
+            "seconds": round(budget.used_s, 1),
+        },
+    }

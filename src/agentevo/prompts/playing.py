@@ -1,0 +1,156 @@
+"""Candidates play tasks: each task with the same seeds for every candidate, whatever was played
+before is taken from the log, and nothing begins that the budget does not hold.
+
+What failed counts, in the search, as the lowest reward that was seen, or 0 where that is lower: a
+text under which attempts break must not look better for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from agentevo.errors import AttemptsFailedError
+from agentevo.event_loop import gather_all
+from agentevo.prompts.budget import Budget, BudgetSpentError
+from agentevo.prompts.folder import (
+    LONGEST_TALK,
+    Begun,
+    Candidate,
+    OptimizeFolder,
+    Played,
+    Record,
+)
+from agentevo.remote_models.ledger import BudgetExceededError
+from agentevo.rollout.sampler import Sampler
+from agentevo.runs.sft_export import as_row
+from agentevo.types import Message, RemoteTurn, Task, Trajectory, Turn
+
+JUDGED, SAMPLED, HELD_OUT = "judged", "sampled", "held_out"
+"""Labels of plays: as the recipe says, at temperature 1 for more of them, and held out."""
+
+
+class Playing:
+    """See the module."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        folder: OptimizeFolder,
+        budget: Budget,
+        records: Sequence[Record],
+        given: dict[str, str],
+        at_once: int,
+    ) -> None:
+        """`given`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
+        self._sampler, self._folder, self.budget = sampler, folder, budget
+        self._given, self._room = given, asyncio.Semaphore(at_once)
+        self._played: dict[tuple[str, str, str], dict[int, Played]] = {}
+        self._lowest = 0.0
+        for one in records:
+            if isinstance(one, Played):
+                self._remember(one)
+
+    async def play(
+        self,
+        candidate: Candidate,
+        tasks: Sequence[Task],
+        *,
+        label: str = JUDGED,
+        attempts: int | None = None,
+    ) -> dict[str, list[Played]]:
+        """The attempts at each task, by its id. Raises BudgetSpentError, with none begun, where
+        not all of them fit."""
+        section = self.budget.section
+        size = attempts or section.attempts_per_task
+        left = [task for task in tasks if len(self._of(candidate, task, label)) < size]
+        final = label == HELD_OUT
+        self.budget.take(size * len(left), final=final)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.budget.seconds_left(final=final)):
+                await gather_all([self._group(candidate, task, label, size) for task in left])
+        except TimeoutError as error:
+            raise BudgetSpentError(f"optimize.minutes={section.minutes:g} are over") from error
+        finally:
+            self.budget.playing_s += time.monotonic() - began
+            self.budget.num_played += size * len(left)
+        found = {task.id: list(self._of(candidate, task, label).values()) for task in tasks}
+        self._check(candidate, found)
+        return found
+
+    def scores(self, played: dict[str, list[Played]]) -> dict[str, float]:
+        """The mean of each task, by its id; what failed as the module says."""
+        return {
+            task: sum(
+                one.reward if one.status == "completed" else min(0.0, self._lowest) for one in of_it
+            )
+            / len(of_it)
+            for task, of_it in played.items()
+        }
+
+    async def _group(self, candidate: Candidate, task: Task, label: str, size: int) -> None:
+        temperature = 1.0 if label == SAMPLED else self.budget.section.temperature
+        async with self._room:
+            self._folder.add(Begun(candidate=candidate.id, task=task.id, label=label, number=size))
+            trajectories = await self._sampler.play(
+                task,
+                attempts=size,
+                temperature=temperature,
+                step=0,
+                label=label,
+                texts={**self._given, **candidate.texts},
+            )
+            for trajectory in trajectories[:size]:
+                if (trajectory.error or "").startswith(BudgetExceededError.__name__):
+                    raise BudgetSpentError(trajectory.error)
+                played = _played(candidate, trajectory, label)
+                self._folder.add(played)
+                self._remember(played)
+
+    def _of(self, candidate: Candidate, task: Task, label: str) -> dict[int, Played]:
+        return self._played.get((candidate.id, task.id, label), {})
+
+    def _remember(self, played: Played) -> None:
+        key = (played.candidate, played.task, played.label)
+        self._played.setdefault(key, {})[played.attempt] = played
+        if played.status == "completed":
+            self._lowest = min(self._lowest, played.reward)
+
+    def _check(self, candidate: Candidate, found: dict[str, list[Played]]) -> None:
+        """Raises AttemptsFailedError where the agent's own texts let nothing be played."""
+        every = [one for of_it in found.values() for one in of_it]
+        if every and not candidate.parent and all(one.status != "completed" for one in every):
+            raise AttemptsFailedError(
+                f"all {len(every)} attempts with the agent's own texts failed, the first with: "
+                f"{every[0].error}"
+            )
+
+
+def _played(candidate: Candidate, trajectory: Trajectory, label: str) -> Played:
+    completed = trajectory.status == "completed"
+    return Played(
+        candidate=candidate.id,
+        task=trajectory.task_id,
+        label=label,
+        attempt=trajectory.attempt,
+        status=trajectory.status,
+        reward=trajectory.reward if completed else 0.0,
+        success=trajectory.success and completed,
+        error=(trajectory.error or "")[:1000],
+        messages=_talk(trajectory),
+        texts=trajectory.texts,
+    )
+
+
+def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
+    """The conversation that ends with the last turn."""
+    turns: Sequence[Turn | RemoteTurn] = trajectory.turns or trajectory.remote_turns
+    place: int | None = len(turns) - 1 if turns else None
+    messages: list[Message] = []
+    while place is not None:
+        messages = [*turns[place].messages, *messages]
+        place = turns[place].parent
+    rows = [as_row(one) for one in messages]
+    return rows if sum(len(str(row)) for row in rows) <= LONGEST_TALK else []

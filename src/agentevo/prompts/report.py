@@ -1,0 +1,86 @@
+"""What a search came to, for people: a table for the terminal, and report.md."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.prompts.search import Judged
+
+MOST_ROWS = 30
+
+
+def verdict_of(summary: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    difference = summary["held_out"]["difference"]
+    if summary["winner"] == summary["own"]:
+        return "the search found nothing better than the agent's own texts, which stay"
+    if difference is None:
+        return "no held-out task could be compared; the agent's own texts stay"
+    interval = f"[{difference['low']:+.3f}, {difference['high']:+.3f}]"
+    what = f"{difference['value']:+.3f} {interval} on {difference['tasks']} held-out tasks"
+    if summary["better"]:
+        return f"better: {what}"
+    if difference["low"] > 0:
+        return f"not taken: {what}, but more attempts fail with it"
+    return f"not shown to be better: {what}; the agent's own texts stay"
+
+
+def lines_of(summary: Mapping[str, Any]) -> list[str]:
+    """For the terminal."""
+    held_out, budget = summary["held_out"], summary["budget"]
+    rows = [("own texts", "before", "success_before"), ("found", "after", "success_after")]
+    lines = ["held out     reward                   success"]
+    for title, reward, success in rows:
+        lines.append(
+            f"{title:<12} {_estimate(held_out[reward]):<24} {_estimate(held_out[success])}"
+        )
+    lines.append(verdict_of(summary))
+    lines.append(
+        f"{summary['method']}: {summary['search']['tried']} texts tried, {budget['attempts']} of "
+        f"{budget['of']} attempts, {budget['seconds']:.0f} s; {summary['search']['ended']}"
+    )
+    if summary["problem"]:
+        lines.append(summary["problem"])
+    return lines
+
+
+def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
+    """report.md."""
+    ranked = sorted(pool, key=lambda one: one.rank)
+    parts = ["# Texts\n", "```", *lines_of(summary), "```\n", "## What was judged\n"]
+    parts += ["| text | reward in the search | from | how |", "|---|---|---|---|"]
+    parts += [
+        f"| {one.candidate.id} | {one.mean:.3f} | {one.candidate.parent} | "
+        f"{_cell(one.candidate.how)} |"
+        for one in ranked[:MOST_ROWS]
+    ]
+    if len(ranked) > MOST_ROWS:
+        parts.append(f"\n{len(ranked) - MOST_ROWS} more are in log.jsonl.")
+    for failure in summary["search"]["writer_failures"]:
+        parts.append(f"\nThe writer: {_cell(failure)}")
+    for name, text in summary["texts"].items():
+        own = summary["own_texts"][name]
+        diff = "\n".join(
+            difflib.unified_diff(own.split("\n"), text.split("\n"), "own", "found", lineterm="")
+        )
+        fence = _fence(diff)
+        parts += [f"\n## {name}\n", f"{fence}diff", diff or "unchanged", fence]
+    return "\n".join(parts) + "\n"
+
+
+def _fence(content: str) -> str:
+    """Longer than any run of backticks in the content."""
+    fence = "```"
+    while fence in content:
+        fence += "`"
+    return fence
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())[:200]
+
+
+def _estimate(one: Mapping[str, float] | None) -> str:
+    return "-" if one is None else f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"

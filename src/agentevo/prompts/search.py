@@ -1,0 +1,229 @@
+"""The search for better texts, as a beam or on a Pareto front; which edits there are is the same.
+
+    beam (apo, few_shot, phrases)   of every text of the beam some edits; the best of both go on.
+                                    With a writer an edit is a criticism of attempts and a change
+                                    by it: textual gradients, after Pryzant et al. 2023
+                                    (arXiv 2305.03495)
+    Pareto front (gepa)             a parent is drawn among the texts that are best at some task,
+                                    by how many these are; the writer reflects on its attempts; now
+                                    and then two parents are merged, text by text: after Agrawal et
+                                    al. 2025 (arXiv 2507.19457)
+
+An edit is first compared with its parent at some tasks, where it may not be worse (gepa: has to be
+better), and only then judged at all. Tasks that texts are judged by are others than those that
+edits learn from, so no example stands before its own task. Every choice comes from the seed, the
+round and the branch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from agentevo.agents.texts import Kind
+from agentevo.config.optimize import OptimizeSection
+from agentevo.prompts.budget import BudgetSpentError
+from agentevo.prompts.examples import chosen_examples
+from agentevo.prompts.folder import Candidate, OptimizeFolder, Played, Record
+from agentevo.prompts.phrases import edited
+from agentevo.prompts.playing import JUDGED, SAMPLED, Playing
+from agentevo.prompts.writing import Writer, WriterGoneError, shown_attempts
+from agentevo.seeds import derive_seed
+from agentevo.types import Task
+
+MERGE_EVERY = 4
+SAMPLES = 4
+"""Attempts at each task of which examples are chosen, where greedy ones give too few."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate and what it is worth, by the tasks that texts are judged by."""
+
+    candidate: Candidate
+    scores: dict[str, float]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.scores.values()) / len(self.scores)
+
+    @property
+    def rank(self) -> tuple[float, int, str]:
+        """The best first; of equals the shorter one."""
+        return -self.mean, self.candidate.size, self.candidate.id
+
+
+@dataclass
+class Search:
+    """See the module."""
+
+    section: OptimizeSection
+    method: str
+    seed: int
+    kinds: dict[str, Kind]
+    """Of the texts that are searched."""
+    playing: Playing
+    writer: Writer | None
+    folder: OptimizeFolder
+    learning: Sequence[Task]
+    judging: Sequence[Task]
+    note: Callable[[str], None]
+    known: set[str] = field(default_factory=set)
+    """Candidates that the log has."""
+    pool: list[Judged] = field(default_factory=list)
+    num_tried: int = 0
+    ended: str = ""
+    """Why the search ended."""
+
+    def heard(self, records: Sequence[Record]) -> None:
+        """Takes in what the log says."""
+        self.known |= {one.id for one in records if isinstance(one, Candidate)}
+
+    async def run(self, start: Candidate) -> Judged:
+        """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError
+        only where not even that could be judged."""
+        self._tell(start)
+        self.pool.append(await self._judged(start))
+        self.note(f"the agent's own texts: {self.pool[0].mean:.3f} on {len(self.judging)} tasks")
+        try:
+            await (self._front() if self.method == "gepa" else self._beam())
+            self.ended = self.ended or f"optimize.rounds={self.section.rounds} are over"
+        except (BudgetSpentError, WriterGoneError) as error:
+            self.ended = str(error)
+        self.note(f"the search ended: {self.ended}")
+        return min(self.pool, key=lambda one: one.rank)
+
+    async def _beam(self) -> None:
+        beam = [self.pool[0]]
+        for number in range(1, self.section.rounds + 1):
+            found: list[Judged] = []
+            tried = self.num_tried
+            for parent in beam:
+                for branch in range(self.section.branches):
+                    draw = self._draw(number, parent.candidate.id, branch)
+                    child = await self._edit(parent.candidate, draw, branch)
+                    judged = await self._tried(child, parent, draw, strictly=False)
+                    if judged is not None:
+                        found.append(judged)
+                        self.pool.append(judged)
+            if tried == self.num_tried:
+                self.ended = f"round {number} gave no new text"
+                return
+            beam = sorted([*beam, *found], key=lambda one: one.rank)[: self.section.beam_width]
+            self._report(number)
+
+    async def _front(self) -> None:
+        """As many edits as the beam would make."""
+        per_round = self.section.beam_width * self.section.branches
+        for number in range(self.section.rounds * per_round):
+            draw = self._draw(number, "front", 0)
+            parents = self.front()
+            weights = [wins for _, wins in parents]
+            (parent,) = draw.choices([one for one, _ in parents], weights)
+            merges = number % MERGE_EVERY == MERGE_EVERY - 1 and len(self.kinds) > 1
+            others = [one for one, _ in parents if one is not parent]
+            if merges and others:
+                child: Candidate | None = _merged(parent, draw.choice(others), draw)
+            else:
+                child = await self._edit(parent.candidate, draw, number)
+            judged = await self._tried(child, parent, draw, strictly=True)
+            if judged is not None:
+                self.pool.append(judged)
+            if (number + 1) % per_round == 0:
+                self._report((number + 1) // per_round)
+
+    def front(self) -> list[tuple[Judged, int]]:
+        """The candidates that nobody beats at some task, and at how many."""
+        best = {task.id: max(one.scores[task.id] for one in self.pool) for task in self.judging}
+        wins = [sum(one.scores[task] >= top for task, top in best.items()) for one in self.pool]
+        return [(one, count) for one, count in zip(self.pool, wins, strict=True) if count]
+
+    async def _tried(
+        self, child: Candidate | None, parent: Judged, draw: random.Random, *, strictly: bool
+    ) -> Judged | None:
+        """The child as judged; None where it is no new one or not as good as its parent at some
+        tasks."""
+        if child is None or any(one.candidate.id == child.id for one in self.pool):
+            return None
+        self._tell(child)
+        self.num_tried += 1
+        some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
+        scores = self.playing.scores(await self.playing.play(child, some))
+        own, before = sum(scores.values()), sum(parent.scores[task.id] for task in some)
+        # A parent that fails everywhere there has nothing to lose by an edit that does, too.
+        if own < before or (strictly and own == before):
+            return None
+        return await self._judged(child)
+
+    async def _judged(self, candidate: Candidate) -> Judged:
+        played = await self.playing.play(candidate, self.judging)
+        return Judged(candidate, self.playing.scores(played))
+
+    async def _edit(self, parent: Candidate, draw: random.Random, number: int) -> Candidate | None:
+        """Another candidate, with one text changed; None where none comes of it."""
+        names = sorted(self.kinds)
+        name = names[number % len(names)]
+        before = parent.texts[name]
+        how = ""
+        new: str | None
+        if self.kinds[name] == "examples":
+            new, how = await self._examples(parent, before, draw), "examples"
+        elif self.writer is None:
+            change = edited(before, self.section.phrases, draw)
+            new, how = change if change is not None else (None, "")
+        else:
+            new, how = await self._written(self.writer, parent, name, draw), self.method
+        if new is None or new == before:
+            return None
+        texts = {**parent.texts, name: new}
+        return Candidate(texts=texts, parent=parent.id, how=f"{name}: {how}")
+
+    async def _written(
+        self, writer: Writer, parent: Candidate, name: str, draw: random.Random
+    ) -> str | None:
+        before, number = parent.texts[name], draw.getrandbits(32)
+        tasks = draw.sample(list(self.learning), min(self.section.batch, len(self.learning)))
+        played = await self.playing.play(parent, tasks)
+        shown = shown_attempts(tasks, [played[task.id] for task in tasks])
+        if self.method == "gepa":
+            return await writer.reflect(name, before, shown, number)
+        critique = await writer.critique(name, before, shown, number)
+        return None if critique is None else await writer.edit(name, before, critique, number)
+
+    async def _examples(self, parent: Candidate, before: str, draw: random.Random) -> str | None:
+        """From the parent's attempts at the tasks to learn from, sampled ones too where there are
+        too few good ones."""
+        greedy = await self.playing.play(parent, self.learning)
+        played: list[Played] = [one for of_it in greedy.values() for one in of_it]
+        if sum(one.success for one in played) < self.section.examples:
+            more = await self.playing.play(parent, self.learning, label=SAMPLED, attempts=SAMPLES)
+            played += [one for of_it in more.values() for one in of_it]
+        return chosen_examples(played, before, self.section.examples, draw)
+
+    def _draw(self, number: int, of: str, branch: int) -> random.Random:
+        return random.Random(derive_seed(self.seed, "optimize", number, of, branch))
+
+    def _tell(self, candidate: Candidate) -> None:
+        """The log has the candidate before its first attempt."""
+        if candidate.id not in self.known:
+            self.folder.add(candidate)
+            self.known.add(candidate.id)
+
+    def _report(self, number: int) -> None:
+        best = min(self.pool, key=lambda one: one.rank)
+        budget = self.playing.budget
+        self.note(
+            f"round {number}: best {best.mean:.3f} ({JUDGED} at {len(self.judging)} tasks), "
+            f"{len(self.pool)} of {self.num_tried + 1} texts judged, {budget.begun} of "
+            f"{self.section.attempts} attempts begun"
+        )
+
+
+def _merged(first: Judged, second: Judged, draw: random.Random) -> Candidate:
+    """Of each text that one of two parents has, by chance."""
+    pairs = (first.candidate.texts, second.candidate.texts)
+    texts = {name: pairs[draw.random() < 0.5][name] for name in sorted(pairs[0])}
+    return Candidate(
+        texts=texts, parent=first.candidate.id, how=f"merged with {second.candidate.id}"
+    )
