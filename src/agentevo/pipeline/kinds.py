@@ -123,6 +123,7 @@ stage_kinds: Registry[StageKind] = Registry(
         "score": "agentevo.pipeline.data_stages:SCORE",
         "filter": "agentevo.pipeline.data_stages:FILTER",
         "preferences": "agentevo.pipeline.data_stages:PREFERENCES",
+        "prompts": "agentevo.pipeline.prompt_stages:PROMPTS",
         "merge": "agentevo.pipeline.model_stages:MERGE",
         "export": "agentevo.pipeline.model_stages:EXPORT",
         "command": "agentevo.pipeline.model_stages:COMMAND",

@@ -213,6 +213,14 @@ def check_recipes(pipeline: Pipeline) -> None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
+def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree without `agent.texts` that another stage writes: a file that can't be read yet."""
+    agent = tree.get("agent")
+    if not isinstance(agent, Mapping) or not list(references_in(agent.get("texts"))):
+        return tree
+    return {**tree, "agent": {key: one for key, one in agent.items() if key != "texts"}}
+
+
 def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
     """The recipe of a stage before anything has run. Raises ConfigError."""
     meaning = _Planned(pipeline, one)
@@ -228,7 +236,7 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
         return None
     tree, folder = recipes.tree(one, model)
     run_dir = stage_folder(pipeline.dir, one)
-    config = recipes.read(one, replaced(tree, meaning), folder, run_dir)
+    config = recipes.read(one, replaced(_without_texts(tree), meaning), folder, run_dir)
     kind.check(config, options, model)
     looked_at = one.measures is not None or stage.kind in ("train", "sample", "sft")
     if looked_at and not list(references_in(tree)):

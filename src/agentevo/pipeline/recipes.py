@@ -23,6 +23,7 @@ FILE_KEYS = {
     "tasks": ("train", "eval"),
     "data": ("train", "eval", "pairs", "pairs_from", "best_of"),
     "rm": ("pairs", "eval"),
+    "agent": ("texts",),
 }
 
 

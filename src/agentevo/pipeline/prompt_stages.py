@@ -1,0 +1,60 @@
+"""A stage that changes no weights: `prompts` searches for better texts of the same agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentevo.config import RunConfig
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.parsing import read_json_object
+from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+
+
+class PromptsStage(StageKind):
+    about: ClassVar[str] = (
+        "better prompts and examples for the same weights, as `agentevo optimize`"
+    )
+    makes_folder: ClassVar[bool] = True
+    makes: ClassVar[tuple[str, ...]] = ("file",)
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        assert config is not None
+        if config.agents:
+            raise ConfigError(
+                "agents: the texts of several agents in one rollout are not searched: leave the "
+                "stage out"
+            )
+
+    def words(self, job: Job) -> list[str]:
+        words = [*AGENTEVO, "optimize", str(job.recipe), "--out", str(job.folder)]
+        if job.model is not None:
+            words += ["--checkpoint", job.model]
+        return [*words, "--resume"] if job.resume else words
+
+    def is_finished(self, job: Job) -> bool:
+        return (job.folder / "texts.yaml").is_file()
+
+    def can_resume(self, job: Job) -> bool:
+        return (job.folder / "optimize.json").is_file()
+
+    def made(self, job: Job) -> Made:
+        file = job.folder / "summary.json"
+        try:
+            found = read_json_object(file)
+            difference = found["held_out"]["difference"]
+            numbers = {
+                "better": float(found["better"]),
+                "difference": 0.0 if difference is None else float(difference["value"]),
+                "attempts": float(found["budget"]["attempts"]),
+            }
+            cost = sum(float(one["cost"]) for one in found["remote_models"])
+        except (AgentEvoError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged: delete the stage's folder") from error
+        return Made({"file": job.folder / "texts.yaml"}, numbers, cost=cost)
+
+    def planned(self, folder: Path) -> dict[str, Path]:
+        return {"file": folder / "texts.yaml"}
+
+
+PROMPTS = PromptsStage()
