@@ -394,8 +394,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`attempt`, `policy`, `tool`, `environment`, `scorer`, or any other word."""
     name: str
-    started_at: float
-    """Unix time in seconds."""
+    started_at: float  # Unix time in seconds
     ended_at: float | None = None
     """None while it is running, and for ever where its process was killed."""
     status: Status | None = None
