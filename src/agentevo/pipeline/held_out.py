@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agentevo.errors import AgentEvoError
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
-from agentevo.pipeline.references import references_in
+from agentevo.pipeline.references import Reference, references_in
 
 if TYPE_CHECKING:
     from agentevo.pipeline.standing import Standing
@@ -42,7 +42,8 @@ def parent_of(standing: Standing, measured: str) -> str:
         given = [one.stage.model, one.stage.options.get("source")]
         targets = [
             target
-            for reference in references_in(given)
+            for written in references_in(given)
+            for reference in with_fallbacks(written)
             for target in standing.plan.targets(reference, one)
             if standing.state.stages[target].status == "finished"
         ]
@@ -52,6 +53,12 @@ def parent_of(standing: Standing, measured: str) -> str:
         if standing.plan.by_id[measured].is_measured:
             return measured
     return START
+
+
+def with_fallbacks(reference: Reference) -> list[Reference]:
+    """A reference and those that count where it has nothing, in order."""
+    fallback = reference.fallback
+    return [reference, *(with_fallbacks(fallback) if isinstance(fallback, Reference) else [])]
 
 
 def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None:
