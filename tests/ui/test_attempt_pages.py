@@ -219,7 +219,7 @@ def test_lists_filter_search_and_sort(pages: dict[str, httpx.Response]) -> None:
     assert set(ids("range")) == {f"train-1/{n}" for n in ("tools@1#1", "long@1#2", "many@1#3")}
     assert "use one of ready" in pages["wrong"].text
     assert "largest log-prob change" in pages["list"].text  # greyed, with the reason
-    assert "not kept by the store" in pages["list"].text
+    assert "its run has kept none" in pages["list"].text
 
 
 def test_a_step_shows_its_groups_beside_each_other(pages: dict[str, httpx.Response]) -> None:
@@ -266,7 +266,7 @@ def test_an_attempt_as_tokens(pages: dict[str, httpx.Response]) -> None:
     assert numbers["on"] == [1, 1, 1]
     levels = re.findall(r'<i class="(s?\d?)" data-t>', text)
     assert levels == ["", "s2", "s5"]
-    assert "distribution&#39;s entropy is not kept" in text
+    assert "its folder is not here" in text  # the store alone has neither entropies nor ratios
     assert len(pages["wide tokens"].text.split("data-t>")) - 1 == 1_500
     assert '"at":99000' in pages["tokens"].text
     assert "More tokens" not in pages["tokens"].text

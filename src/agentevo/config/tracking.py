@@ -27,6 +27,10 @@ class TrackingSection(Section):
     """Write TensorBoard event files to tensorboard/ in the run's folder."""
     report: bool = True
     """Write report.html and plots/ at the end."""
+    token_numbers: bool = True
+    """Keep of each trained token how far its log-prob has moved and the entropy that it was drawn
+    with, in token_numbers/ of the run's folder: `agentevo ui` shades tokens by them. At most 4
+    bytes a token of a file for each step; only runs that learn from attempts have them."""
     backends: tuple[SerializeAsAny[TrackerConfig], ...] = ()
     """Trackers that hear every step, as a list such as [wandb] or
     [{name: mlflow, tracking_uri: "http://127.0.0.1:5000"}] (`agentevo list trackers`). verl's

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,9 @@ LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
 """Probabilities: a token below the n-th of them is shaded by n or more."""
 
 
+NONE: Mapping[int, np.ndarray] = MappingProxyType({})
+
+
 class Block(NamedTuple):
     """Drawn tokens of one turn, with the prompt before them where they begin with the first."""
 
@@ -31,7 +35,8 @@ class Block(NamedTuple):
     tokens: list[tuple[str, int]]
     """(text, level of surprise)."""
     numbers: dict[str, Any]
-    """For the script: id, log-prob, version, advantage and whether it was trained, of each."""
+    """For the script: of each its id, log-prob, version, advantage, entropy, how far its log-prob
+    has moved, and whether it was trained."""
     start: int
 
 
@@ -51,6 +56,11 @@ class Training(NamedTuple):
     """The oldest age that it trained on; None where its plan does not say."""
     advantages: dict[int, np.ndarray] | float | None
     """By turn, or one for all of its tokens."""
+    moved: Mapping[int, np.ndarray] = NONE
+    """Turn -> how far the log-prob of each token has moved by the end of the update, nan where it
+    was not trained."""
+    entropies: Mapping[int, np.ndarray] = NONE
+    """Turn -> the entropy that each token was drawn with, in nats."""
 
 
 def level(logprob: float) -> int:
@@ -120,6 +130,8 @@ def block_of(
             "lp": None if is_greedy else [round(value, 5) for value in logprobs],
             "ver": versions,
             "adv": _advantages(turn, place, training),
+            "ent": _measured(training.entropies, turn, place),
+            "mov": _measured(training.moved, turn, place),
             "on": [_is_trained(turn, version, training) for version in versions],
         },
         first,
@@ -134,6 +146,13 @@ def _advantages(turn: Turn, place: slice, training: Training) -> list[float] | N
         return [round(of, 6)] * len(turn.completion_ids[place])
     values = of.get(turn.index)
     return None if values is None else [round(float(v), 6) for v in values[place]]
+
+
+def _measured(of: Mapping[int, np.ndarray], turn: Turn, place: slice) -> list[float | None] | None:
+    values = of.get(turn.index)
+    if values is None:
+        return None
+    return [round(float(v), 4) if math.isfinite(v) else None for v in values[place]]
 
 
 def _is_trained(turn: Turn, version: int, training: Training) -> int:

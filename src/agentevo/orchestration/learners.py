@@ -20,6 +20,7 @@ from agentevo.seeds import derive_seed
 from agentevo.training.pairs import Demonstrations
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.trainer import Trainer
 
 Shared = Callable[[PreTrainedModel], PreTrainedModel]
@@ -34,7 +35,7 @@ def policy_trainer(
 ) -> Trainer:
     """The trainer of a policy that learns by advantages, as the recipe says. `share` is for the
     models beside it that do not begin as copies of the policy."""
-    return Trainer(
+    trainer = Trainer(
         model,
         config.trainer,
         config.algorithm,
@@ -44,6 +45,8 @@ def policy_trainer(
         memory=config.memory,
         grammars=Grammars.of(model, tokenizer),
     )
+    trainer.numbers = TokenNumbers() if config.tracking.token_numbers else None
+    return trainer
 
 
 def preference_trainer(

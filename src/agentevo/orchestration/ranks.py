@@ -50,6 +50,7 @@ from agentevo.training.optimization import Optimization
 from agentevo.training.sharding.layouts import gather_trained
 from agentevo.training.sharding.saving import weight_parts
 from agentevo.training.spread import is_spread, spread
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Sample, Trajectory
 
 COMPUTING = timedelta(minutes=10)
@@ -307,6 +308,11 @@ class Led:
     @property
     def steps(self) -> int:
         return cast(int, self._learner.steps)
+
+    @property
+    def numbers(self) -> TokenNumbers | None:
+        """See RolloutTrainer.numbers."""
+        return cast(TokenNumbers | None, getattr(self._learner, "numbers", None))
 
     def begin(self) -> None:
         """See Learner.begin."""

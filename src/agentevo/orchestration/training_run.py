@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from agentevo.event_loop import in_thread
 from agentevo.models.device_peak import device_peak
 from agentevo.models.in_parts import in_parts
 from agentevo.models.save import saved_weights
@@ -54,6 +55,7 @@ from agentevo.training.copies import copied_state, copied_weights
 from agentevo.training.phases import phase
 from agentevo.training.spread import is_spread
 from agentevo.training.state_parts import split_state
+from agentevo.training.token_numbers import TokenNumbers, write_numbers
 
 Command = Literal["train", "learn", "sft", "loop"]
 
@@ -80,6 +82,7 @@ class TrainingRun:
         self.is_stopped, self.command = is_stopped, command
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
+        self._has_told_of_numbers = False
         apart, sampled = processes is not None or command == "learn", conversations is None
         self.rollouts = make_rollouts(
             parts,
@@ -229,6 +232,7 @@ class TrainingRun:
             updated = {}
             if batch.samples:
                 updated = await rollouts.compute(lambda: trainer.step(batch.samples))
+                await self._keep_numbers(step)
             trained = time.perf_counter()
             self.view.phase("publishing weights", f"version {step}")
             with phase("publish"):
@@ -266,6 +270,18 @@ class TrainingRun:
         self.view.phase("publishing weights", f"version {step}")
         await rollouts.announce(step)
         self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
+
+    async def _keep_numbers(self, step: int) -> None:
+        """Before the step is committed, so that whoever sees it finds them; they cost no run."""
+        numbers = getattr(self.trainer, "numbers", None)  # only of those that learn from attempts
+        if isinstance(numbers, TokenNumbers):
+            try:
+                found, folder = numbers.by_attempt(), self.parts.config.run_dir
+                await in_thread(write_numbers, folder, step, found)
+            except OSError as error:
+                if not self._has_told_of_numbers:
+                    self.view.note(f"tracking.token_numbers: {error}; the run goes on without")
+                self._has_told_of_numbers = True
 
     def observe(self, step: int, metrics: dict[str, float]) -> None:
         """Warns of what looks like a collapse."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.optimization import Optimization
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Trajectory
 
 SUMMED = ("trainer/", "perf/", "staleness/masked_tokens")
@@ -43,6 +44,17 @@ class AgentTrainers:
     @property
     def steps(self) -> int:
         return max(trainer.steps for trainer in self.trainers.values())
+
+    @property
+    def numbers(self) -> TokenNumbers | None:
+        """See RolloutTrainer.numbers."""
+        kept = [one.numbers for one in self.trainers.values() if one.numbers is not None]
+        if not kept:
+            return None
+        together = TokenNumbers()
+        for numbers in kept:
+            together.add(numbers.items())
+        return together
 
     def begin(self) -> None:
         """See Learner.begin."""

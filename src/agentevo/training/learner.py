@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentevo.training.optimization import Optimization
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Trajectory
 
 
@@ -48,6 +49,10 @@ class Learner(Protocol):
 
 class RolloutTrainer(Learner, Protocol):
     """A trainer that learns from attempts."""
+
+    @property
+    def numbers(self) -> TokenNumbers | None:
+        """What was measured of each token of the last step; None where nobody keeps it."""
 
     def prepare(
         self,

@@ -8,7 +8,7 @@ losses select tokens by: micro-batches only add up the gradient, however the min
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -89,11 +89,14 @@ class MinibatchLoss:
         kl_coef: float,
         entropy_coef: float,
         statistics: Mapping[str, float],
+        listen: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
-        [S] are those of the batch's rows."""
+        [S] are those of the batch's rows. `listen` hears the log-probs and entropies, [S, T]."""
         chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
         logp, entropy = batch.table(chosen_logp), node_entropy[batch.rows]  # [S, T], [M]
+        if listen is not None:
+            listen(logp.detach(), batch.table(entropy.detach()))
         tables = LossTables(
             logp,
             batch.old_logprobs,

@@ -40,6 +40,7 @@ from agentevo.training.parallel import gathered
 from agentevo.training.phases import phase
 from agentevo.training.roles.reference import Reference
 from agentevo.training.sharding.layouts import layouts_of
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
@@ -72,6 +73,8 @@ class PreferenceTrainer:
                 f"algorithm.name={section.name} has no preference loss: choose dpo, say"
             )
         self.model = model
+        self.numbers: TokenNumbers | None = None
+        """See RolloutTrainer.numbers: answers are compared, not their tokens."""
         self.section = trainer
         self.algorithm_section = section
         self.algorithm = algorithm

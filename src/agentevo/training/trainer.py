@@ -7,11 +7,13 @@ What is minimised is `policy_loss.py`; what is computed beforehand is `preparati
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
@@ -29,7 +31,7 @@ from agentevo.training.batching.staleness import effective_sizes, mask_stale, of
 from agentevo.training.kernels.output_layer import Listener
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.parallel import gathered, summed
+from agentevo.training.parallel import gathered, num_ranks, summed
 from agentevo.training.phases import phase
 from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.preparation import Preparation, Roles
@@ -38,6 +40,7 @@ from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
 from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.sharding.layouts import layouts_of
+from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
@@ -79,6 +82,8 @@ class Trainer:
         self.kl: KLController = FixedKL(algorithm.kl_coef)
         if algorithm.kl_target is not None:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        self.numbers: TokenNumbers | None = None
+        """Where the numbers of each token of the last step are kept; None: nowhere."""
         self.mean_entropy: float | None = None
         """Mean entropy of the last optimizer step's tokens, in nats."""
 
@@ -149,6 +154,8 @@ class Trainer:
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
+        if self.numbers is not None:
+            self.numbers.begin()
         with bar("update", len(samples) * self.section.epochs, "samples") as passed:
             updates = [self._update(part, passed) for part in minibatches(samples, self.section)]
         first = {}
@@ -158,6 +165,9 @@ class Trainer:
                 "actor/logprob_diff_max": updates[0]["actor/logprob_diff_max"],
             }
         self.steps += 1
+        if self.numbers is not None and num_ranks() > 1:
+            for of_rank in gathered(self.numbers.items()):
+                self.numbers.add(of_rank)
         if self.roles.reference is not None:
             self.roles.reference.follow(self.model, self.steps)
         return over_updates(of_first_update(updates)) | first
@@ -196,6 +206,7 @@ class Trainer:
                     kl_coef=kl_coef,
                     entropy_coef=entropy_coef,
                     statistics=statistics,
+                    listen=self._listener([samples[i] for i in indices]),
                 )
             if joint is not None and heard is not None:
                 value_loss, of_values = joint.loss(
@@ -221,6 +232,11 @@ class Trainer:
             | self.flops.take()
             | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
         )
+
+    def _listener(
+        self, samples: Sequence[Sample]
+    ) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+        return None if self.numbers is None else partial(self.numbers.heard, samples)
 
     def _entropy_coef(self) -> float:
         """The present weight of the entropy bonus; see AlgorithmSection.entropy_target."""

@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse
 from agentevo.errors import ConfigError
 from agentevo.event_loop import in_thread
 from agentevo.observability import attempt_diff, attempt_tokens, attempt_view
+from agentevo.observability.attempt_tokens import Training
 from agentevo.store.calls import StoredCall
 from agentevo.store.store import StoredTrajectory
 from agentevo.ui.annotate_page import annotation_facts, annotations_of
@@ -126,24 +127,25 @@ def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
     greedy = "every turn was greedy: nothing was drawn"
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
     has_advantages = tokens["training"].advantages is not None
+    kept = "" if tokens["training"].entropies else _not_kept(tokens["training"])
     return [
         ("lp", "log-prob", "" if has_logprobs else greedy),
         ("adv", "advantage", "" if has_advantages else tokens["why"]),
         ("ver", "version", ""),
         ("on", "trained", ""),
-        (
-            "entropy",
-            "entropy",
-            "engines tell the log-prob of the drawn token alone: its "
-            "distribution's entropy is not kept; actor/entropy has the mean of each step",
-        ),
-        (
-            "ratio",
-            "ratio",
-            "the trainer's own log-probs are not kept by the store; "
-            "actor/ppo_kl and actor/pg_clipfrac have the step's means",
-        ),
+        ("ent", "entropy", kept),
+        ("mov", "ratio", kept),
     ]
+
+
+def _not_kept(training: Training) -> str:
+    """Why there are neither entropies nor ratios."""
+    if training.step is None:
+        return "only tokens that were trained have one"
+    return (
+        "the run has kept none of this step: tracking.token_numbers was off, or its folder is not "
+        "here; actor/entropy and actor/ppo_kl have the step's means"
+    )
 
 
 @router.get("/runs/{run}/attempt/turns", response_class=HTMLResponse)

@@ -112,6 +112,20 @@ async def training_of(
         why = f"it was not trained on: {stored.drop_reason or stored.state}"
         return Training(None, None, None), why
     bound = await in_thread(_bound, reader, step)
+    training, why = await _advantages(view, store, stored, row, rule, step, bound)
+    moved, entropies = await in_thread(measured, view, stored.trajectory, step)
+    return training._replace(moved=moved, entropies=entropies), why
+
+
+async def _advantages(
+    view: RunView,
+    store: Store,
+    stored: StoredTrajectory,
+    row: Row | None,
+    rule: Rule | str,
+    step: int,
+    bound: int | None,
+) -> tuple[Training, str]:
     if isinstance(rule, str):
         return Training(step, bound, None), rule
     if not rule.advantage.is_recursion:
@@ -149,6 +163,38 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
         return samples
 
     return await steps.get((view.key, step), make)
+
+
+ByTurn = dict[int, np.ndarray]
+
+
+def measured(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, ByTurn]:
+    """Turn -> how far the log-prob of each of its tokens has moved, and the entropies; nan for a
+    token that was not trained. Empty where the run has kept none."""
+    from agentevo.training.batching.samples import trajectory_rows
+    from agentevo.training.token_numbers import name_of, path_of, read_numbers
+
+    path = view.source.file(name_of(step))
+    samples = [] if path is None else read_numbers(path).get(trajectory.id, [])
+    by_path = {sample.path: sample for sample in samples}
+    moved: ByTurn = {}
+    entropies: ByTurn = {}
+    for row in trajectory_rows(trajectory):
+        sample = by_path.get(path_of(row.sample.ids))
+        if sample is None:
+            continue
+        try:
+            places, changes, entropy = sample.arrays()
+        except ValueError:
+            continue
+        trained = np.flatnonzero(row.sample.loss_mask)
+        for values, found in ((changes, moved), (entropy, entropies)):
+            of_place = np.full(len(row.sample.ids), np.nan, dtype=np.float32)
+            within = (places >= 0) & (places < len(of_place))
+            of_place[places[within]] = values[within]
+            of_row = of_place[trained]
+            found.update({int(turn): of_row[row.turns == turn] for turn in np.unique(row.turns)})
+    return moved, entropies
 
 
 def by_turn(trajectory: Trajectory, samples: list[Sample]) -> dict[int, np.ndarray]:

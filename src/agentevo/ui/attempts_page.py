@@ -44,15 +44,11 @@ NOT_OF_ALL = ("error", "reason")
 """Filters of which most attempts have no word: one is already a choice."""
 WHY_NOT = {
     "advantage": "no attempt here was trained on, or its advantages can't be made again",
+    "moved": "no attempt here was trained on, or its run has kept none (tracking.token_numbers)",
     "unlikely": "no drawn token here, or the log-probs are not read yet",
     "judge": "the recipe has no judge beside a rule, or neither has said anything here",
     "oldest-tokens": "no attempt here was trained on, or the versions are not read yet",
 }
-NO_CHANGE = (
-    "largest log-prob change",
-    "the trainer's own log-probs are not kept by the store; actor/ppo_kl has their mean",
-)
-
 
 FIRST_S = 1.5
 """How long a page waits for an index that is made for the first time."""
@@ -134,7 +130,6 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
         )
         for name, (_, _, title) in ORDERS.items()
     ]
-    orders.append((NO_CHANGE[0], "", NO_CHANGE[1]))
     pictures = []
     for name, title in HISTOGRAMS:
         edges = (f"{name}_from", f"{name}_to")

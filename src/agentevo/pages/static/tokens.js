@@ -28,6 +28,8 @@
 
   // --- shading
   const LEVELS = [0.9, 0.5, 0.2, 0.05, 0.01];
+  const ENTROPIES = [0.1, 0.3, 0.7, 1.4, 2.5]; // nats
+  const MOVES = [0.01, 0.05, 0.1, 0.2, 0.5]; // of a log-prob: a ratio of 1.01 to 1.65
   let shade = "lp";
   function level(data, at, largest) {
     if (shade === "lp") {
@@ -40,6 +42,16 @@
       if (!data.adv) return "";
       const size = Math.min(5, Math.ceil((5 * Math.abs(data.adv[at])) / largest));
       return size ? `${data.adv[at] > 0 ? "a" : "b"}${size}` : "";
+    }
+    if (shade === "ent") {
+      if (!data.ent || data.ent[at] == null) return "";
+      const size = ENTROPIES.filter((least) => data.ent[at] >= least).length;
+      return size ? `s${size}` : "";
+    }
+    if (shade === "mov") {
+      if (!data.mov || data.mov[at] == null) return "";
+      const size = MOVES.filter((least) => Math.abs(data.mov[at]) >= least).length;
+      return size ? `${data.mov[at] > 0 ? "a" : "b"}${size}` : "";
     }
     if (shade === "ver") return `v${((data.ver[at] % 6) + 6) % 6}`;
     return data.on[at] ? "m1" : "m0";
@@ -92,6 +104,8 @@
       add("chance", `${chance < 0.1 ? chance.toExponential(1) : chance.toFixed(1)}%`);
     } else add("drawn", "greedily");
     if (data.adv) add("advantage", data.adv[at].toFixed(4));
+    if (data.ent && data.ent[at] != null) add("entropy", `${data.ent[at].toFixed(3)} nats`);
+    if (data.mov && data.mov[at] != null) add("ratio after the update", Math.exp(data.mov[at]).toFixed(4));
     add("version of the weights", data.ver[at]);
     if (dialog) add("trained", data.on[at] ? "yes" : "no"); // a file does not know
     add("place", `turn ${data.turn}, ${data.at + at}`);

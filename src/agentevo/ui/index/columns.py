@@ -42,6 +42,7 @@ TYPES: dict[str, Any] = {
     "judge_gap": np.float32,
     "lowest_logprob": np.float32,
     "advantage": np.float32,
+    "moved": np.float32,
     "lowest_version": np.int32,
     "alive": np.bool_,
 }

@@ -26,7 +26,7 @@ from pathlib import Path
 from agentevo.credentials import all_but_password
 from agentevo.files import must_write
 
-VERSION = 2
+VERSION = 3
 """Of the schema; another one is made anew."""
 BUSY_S = 30.0
 """How long a reader or the writer waits for the other's lock."""
@@ -55,7 +55,7 @@ CREATE TABLE attempts (
     judge_gap REAL,
     is_read INTEGER NOT NULL DEFAULT 0,
     lowest_logprob REAL, mean_logprob REAL, lowest_version INTEGER,
-    advantage REAL,
+    advantage REAL, moved REAL,
     alive INTEGER NOT NULL DEFAULT 1, change INTEGER NOT NULL
 );
 CREATE INDEX attempts_by_change ON attempts (change);
@@ -71,7 +71,8 @@ CREATE VIRTUAL TABLE search USING fts5
     (text, content = '', tokenize = 'unicode61 remove_diacritics 2');
 CREATE TABLE steps (
     step INTEGER PRIMARY KEY, committed_at REAL NOT NULL, mark TEXT NOT NULL,
-    num_trajectories INTEGER NOT NULL, plan TEXT, has_advantages INTEGER NOT NULL DEFAULT 0
+    num_trajectories INTEGER NOT NULL, plan TEXT, has_advantages INTEGER NOT NULL DEFAULT 0,
+    has_moves INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE gaps (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, since REAL NOT NULL);
 """

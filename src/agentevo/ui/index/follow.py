@@ -18,11 +18,13 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from agentevo.errors import AgentEvoError, StoreError
 from agentevo.event_loop import in_thread
 from agentevo.store.store import StepRecord, Store, StoredTrajectory
+from agentevo.training.token_numbers import largest_moves, name_of
 from agentevo.ui.index.advantages import Rule, largest, step_samples, without_words
 from agentevo.ui.index.derived import TaskWords, derived, task_words
 from agentevo.ui.index.writer import GAP_S, Writer, mark_of
@@ -261,6 +263,18 @@ class Follower:
                 found = largest(samples)
         with self._writer.transaction():
             self._writer.put_advantages(step, found)
+        return True
+
+    async def move_some(self, folder: Path | None) -> bool:
+        """Takes in how far log-probs have moved in the newest committed step of which that was not
+        looked for; whether there was one. `folder`: of the run, which may have kept it."""
+        row = self._one("SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1")
+        if row is None:
+            return False
+        step = row["step"]
+        found = {} if folder is None else await in_thread(largest_moves, folder / name_of(step))
+        with self._writer.transaction():
+            self._writer.put_moves(step, found)
         return True
 
     async def _words_of(self, task_id: str) -> TaskWords:

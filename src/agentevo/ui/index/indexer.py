@@ -142,7 +142,7 @@ class Indexer:
         """Whether there was anything to read."""
         began = time.monotonic()
         while time.monotonic() - began < SLICE_S and not self._stop.is_set():
-            more = await follower.read_some() > 0
+            more = await follower.read_some() > 0 or await follower.move_some(self._folder)
             if not more and follower.has_steps_to_value():
                 rule = await rules.get()
                 more = isinstance(rule, Rule) and await follower.value_some(rule)

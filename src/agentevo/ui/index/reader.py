@@ -77,6 +77,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     mean_logprob: float | None
     lowest_version: int | None
     advantage: float | None
+    moved: float | None
+    """How far the update has moved the log-prob of a token, at most."""
     kind: str = ""
     snippet: tuple[str, ...] = ()
     """Of a search: text, found words and text in turn."""

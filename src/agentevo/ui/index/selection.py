@@ -21,6 +21,7 @@ ORDERS: dict[str, tuple[str, bool, str]] = {
     "longest": ("num_completion_tokens", True, "longest"),
     "shortest": ("num_completion_tokens", False, "shortest"),
     "advantage": ("surprise", True, "largest |advantage|"),
+    "moved": ("moved", True, "largest log-prob change"),
     "unlikely": ("lowest_logprob", False, "least likely token"),
     "judge": ("judge_gap", True, "judge against rule"),
     "oldest-tokens": ("age", True, "oldest tokens"),

@@ -42,8 +42,11 @@ _UPSERT = (
         f"{name} = CASE WHEN {_SAME} THEN {name} ELSE {empty} END"
         for name, empty in _OF_CONTENT.items()
     )
-    + f", advantage = CASE WHEN {_SAME} AND trained_step IS excluded.trained_step THEN advantage "
-    f"END WHERE NOT (alive AND {_SAME} AND "
+    + "".join(
+        f", {name} = CASE WHEN {_SAME} AND trained_step IS excluded.trained_step THEN {name} END"
+        for name in ("advantage", "moved")
+    )
+    + f" WHERE NOT (alive AND {_SAME} AND "
     + " AND ".join(f"{name} IS excluded.{name}" for name in _LEDGER)
     + ")"
 )
@@ -191,7 +194,7 @@ class Writer:
     def put_steps(self, records: Iterable[StepRecord]) -> None:
         """Remembers steps with which the rows agree; `mark` of one is a step's identity."""
         self._db.executemany(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, 0)",
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, 0, 0)",
             [
                 (
                     record.step,
@@ -208,7 +211,7 @@ class Writer:
         """Of later steps nothing is left, nor of what they made of their attempts."""
         self._db.execute("DELETE FROM steps WHERE step > ?", (after,))
         self._db.execute(
-            "UPDATE attempts SET advantage = NULL, change = ? WHERE trained_step > ?",
+            "UPDATE attempts SET advantage = NULL, moved = NULL, change = ? WHERE trained_step > ?",
             (self._next_change(), after),
         )
 
@@ -220,6 +223,15 @@ class Writer:
             [(value, change, name, step) for name, value in largest.items()],
         )
         self._db.execute("UPDATE steps SET has_advantages = 1 WHERE step = ?", (step,))
+
+    def put_moves(self, step: int, largest: Mapping[str, float]) -> None:
+        """`largest`: id -> how far the log-prob of one of its tokens has moved, at most."""
+        change = self._next_change()
+        self._db.executemany(
+            "UPDATE attempts SET moved = ?, change = ? WHERE id = ? AND trained_step = ?",
+            [(value, change, name, step) for name, value in largest.items()],
+        )
+        self._db.execute("UPDATE steps SET has_moves = 1 WHERE step = ?", (step,))
 
     def _next_change(self) -> int:
         newest = self._db.execute("SELECT max(change) FROM attempts").fetchone()[0] or 0

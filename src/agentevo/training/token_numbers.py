@@ -1,0 +1,135 @@
+"""What an update measured of each token that it trained: how far its log-prob has moved from the
+one that it was drawn with, and the entropy of what it was drawn from. Both as they were in the last
+pass of the update.
+
+    RUN/token_numbers/step_000012.bin     of one committed step, two half-precision numbers a token
+
+A sample is found again by its attempt and the ids of its path, so the numbers belong to tokens
+whatever order they were trained in. Nothing reads them but who looks at a run: a file that is
+missing or damaged costs what pages show, and nothing else.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from agentevo.files import open_regular, write_atomic
+from agentevo.types import Sample
+
+FOLDER = "token_numbers"
+LARGEST = 1 << 30
+"""Bytes of a file that are read, before and after it is unpacked."""
+
+
+class SampleNumbers(msgspec.Struct, frozen=True, array_like=True):
+    """Of one sample: arrays as bytes."""
+
+    path: bytes
+    """Digest of its ids."""
+    places: bytes
+    """int32: where its trained tokens stand among its ids."""
+    changes: bytes
+    """float16: log-prob in the last pass, less the one that was drawn with."""
+    entropies: bytes
+    """float16, in nats."""
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """places, changes, entropies. Raises ValueError where they are not equally long."""
+        places = np.frombuffer(self.places, dtype="<i4")
+        changes = np.frombuffer(self.changes, dtype="<f2").astype(np.float32)
+        entropies = np.frombuffer(self.entropies, dtype="<f2").astype(np.float32)
+        if not len(places) == len(changes) == len(entropies):
+            raise ValueError("the numbers of a sample are not equally many")
+        return places, changes, entropies
+
+
+Numbers = dict[str, list[SampleNumbers]]
+"""Id of an attempt -> its samples."""
+
+
+class TokenNumbers:
+    """Collects them while a step is trained."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, bytes], SampleNumbers] = {}
+
+    def begin(self) -> None:
+        """Forgets the step before."""
+        self._found.clear()
+
+    def heard(self, samples: Sequence[Sample], logprobs: Any, entropies: Any) -> None:
+        """A pass over these samples: tensors [S, T], a row for each, its trained tokens from the
+        left. A later pass over a sample replaces an earlier one."""
+        logp = logprobs.detach().float().cpu().numpy()
+        entropy = entropies.detach().float().cpu().numpy()
+        for row, sample in enumerate(samples):
+            places = np.flatnonzero(sample.loss_mask).astype("<i4")
+            size = len(places)
+            changes = logp[row, :size] - sample.logprobs[places]
+            path = path_of(sample.ids)
+            self._found[sample.trajectory_id, path] = SampleNumbers(
+                path, places.tobytes(), _halves(changes), _halves(entropy[row, :size])
+            )
+
+    def items(self) -> list[tuple[str, SampleNumbers]]:
+        """(id of the attempt, numbers of one of its samples)."""
+        return [(name, one) for (name, _), one in self._found.items()]
+
+    def add(self, items: Iterable[tuple[str, SampleNumbers]]) -> None:
+        """What another process has collected."""
+        self._found.update({(name, one.path): one for name, one in items})
+
+    def by_attempt(self) -> Numbers:
+        """All of them."""
+        found: Numbers = {}
+        for name, one in self.items():
+            found.setdefault(name, []).append(one)
+        return found
+
+
+def _halves(values: np.ndarray) -> bytes:
+    largest = float(np.finfo(np.float16).max)
+    return np.clip(np.nan_to_num(values), -largest, largest).astype("<f2").tobytes()
+
+
+def path_of(ids: np.ndarray) -> bytes:
+    """What a sample is found again by, among those of its attempt."""
+    return blake2b(np.asarray(ids, dtype="<i4").tobytes(), digest_size=8).digest()
+
+
+def name_of(step: int) -> str:
+    """The file's place in the run's folder."""
+    return f"{FOLDER}/step_{step:06d}.bin"
+
+
+def write_numbers(folder: Path, step: int, numbers: Numbers) -> None:
+    """Writes the file of a step, whole. Raises OSError."""
+    path = folder / name_of(step)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, zlib.compress(msgspec.msgpack.encode(numbers), 1))
+
+
+def largest_moves(path: Path) -> dict[str, float]:
+    """Id of an attempt -> how far the log-prob of one of its tokens has moved, at most."""
+    found: dict[str, float] = {}
+    for name, samples in read_numbers(path).items():
+        sizes = [np.frombuffer(one.changes, dtype="<f2") for one in samples]
+        found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
+    return found
+
+
+def read_numbers(path: Path) -> Numbers:
+    """What a file holds; nothing where it is missing or damaged."""
+    try:
+        with open_regular(path) as file:
+            unpacked = zlib.decompressobj().decompress(file.read(LARGEST), LARGEST)
+        return msgspec.msgpack.decode(unpacked, type=Numbers)
+    except (OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
