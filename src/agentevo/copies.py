@@ -6,7 +6,7 @@ import copy
 
 import msgspec
 
-from agentevo.types import TURN_COLUMNS, Task, Turn
+from agentevo.types import TURN_COLUMNS, Task, Trajectory, Turn
 
 
 def copy_of_task(task: Task) -> Task:
@@ -24,4 +24,14 @@ def copy_of_turn(turn: Turn) -> Turn:
         turn,
         messages=list(turn.messages),
         **{column: getattr(turn, column)[:] for column in TURN_COLUMNS},
+    )
+
+
+def copy_of_trajectory(trajectory: Trajectory) -> Trajectory:
+    """An attempt for a scorer: what it does to it changes nothing that is stored or trained."""
+    return msgspec.structs.replace(
+        trajectory,
+        turns=[copy_of_turn(turn) for turn in trajectory.turns],
+        reward_parts=dict(trajectory.reward_parts),
+        metrics=dict(trajectory.metrics),
     )

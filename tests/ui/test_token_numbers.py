@@ -33,6 +33,7 @@ def run_folder(
     folder = tmp_path_factory.mktemp("moved") / "lake"
     words = ["run.name=lake", "trainer.steps=2", "trainer.schedule=constant"]
     words += ["cold_start.episodes=0", "algorithm.drop_zero_variance=false"]
+    words += ["trainer.minibatches=1", "trainer.epochs=1"]  # so that the first pass is the last one
     train(small_config(folder, *words), view=quiet_view())
     return folder
 

@@ -1,5 +1,5 @@
-"""Scores the attempts of a group when it has ended, by the task's own scorer, else by the recipe's
-`rewards`; where there is neither, the agent's own reward stands.
+"""Scores a group's attempts when it has ended, by the task's own scorer, else by `rewards` of the
+recipe; where there is neither, the agent's own reward stands.
 
     reward = sum of weight * score over the list;  success is what the list's first reward says
 
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.config.sandbox import SandboxSection
-from agentevo.copies import copy_of_task, copy_of_turn
+from agentevo.copies import copy_of_task, copy_of_trajectory
 from agentevo.errors import AgentEvoError, ConfigError, OverreachError, described
 from agentevo.event_loop import TaskScope
 from agentevo.rewards import RewardConfig, Score, make_reward
@@ -191,7 +191,7 @@ class NamedReward:
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
-        own, task = _copied(trajectory), copy_of_task(task)
+        own, task = copy_of_trajectory(trajectory), copy_of_task(task)
 
         async def work() -> Score:
             with self._recorded([trajectory], calls) as note:
@@ -212,7 +212,7 @@ class NamedReward:
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
-        own, task = [_copied(t) for t in trajectories], copy_of_task(task)
+        own, task = [copy_of_trajectory(t) for t in trajectories], copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
             with self._recorded(trajectories, calls) as note:
@@ -291,16 +291,6 @@ async def _guarded(work: Callable[[], Any]) -> Any:
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         raise OverreachError(error, "a scorer") from error
-
-
-def _copied(trajectory: Trajectory) -> Trajectory:
-    """A scorer's own copy: what it does to it changes nothing that is stored or trained."""
-    return replace(
-        trajectory,
-        turns=[copy_of_turn(turn) for turn in trajectory.turns],
-        reward_parts=dict(trajectory.reward_parts),
-        metrics=dict(trajectory.metrics),
-    )
 
 
 class Scoring:
