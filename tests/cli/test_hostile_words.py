@@ -105,6 +105,7 @@ def stopped_at_work(monkeypatch) -> None:
     )
     for follows in ("agentevo.cli.trajectories.time", "agentevo.cli.top.time"):
         monkeypatch.setattr(follows, clock)  # other threads sleep as ever
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("agentevo.runs.store_opening.OPENING_S", 0.2)
     monkeypatch.setattr("agentevo.runs.folder.WAIT_S", 0.2)
 

@@ -164,8 +164,9 @@ def test_statistics_on_numbers_that_are_known():
 @pytest.mark.parametrize("rewards", [["ruler"], []])
 def test_training_by_a_judge_that_nobody_has_measured_is_refused(rewards, tmp_path, capsys):
     """Also where it is a row's own scorer; nothing is created."""
-    row = {"query": "q", "answer": "a", **({} if rewards else {"scorer": "ruler"})}
-    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 12))
+    row = {"answer": "a", **({} if rewards else {"scorer": "ruler"})}
+    rows = [json.dumps(row | {"query": f"q{n}"}) for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     given = [
         *("model.name=tiny", "model.tiny.tokenizer=byte", "remote_models.judge={model: m}"),
         *(f"rewards={json.dumps(rewards)}", f"run.dir={tmp_path / 'run'}", "evaluation.tasks=2"),

@@ -6,8 +6,8 @@ import re
 
 import pytest
 from judge_endpoint import attempts_in, judge, number_in
+from judged_attempts import TASK, group
 from remote_server import RemoteServer, chat, gives
-from test_ruler import TASK, group
 
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.remote_models import RemoteModels

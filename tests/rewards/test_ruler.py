@@ -17,6 +17,7 @@ from judge_endpoint import (
     verdict,
     words_of,
 )
+from judged_attempts import ASKED, TASK, attempt, group, said, turn
 from remote_server import RemoteServer, breaks_off, chat, fails, gives, sleeps
 
 from agentevo.config.remote_models import RemoteModelSection
@@ -25,36 +26,7 @@ from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.ruler import order_of_vote
 from agentevo.rollout.scoring import Scoring
 from agentevo.store.call_log import AttemptCalls
-from agentevo.types import Message, Task, ToolCall, Trajectory, Turn
-
-TASK = Task(id="t", query="How much is it worth?", answer="7")
-ASKED = Message("user", TASK.query)
-
-
-def turn(index, *messages, parent=None, tools=""):
-    return Turn(
-        index=index,
-        parent=parent,
-        prompt_ids=[1],
-        completion_ids=[2],
-        logprobs=[-1.0],
-        versions=[0],
-        finish_reason="stop",
-        messages=list(messages),
-        tools=tools,
-    )
-
-
-def attempt(name, *turns, **fields):
-    return Trajectory(id=name, task_id="t", group_id="t/train@1", turns=list(turns), **fields)
-
-
-def said(name, text, **fields):
-    return attempt(name, turn(0, ASKED, Message("assistant", text)), **fields)
-
-
-def group(*worths):
-    return [said(f"a{n}", f"It is worth {worth:g}") for n, worth in enumerate(worths)]
+from agentevo.types import Message, ToolCall
 
 
 def scored(servers, trajectories, *, folder=None, options=None, calls=None, task=TASK, **ruler):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from agentevo.agents.single_turn import SingleTurnAgent
+from agentevo.agents.texts import Texts
 from agentevo.config import build_config
 from agentevo.config.agents import CodeAgentSection, SingleTurnSection
 from agentevo.config.tasks import TaskFields, TasksSection
@@ -74,6 +75,8 @@ def test_a_row_that_is_no_task_says_why(row, fields, expected):
 
 class Asked:
     """A policy that remembers what it was asked."""
+
+    texts = Texts()
 
     async def generate(self, messages):
         self.messages = messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 FIELDS: dict[str, list[str]] = {
     "/runs/{run}/control": ["do", "session"],
+    "/runs/{run}/data": ["do"],
     "/runs/{run}/annotate": ["attempt", "verdict", "note", "reply"],
     "/runs/{run}/prefer": ["a", "b", "better"],
     "/runs/{run}/try/end": ["pid"],
@@ -12,7 +13,7 @@ FIELDS: dict[str, list[str]] = {
     "/start": ["command", "recipe", "file", "overrides", "name"],
 }
 WORDS = {
-    "do": ["stop", "save", "pause", "resume"],
+    "do": ["stop", "save", "pause", "resume", "retry"],
     "verdict": ["right", "wrong", ""],
     "kind": ["own", "task", "train", "eval"],
     "which": ["start", "step_2", "best"],

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -41,13 +41,15 @@ from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.registry import nearest
 from agentevo.remote_models import anthropic_messages, openai_chat
 from agentevo.remote_models.cache import ReplyCache
-from agentevo.remote_models.engine_server import EngineServer
 from agentevo.remote_models.http import Server, Unanswered
 from agentevo.remote_models.ledger import Ledger, Line, RemoteModelError, Spent
 from agentevo.remote_models.wire import Asked, Listen, RemoteReply, Usage
 from agentevo.seeds import derive_seed
 from agentevo.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides
+
+if TYPE_CHECKING:
+    from agentevo.remote_models.engine_server import EngineServer
 
 T = TypeVar("T")
 WIRES = {
@@ -71,6 +73,8 @@ class RemoteModel:
         key = key_of_model(name, section)
         self._server: Server | EngineServer
         if section.api == "engine":
+            from agentevo.remote_models.engine_server import EngineServer  # it imports torch
+
             self._server = EngineServer(name, section)
         else:
             self._server = Server(name, section.url, self._wire, key, section.api_key)

@@ -61,6 +61,7 @@ OTHER: dict[str, Any] = {
     "turns": [],
     "remote_turns": [RemoteTurn(index=0, model="teacher", messages=[Message("user", "hello")])],
     "files": {"a.txt": b"1"},
+    "texts": {"system": "0" * 16},
     "reward": 1.25,
     "reward_parts": {"environment": 1.5},
     "success": True,
