@@ -125,7 +125,10 @@ def test_a_judge_that_is_away_gives_no_report(calibrated):
     [
         (["--rows", "{rows}", "--run", "x"], "either --rows FILE or --run"),
         (["--rows", "{rows}", "--judge", "nobody"], "have ruler as judges"),
-        (["--rows", "{rows}", "remote_models={}"], "asks the remote model 'judge'"),
+        (
+            ["--rows", "{rows}", "rewards=[{name: ruler, models: [other]}]"],
+            "the remote model 'other'",
+        ),
         (["--rows", "{bad}"], "line 1: it has no number `truth`"),
         (["--rows", "{one}"], "0 of 1 groups have attempts of different worth"),
         (["--rows", "{rows}", "--out", "{folder}/none/x.json"], "there is no folder"),
@@ -136,7 +139,7 @@ def test_what_can_not_be_measured_is_refused(words, problem, rows, tmp_path, cap
     (tmp_path / "bad").write_text(json.dumps(row))
     (tmp_path / "one").write_text(json.dumps(row | {"label": True}))
     names = {"rows": rows, "bad": tmp_path / "bad", "one": tmp_path / "one", "folder": tmp_path}
-    words = [word.format(**names) if "{}" not in word else word for word in words]
+    words = [word if "=" in word else word.format(**names) for word in words]
     recipe = tmp_path / "recipe.yaml"
     tree = {"environment": {"type": "coins"}, "rewards": ["ruler"]}
     recipe.write_text(json.dumps({**tree, "remote_models": {"judge": {"model": "m"}}}))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -18,6 +19,7 @@ from dashboard_control import ORIGIN, changing, form_token
 
 from agentevo.runs.records import CHANGES, read_records
 from agentevo.store import open_store
+from agentevo.store.store import RetryPolicy
 from agentevo.types import Task, Trajectory
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.task_tallies import ORDERS, tasks
@@ -74,10 +76,6 @@ def pages(
     tmp_path_factory: pytest.TempPathFactory,
     browse: Callable[..., Any],
 ) -> dict[str, httpx.Response]:
-    from unittest import mock
-
-    from agentevo.store.store import RetryPolicy
-
     url = f"sqlite:///{tmp_path_factory.mktemp('data') / 'mine.sqlite'}"
     with mock.patch.object(RetryPolicy, "delay_s", return_value=0.0):
         asyncio.run(fill(url))
@@ -253,7 +251,8 @@ def test_who_may_gives_what_was_set_aside_another_try_and_it_is_recorded_once(
     store_url = f"sqlite:///{folder / 'store.sqlite'}"
 
     async def work() -> tuple[httpx.Response, int]:
-        await fill(store_url)
+        with mock.patch.object(RetryPolicy, "delay_s", return_value=0.0):
+            await fill(store_url)
         async with await open_store(store_url, create=False) as store:
             before = (await store.counts()).get("tasks/queued", 0)
         async with changing(tmp_path) as client:
