@@ -44,7 +44,10 @@ TREE: dict[str, Any] = {
             "model": "${stages.warm.checkpoint}",
             "config": {"trainer": {"steps": 2, "groups_per_step": 4, "group_size": 4}},
         },
-        "best": {"kind": "filter", "options": {"source": "${stages.sample.folder}"}},
+        "best": {
+            "kind": "filter",
+            "options": {"source": "${stages.sample.folder}", "min_reward": 0.0},
+        },
         "pairs": {"kind": "preferences", "options": {"source": "${stages.sample.folder}"}},
         "spin": {
             "repeat": 2,
