@@ -16,7 +16,7 @@ RECIPE = {
     "environment": {"type": "coins", "rule": "hidden", "num_coins": 3},
     "agent": {"type": "environment", "format": "plain", "max_turns": 1, "timeout_s": 86400},
     "model": {"name": "tiny", "tiny": {"hidden_size": 64, "num_layers": 1, "num_heads": 2}},
-    "cold_start": {"episodes": 64, "random_action_rate": 0.9},  # it answers, and seldom rightly
+    "cold_start": {"episodes": 64},  # it answers, and seldom rightly
     "sampling": {"max_new_tokens": 2},
     "algorithm": {"name": "grpo", "entropy_coef": 0.003},
     "trainer": {"steps": 30, "groups_per_step": 6, "group_size": 8, "learning_rate": 5e-3},
