@@ -35,7 +35,7 @@ LIMIT_S = 2.0
 HANGS_S = 60.0
 VERDICTS = {"doctor", "audit", "replay"}
 """Commands whose exit code 1 is a result."""
-AWAY = re.compile(r"can't be used now|does not answer|no answer within")
+AWAY = re.compile(r"can't be used now|does not answer|no answer within|nothing listens there")
 """What may fail on the way, whatever was typed: a database or an engine that is not there."""
 
 
@@ -221,10 +221,10 @@ def test_some_hostile_command_lines(finished_run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stopped_at_work")
-@pytest.mark.parametrize("part", range(8))
-def test_thousands_of_hostile_command_lines(finished_run, tmp_path, part):
-    seeds = asked_for(list(range(2000)))
-    run_cases(seeds[part::8], finished_run, tmp_path)
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_hostile_command_lines(finished_run, tmp_path, part):
+    seeds = asked_for([8 * number + place for number in range(250) for place in range(4)])
+    run_cases(seeds[part::4], finished_run, tmp_path)
 
 
 @pytest.mark.slow
