@@ -68,6 +68,7 @@ soak: $(VENV)/.dev
 
 # Minutes, as root: a run over network namespaces as hosts, whose links are slow, cut and come back (docs/faults.md).
 hosts: $(VENV)/.dev
+	$(PIP) install --quiet 'moto[server]' s3fs
 	$(PYTEST) tests/processes/test_hosts.py tests/processes/test_elastic.py
 
 bench: $(VENV)/.dev

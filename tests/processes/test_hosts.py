@@ -1,7 +1,7 @@
 """A run over five hosts that share no folder: store and object store, trainer, engine, two
 samplers, encrypted, while links are slow, cut and come back.
 
-    make hosts      as root: these tests with an S3 server, where s3fs and moto are installed
+    make hosts      as root: installs the S3 server, and runs these tests
 """
 
 import json
@@ -53,12 +53,7 @@ class Machines:
         ]
 
     def _bucket(self, authority):
-        """An S3 server over HTTPS where its packages are; else a folder, which no cut reaches."""
-        try:
-            import moto.server  # noqa: F401
-            import s3fs  # noqa: F401
-        except ImportError:
-            return f"file://{self.folder / 'bucket'}"
+        """An S3 server over HTTPS."""
         key = self.folder / "key.pem"
         key.write_text(self.certificate)
         address = self.hosts.addresses["store"]
@@ -163,6 +158,8 @@ class Machines:
 def machines(tmp_path):
     if reason := why_not() or PostgreSQL.why_not():
         pytest.skip(reason)
+    pytest.importorskip("moto.server", reason="make hosts installs moto and s3fs")
+    pytest.importorskip("s3fs", reason="make hosts installs moto and s3fs")
     with Hosts("store", "trainer", "engine", "sampler", "other") as hosts:
         machines = Machines(hosts, tmp_path)
         machines.database.begin()
