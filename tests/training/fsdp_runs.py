@@ -7,9 +7,10 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import data_parallel_runs
 import msgspec
 import torch
-from data_parallel_runs import SECTION, model_of, samples_of
+from data_parallel_runs import model_of, samples_of
 from torch import distributed
 
 from agentevo.config import AlgorithmSection, ParallelSection
@@ -19,6 +20,8 @@ from agentevo.training.mesh import make_meshes
 from agentevo.training.trainer import Trainer
 
 STEPS = 3
+SECTION = data_parallel_runs.SECTION.model_copy(update={"learning_rate": 1e-4})
+"""At a rate of 1e-3 what AdamW makes of gradients near 0 grows beyond 1e-5 within these steps."""
 
 
 def trained(mesh: Any) -> dict[str, Any]:

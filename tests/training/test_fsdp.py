@@ -45,11 +45,9 @@ def found(request, tmp_path_factory):
 
 def check_weights(found, expected):
     """Of a gradient near 0, AdamW makes a step of the learning rate: a few weights, those of tokens
-    that hardly occur, show in which order gradients were added up. At this learning rate, a hundred
-    times what test_mesh.py trains GRPO with, that grows from step to step."""
+    that hardly occur, show in which order gradients were added up."""
     apart = torch.cat([(found[name] - tensor).abs().flatten() for name, tensor in expected.items()])
-    assert apart.quantile(0.99) < 0.05 * runs.SECTION.learning_rate
-    assert apart.quantile(0.9) < 1e-5
+    assert apart.quantile(0.99) < 1e-5
     assert apart.max() < runs.SECTION.learning_rate
 
 
@@ -58,7 +56,7 @@ def test_weights_and_metrics_are_those_of_one_process(found, alone):
         check_weights(one["after"], alone["after"])
         for ours, theirs in zip(one["metrics"], alone["metrics"], strict=True):
             for key in ("actor/grad_norm", "actor/kl_loss", "actor/pg_loss", "actor/entropy"):
-                assert ours[key] == pytest.approx(theirs[key], rel=5e-4, abs=1e-5), key
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), key
 
 
 def test_each_process_holds_its_part(found, alone):
