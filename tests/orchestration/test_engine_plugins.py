@@ -150,7 +150,7 @@ def test_a_run_trains_with_an_engine_of_another_package(
         for (_, logprobs, _), (_, others, _) in zip(turns, theirs, strict=True):
             assert np.allclose(logprobs, others, atol=1e-4)
     assert made[0].served == [0, 0, 1, 2, "closed"]
-    assert {name for name, _ in LISTS["engines"]()} == {"one_by_one", "torch", "vllm"}
+    assert {name for name, _ in LISTS["engines"]()} == {"one_by_one", "sglang", "torch", "vllm"}
 
 
 @pytest.mark.parametrize("beside", [(), ("rollout.staleness=1", "rollout.sharing=overlap")])

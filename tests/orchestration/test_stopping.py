@@ -16,8 +16,8 @@ import pytest
 from agentevo.api.run import sft, train
 from agentevo.errors import ModelError
 from agentevo.observability import LiveView, read_metrics
-from agentevo.orchestration import run as run_module
-from agentevo.processes import learn as learn_module
+from agentevo.orchestration import checks
+from agentevo.processes.learn import learn
 from agentevo.runs.folder import read_store
 from agentevo.training import supervised
 
@@ -156,10 +156,9 @@ def test_a_trainer_whose_model_can_t_be_loaded_leaves_no_folder(
         raise ModelError("the weights are torn")
 
     config = small_config(tmp_path / "run", "rollout.samplers=0")
-    for module in (run_module, learn_module):
-        monkeypatch.setattr(module, "load_policy", torn, raising=False)
+    monkeypatch.setattr(checks, "load_policy", torn)
     with pytest.raises(ModelError):
-        learn_module.learn(config)
+        learn(config)
     assert not config.run_dir.exists()
 
 

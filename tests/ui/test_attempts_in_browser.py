@@ -148,7 +148,7 @@ def test_orders_and_pages_are_links_and_going_back_keeps_the_place(listed: Visit
     page.go_back()
     assert page.url == pages[-2]
     greyed = page.locator(".chip.grey", has_text="log-prob change")
-    assert "not kept by the store" in greyed.get_attribute("title")
+    assert "tracking.token_numbers" in greyed.get_attribute("title")
 
 
 def test_texts_are_searched_within_the_chosen_filters(listed: Visitor) -> None:
