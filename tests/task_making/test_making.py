@@ -11,11 +11,12 @@ import agentevo
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError, ToolUnavailableError
 from agentevo.task_making import making
+from agentevo.task_making.calls import World, asked
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
 from agentevo.task_making.scenario import CALLS, is_held_out
 from agentevo.task_making.solvability import graded
-from agentevo.task_making.survey import World, asked, survey
+from agentevo.task_making.survey import survey
 from agentevo.task_making.values import Values, described_values, mined
 from agentevo.task_making.wording import deed, gerund, named_tools
 from agentevo.tools import toolbox

@@ -15,8 +15,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from agentevo.task_making.calls import Answered, World, asked
+from agentevo.task_making.databases import answer_of
+from agentevo.task_making.questions import Question
 from agentevo.task_making.scenario import Scenario, Step
-from agentevo.task_making.survey import Answered, Survey, World, asked
+from agentevo.task_making.survey import Survey
 from agentevo.task_making.values import properties
 from agentevo.task_making.walks import first_value
 from agentevo.tools.state_checks import StateCheck
@@ -49,12 +52,15 @@ async def grounded(
         before = await _all(tools, questions)
         made = await _carried_out(tools, known, steps)
         after = await _all(tools, questions)
+        value = None if has_state else await _value(tools, known, made[-1])
     async with world.open(number, seed=1) as tools:  # as another attempt has it
         again = await _carried_out(tools, known, steps)
         if [one.result for one in again] != [one.result for one in made]:
             raise UngroundedError("its calls give something else the second time", varies=True)
         if [one.text for one in await _all(tools, questions)] != [one.text for one in after]:
             raise UngroundedError("it leaves another state the second time", varies=True)
+    if value is not None:
+        return Scenario(steps=made, world=number, answer=value)
     if not has_state:
         answer, place = _answer(made[-1].result, draw)
         return Scenario(steps=made, world=number, answer=answer, place=place)
@@ -91,9 +97,22 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
                 found=step.found,
                 result=got.text,
                 changes=step.changes,
+                question=step.question,
             )
         )
     return made
+
+
+async def _value(tools: AttemptTools, known: Survey, step: Step) -> str | None:
+    """The answer to a question of a database; None for other calls."""
+    if step.question is None:
+        return None
+    value = await answer_of(tools, step.tool, known.databases[step.tool].parameter, step.question)
+    if value is None or len(value) > LONGEST_ANSWER or value not in step.result:
+        raise UngroundedError("its question has not one answer")
+    if value in map(str, step.question.told.values()):
+        raise UngroundedError("its words would say what is to be found")
+    return value
 
 
 def _questions(
@@ -107,6 +126,10 @@ def _questions(
             by_name.setdefault(name.lower(), []).append(value)
     found = [(step.tool, step.arguments) for step in steps if not step.changes]
     for tool in known.asking:
+        if (database := known.databases.get(tool)) is not None:
+            counts = [Question(table=one.name).sql for one in database.tables[:GUESSES]]
+            found += [(tool, {database.parameter: sql}) for sql in counts]
+            continue
         schema = known.schemas[tool]
         choices = []
         for name, one in properties(schema).items():

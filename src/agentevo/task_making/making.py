@@ -20,10 +20,11 @@ import msgspec
 
 from agentevo.config.tools import ToolSection
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.task_making.calls import Answered, World, asked
 from agentevo.task_making.grounding import UngroundedError, grounded
 from agentevo.task_making.scenario import HARDEST, Scenario, Step, is_held_out, steps_of
-from agentevo.task_making.survey import Answered, Survey, World, asked, learn, survey
-from agentevo.task_making.walks import MAX_CALLS, Coverage, pruned, walk
+from agentevo.task_making.survey import Survey, learn, survey
+from agentevo.task_making.walks import MAX_CALLS, Coverage, asked_further, pruned, walk
 from agentevo.task_making.wording import (
     LANGUAGES,
     PERSONAS,
@@ -40,8 +41,11 @@ LONGEST_QUERY = 4000
 """Characters of a task: descriptions may be of any length."""
 MOST_ALIKE = 0.4
 """Share of the tasks that have one difficulty, as long as others are found."""
+THERE = "there already"
 SAME_ANSWER = 4
-"""Tasks at most whose last call and answer are the same: an agent could guess it."""
+SAME_SHARE = 0.03
+"""Tasks at most whose last call and answer are the same, or that share of all that are wanted: an
+agent could guess it."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,9 +201,13 @@ class _Maker:
         async with self._world.open(world) as tools:
             for step in start:
                 await asked(tools, step.tool, step.arguments)
-            walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
-        steps = pruned(walked) if len(walked) > len(start) else []
-        if not steps or len(steps) <= len(start):
+            is_question = bool(start) and start[-1].question is not None
+            if is_question:
+                walked, heard = await asked_further(tools, self._known, start, draw)
+            else:
+                walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
+        steps = pruned(walked) if walked else []
+        if not steps or (len(steps) <= len(start) and not is_question):
             self._reasons["a call was refused, or gave too much"] += 1
             return None, heard
         return await self._scenario(steps, world, parent, draw), heard
@@ -239,6 +247,7 @@ class _Maker:
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
+            self._used.repeated[scenario.steps[-1].tool] += reason == THERE
             return False
         self._taken.add(scenario.content)
         self._queries.add(query)
@@ -252,7 +261,7 @@ class _Maker:
         """Why nobody needs it, whatever it comes to; empty if somebody does."""
         made, wanted, content = self._made, self._wanted, scenario.content
         if content in self._taken:
-            return "there already"
+            return THERE
         is_apart = is_held_out(content)
         if len(made.held_out if is_apart else made.train) >= (
             wanted.held_out if is_apart else wanted.train
@@ -262,7 +271,7 @@ class _Maker:
 
     def _problem(self, scenario: Scenario, query: str) -> str:
         if query in self._queries:
-            return "there already"
+            return THERE
         if len(query) > LONGEST_QUERY:
             return "its words are too long"
         if named_tools(query, self._known.names):
@@ -272,7 +281,9 @@ class _Maker:
         if gives_away(query, scenario):
             return "its words say what is to be found"
         last = scenario.steps[-1].tool
-        if scenario.answer is not None and self._used.answers[last, scenario.answer] >= SAME_ANSWER:
+        wanted = self._wanted.train + self._wanted.held_out
+        most = max(SAME_ANSWER, SAME_SHARE * wanted)
+        if scenario.answer is not None and self._used.answers[last, scenario.answer] >= most:
             return "too many have the same answer"
         return ""
 

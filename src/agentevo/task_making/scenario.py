@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from agentevo.task_making.questions import Question
 from agentevo.tools.state_checks import STATE_CHECKS, StateCheck
 
 HELD_OUT = 0.2
@@ -43,10 +44,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     result: str = ""
     changes: bool = False
     """The call changes the state of the server."""
+    question: Question | None = None
+    """What the call asks a database: the agent is told its words, and has to write the SQL."""
 
     @property
     def told(self) -> dict[str, Any]:
-        """The arguments that the agent is told."""
+        """The arguments that the agent is told; of a question the values that it names."""
+        if self.question is not None:
+            return self.question.told
         return {name: one for name, one in self.arguments.items() if name not in self.found}
 
 
@@ -80,6 +85,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 one.tool,
                 one.told,
                 {name: [found.step, found.name] for name, found in one.found.items()},
+                *([one.question.sql] if one.question is not None else []),
             ]
             for one in self.steps
         ]
@@ -88,9 +94,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difficulty(self) -> int:
-        """From 1 to HARDEST: a point for each call and for each value that has to be found, less
-        the first."""
-        return min(HARDEST, len(self.steps) + sum(len(one.found) for one in self.steps))
+        """From 1 to HARDEST: a point for each call, for each value that has to be found and for
+        each further clause of a question, less the first."""
+        clauses = sum(one.question.clauses for one in self.steps if one.question is not None)
+        return min(HARDEST, len(self.steps) + sum(len(one.found) for one in self.steps) + clauses)
 
     @property
     def tools(self) -> list[str]:

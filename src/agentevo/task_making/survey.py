@@ -4,7 +4,8 @@ state that others tell of, and which refuse what their own schema allows.
 Calls are made in sessions of their own, as attempts have them. A tool is called with arguments of
 its schema, then with what others gave; one that answers none of these calls is said to the user
 with its last words, and no task needs it. Whether a tool changes something is seen by the others:
-all that are known are asked twice, the tool is called, and they are asked again.
+all that are known are asked twice, the tool is called, and they are asked again. A tool that
+answers SQL is asked for its tables (databases.py).
 """
 
 from __future__ import annotations
@@ -12,70 +13,21 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 
-from agentevo.config.tools import ToolSection
 from agentevo.errors import ConfigError
+from agentevo.task_making.calls import Answered, World, asked
+from agentevo.task_making.databases import Database, find_database
 from agentevo.task_making.values import Values, properties
-from agentevo.tools.state_checks import StateCheck
-from agentevo.tools.toolbox import UNANSWERED, AttemptTools, Toolbox
-from agentevo.types import Task
+from agentevo.tools.toolbox import AttemptTools
 
 TRIES = 10
 """Calls of a tool until one is answered."""
 OPTIONAL = 0.3
 """How often an argument that is not needed is given, where values of it are known."""
 MAX_TOOLS = 64
-REFUSED = ("num_wrong_arguments",)
-
-
-class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """A call and what came of it."""
-
-    tool: str
-    arguments: dict[str, Any]
-    text: str
-    is_error: bool = False
-    is_refused: bool = False
-    """The tool does not take these arguments."""
-    is_lost: bool = False
-    """Nobody answered."""
-
-
-class World:
-    """Sessions at the server that is to be learnt."""
-
-    def __init__(self, sections: Sequence[ToolSection]) -> None:
-        """Raises ConfigError for tools that can't be made."""
-        self._toolbox = Toolbox(sections)
-
-    def open(self, world: int, seed: int = 0) -> AbstractAsyncContextManager[AttemptTools]:
-        """A session, as an attempt at a task of that world has it, with a seed of its own."""
-        task = Task(id=f"making-{world}", metadata={"world": world})
-        return self._toolbox.open(task, seed=seed)
-
-    async def close(self) -> None:
-        """Ends what the sessions shared."""
-        await self._toolbox.close()
-
-
-async def asked(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> Answered:
-    """A real call."""
-    call = StateCheck(tool=tool, arguments=dict(arguments), result="").call()
-    before = dict(tools.metrics)
-    (result,) = await tools.call([call])
-    rose = {name for name, count in tools.metrics.items() if count > before.get(name, 0)}
-    return Answered(
-        tool=tool,
-        arguments=dict(arguments),
-        text=result.text,
-        is_error=result.is_error,
-        is_refused=bool(rose.intersection(REFUSED)),
-        is_lost=bool(rose.intersection(UNANSWERED)),
-    )
 
 
 class Survey(msgspec.Struct, kw_only=True):
@@ -91,6 +43,8 @@ class Survey(msgspec.Struct, kw_only=True):
     """Tool -> a call that it answered."""
     changing: set[str] = set()
     """Tools that change what others tell."""
+    databases: dict[str, Database] = {}
+    """Tools that answer SQL -> of what."""
     silent: dict[str, str] = {}
     """Tools that answered no call -> what the last one came to."""
 
@@ -134,6 +88,9 @@ async def survey(
             specs=list(tools.schemas),
             values=Values(given),
         )
+        for name, schema in known.schemas.items():
+            if found := await find_database(tools, name, schema):
+                known.databases[name], known.answered[name] = found
         for _ in range(TRIES):
             for name in known.schemas:
                 if name not in known.answered:
@@ -166,7 +123,7 @@ def learn(known: Survey, got: Answered) -> None:
     values of parameters of their names."""
     for schema in known.schemas.values():
         known.values.learn(schema, got.text)
-    if not got.is_error:
+    if not got.is_error and got.tool not in known.databases:
         for name, value in got.arguments.items():
             if isinstance(value, (str, int)):
                 known.values.add(name, [value])

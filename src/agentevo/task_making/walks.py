@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from agentevo.task_making.calls import Answered, asked
+from agentevo.task_making.questions import Question
 from agentevo.task_making.scenario import Found, Step, pairs_of
-from agentevo.task_making.survey import Answered, Survey, asked, drawn_arguments
+from agentevo.task_making.survey import Survey, drawn_arguments
 from agentevo.task_making.values import mined, properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -24,6 +26,8 @@ USES_FOUND = 0.85
 """How often an argument is taken from an earlier call where one gives it."""
 CHAINS = 4.0
 """How much likelier a tool is that takes something which an earlier call gave."""
+QUESTIONS = 25
+"""How many tasks by a tool that answers SQL weigh as much as one by another: it has more to ask."""
 REFUSALS = 3
 LONGEST_RESULT = 2000
 
@@ -36,6 +40,8 @@ class Coverage:
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
         """Of the last tool and what the agent has to say."""
+        self.repeated: Counter[str] = Counter()
+        """Last tool -> walks that came to a scenario which was there already."""
 
     def add(self, tools: Sequence[str], answer: str | None) -> None:
         """A scenario that is kept."""
@@ -44,10 +50,12 @@ class Coverage:
         if answer is not None:
             self.answers[tools[-1], answer] += 1
 
-    def weight(self, tool: str, before: str | None) -> float:
+    def weight(self, tool: str, before: str | None, has_questions: bool = False) -> float:
         """Of the next tool of a walk."""
         pair = 0 if before is None else self.pairs[before, tool]
-        return 1.0 / (1.0 + self.tools[tool]) / (1.0 + pair)
+        variety = QUESTIONS if has_questions else 1
+        uses = self.tools[tool] + self.repeated[tool]
+        return 1.0 / (1.0 + uses / variety) / (1.0 + pair / variety)
 
 
 async def walk(
@@ -67,8 +75,17 @@ async def walk(
     while len(steps) < len(start) + num_calls and refusals < REFUSALS:
         names = known.usable
         before = steps[-1].tool if steps else None
-        weights = [used.weight(one, before) * _chains(known, steps, one) for one in names]
+        weights = [
+            used.weight(one, before, one in known.databases) * _chains(known, steps, one)
+            for one in names
+        ]
         (name,) = draw.choices(names, weights)
+        if name in known.databases:
+            step, got = await _questioned(tools, known, name, known.databases[name].draw(draw))
+            heard.append(got)
+            steps += [step] if step is not None else []
+            refusals += step is None
+            continue
         found = _found(known, steps, name, draw)
         fixed = {parameter: value for parameter, (_, value) in found.items()}
         for parameter in properties(known.schemas[name]):
@@ -93,6 +110,33 @@ async def walk(
             )
         )
     return steps, heard
+
+
+async def asked_further(
+    tools: AttemptTools, known: Survey, start: Sequence[Step], draw: random.Random
+) -> tuple[list[Step], list[Answered]]:
+    """Those calls with a further condition in the question that the last one asks; none of them
+    where it has no harder one, or is asked of a tool that is there no more."""
+    last = start[-1]
+    database = known.databases.get(last.tool)
+    if database is None or last.question is None:
+        return [], []
+    question = database.draw(draw, last.question)
+    if question.clauses <= last.question.clauses:
+        return [], []
+    step, got = await _questioned(tools, known, last.tool, question)
+    return ([*start[:-1], step] if step is not None else []), [got]
+
+
+async def _questioned(
+    tools: AttemptTools, known: Survey, tool: str, question: Question
+) -> tuple[Step | None, Answered]:
+    """A question to a database, and what came of it; no step where that is no answer."""
+    arguments = {known.databases[tool].parameter: question.sql}
+    got = await asked(tools, tool, arguments)
+    if got.is_error or len(got.text) > LONGEST_RESULT:
+        return None, got
+    return Step(tool=tool, arguments=arguments, question=question, result=got.text), got
 
 
 def pruned(steps: Sequence[Step]) -> list[Step]:

@@ -26,6 +26,7 @@ class Phrases(NamedTuple):
     found: str
     """With {name} and {source}."""
     say_first: str
+    say_value: str
     say_open: str
     say_key: str
     """With {key}."""
@@ -39,6 +40,7 @@ LANGUAGES: Mapping[str, Phrases] = {
         then="; then ",
         found="{name}: the first that comes of {source}",
         say_first="Say the first line of what you find.",
+        say_value="Say the value that you find.",
         say_open="Say in a few words what came of it.",
         say_key="Say the first {key} that you find.",
         personas={
@@ -52,6 +54,7 @@ LANGUAGES: Mapping[str, Phrases] = {
         then="; danach ",
         found="{name}: das Erste, was sich hieraus ergibt: {source}",
         say_first="Nenne die erste Zeile dessen, was du findest.",
+        say_value="Nenne den Wert, den du findest.",
         say_open="Sage in wenigen Worten, was daraus geworden ist.",
         say_key="Nenne den ersten Wert von {key}, den du findest.",
         personas={
@@ -65,6 +68,7 @@ LANGUAGES: Mapping[str, Phrases] = {
         then="；然后 ",
         found="{name}：由此得到的第一个：{source}",
         say_first="请说出你找到的内容的第一行。",
+        say_value="请说出你找到的值。",
         say_open="请简短说明结果。",
         say_key="请说出你找到的第一个 {key}。",
         personas={
@@ -92,6 +96,8 @@ def worded(
     parts.append(f"{phrases.task}{phrases.then.join(said)}.")
     if scenario.is_open:
         parts.append(phrases.say_open)
+    elif scenario.steps[-1].question is not None:
+        parts.append(phrases.say_value)
     elif scenario.answer is not None:
         last = phrases.say_key.format(key=scenario.place) if scenario.place else phrases.say_first
         parts.append(last)
@@ -103,6 +109,8 @@ def _said(
 ) -> str:
     """A call, and within it those that its arguments are found by."""
     step = steps[number]
+    if step.question is not None:
+        return step.question.words
     told = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
     for name, found in step.found.items():
         source = _said(steps, found.step, descriptions, phrases)

@@ -1,0 +1,65 @@
+"""Real calls of a server that tasks are made for, in sessions as attempts have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+
+from agentevo.config.tools import ToolSection
+from agentevo.tools.state_checks import StateCheck
+from agentevo.tools.toolbox import UNANSWERED, AttemptTools, Toolbox
+from agentevo.types import Task
+
+REFUSED = ("num_wrong_arguments",)
+_SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
+"""How servers begin that call an error a result."""
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """A call and what came of it."""
+
+    tool: str
+    arguments: dict[str, Any]
+    text: str
+    is_error: bool = False
+    is_refused: bool = False
+    """The tool does not take these arguments."""
+    is_lost: bool = False
+    """Nobody answered."""
+
+
+class World:
+    """Sessions at the server that is to be learnt."""
+
+    def __init__(self, sections: Sequence[ToolSection]) -> None:
+        """Raises ConfigError for tools that can't be made."""
+        self._toolbox = Toolbox(sections)
+
+    def open(self, world: int, seed: int = 0) -> AbstractAsyncContextManager[AttemptTools]:
+        """A session, as an attempt at a task of that world has it, with a seed of its own."""
+        task = Task(id=f"making-{world}", metadata={"world": world})
+        return self._toolbox.open(task, seed=seed)
+
+    async def close(self) -> None:
+        """Ends what the sessions shared."""
+        await self._toolbox.close()
+
+
+async def asked(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> Answered:
+    """A real call."""
+    call = StateCheck(tool=tool, arguments=dict(arguments), result="").call()
+    before = dict(tools.metrics)
+    (result,) = await tools.call([call])
+    rose = {name for name, count in tools.metrics.items() if count > before.get(name, 0)}
+    return Answered(
+        tool=tool,
+        arguments=dict(arguments),
+        text=result.text,
+        is_error=result.is_error or bool(_SAYS_ERROR.match(result.text)),
+        is_refused=bool(rose.intersection(REFUSED)),
+        is_lost=bool(rose.intersection(UNANSWERED)),
+    )

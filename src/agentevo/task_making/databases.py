@@ -1,0 +1,251 @@
+"""A tool that answers SQL: found out by asking it for a number, then for its tables, columns, keys
+and values, from which questions are drawn (questions.py).
+
+Servers show rows in many forms (JSON, Python's, lines, Markdown), and some call an error a result.
+What is asked here is therefore marked, and in hexadecimal digits, so that it is read from any form
+alike. It is SQLite's SQL; other databases answer none of it and are left alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from agentevo.task_making.calls import Answered, asked
+from agentevo.task_making.questions import Condition, Link, Question, What, quoted
+from agentevo.task_making.values import properties
+from agentevo.tools.toolbox import AttemptTools
+
+MAX_TABLES = 20
+MAX_COLUMNS = 30
+"""Of a table."""
+MAX_VALUES = 30
+"""Of a column: what conditions name."""
+LONGEST_VALUE = 40
+MAX_CONDITIONS = 2
+LINKED = 0.3
+"""How often a condition is on the row that a foreign key names, where there is one."""
+_NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
+_MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
+_NUMBERS = ("INT", "REAL", "FLOA", "DOUB", "NUM", "DEC")
+
+
+class Column(NamedTuple):
+    """Of a table."""
+
+    name: str
+    is_number: bool
+    is_key: bool
+    """Its values name rows: the primary key, or a foreign one."""
+    values: tuple[Any, ...]
+
+
+class Table(NamedTuple):
+    """Of a database."""
+
+    name: str
+    columns: tuple[Column, ...]
+    links: tuple[Link, ...]
+
+
+class Database(NamedTuple):
+    """What a tool answers SQL of."""
+
+    parameter: str
+    """The tool's, for the SQL."""
+    tables: tuple[Table, ...]
+
+    def draw(self, draw: random.Random, before: Question | None = None) -> Question:
+        """A question; `before`: one that it asks with further conditions."""
+        if before is not None:
+            table = next(one for one in self.tables if one.name == before.table)
+            return _with_conditions(self, table, before, len(before.conditions) + 1, draw)
+        table = draw.choice(self.tables)
+        number = draw.randint(0, MAX_CONDITIONS)
+        numbers = [one.name for one in table.columns if one.is_number and not one.is_key]
+        plain = [one.name for one in table.columns if not one.is_key]
+        kinds: list[What] = ["count"]
+        kinds += ["total", "average", "largest", "smallest"] if numbers else []
+        kinds += ["value"] * 3 if plain else []
+        what = draw.choice(kinds)
+        if what == "count":
+            return _with_conditions(self, table, Question(table=table.name), max(1, number), draw)
+        if what != "value":
+            question = Question(table=table.name, what=what, column=draw.choice(numbers))
+            return _with_conditions(self, table, question, number, draw)
+        column = draw.choice(plain)
+        others = [one for one in numbers if one != column]
+        if others and draw.random() < 0.5:
+            most = draw.choice(others)
+            question = Question(table=table.name, what=what, column=column, most=most)
+            return _with_conditions(self, table, question, min(1, number), draw)
+        question = Question(table=table.name, what=what, column=column)
+        return _with_conditions(self, table, question, max(1, number), draw)
+
+
+def _with_conditions(
+    database: Database, table: Table, question: Question, number: int, draw: random.Random
+) -> Question:
+    """The question with so many conditions, or as many as the table has columns for."""
+    named = {question.column, question.most, *(one.column for one in question.conditions)}
+    conditions = list(question.conditions)
+    tables = {one.name: one for one in database.tables}
+    links = [one for one in table.links if one.table in tables]
+    foreign = {one.column for one in table.links}
+    primary = {one.name for one in table.columns if one.is_key} - foreign
+    for _ in range(number - len(conditions)):
+        if any(one.column in primary and one.link is None for one in conditions):
+            break  # one row is named
+        link = draw.choice(links) if links and draw.random() < LINKED else None
+        # A key's own value is asked for single values alone: a row more or less has no sum.
+        takes_key = question.what == "value" and not question.most and not conditions
+        fit = [
+            one
+            for one in (table if link is None else tables[link.table]).columns
+            if one.values
+            and one.name not in named
+            and (not one.is_key or (link is None and takes_key and one.name in primary))
+        ]
+        if not fit:
+            break
+        column = draw.choice(fit)
+        is_range = column.is_number and not column.is_key and question.what != "value"
+        sign = draw.choice((">", "<")) if is_range else "="
+        conditions.append(
+            Condition(column=column.name, sign=sign, value=draw.choice(column.values), link=link)
+        )
+        named.add(column.name)
+    return Question(
+        table=question.table,
+        what=question.what,
+        column=question.column,
+        conditions=tuple(conditions),
+        most=question.most,
+    )
+
+
+async def find_database(
+    tools: AttemptTools, name: str, schema: Mapping[str, Any]
+) -> tuple[Database, Answered] | None:
+    """What a tool answers SQL of, with a call that it answered; None for a tool that does not."""
+    needed = schema.get("required") or ()
+    parameters = [one for one in properties(schema) if _NAMES.search(one)]
+    parameter = next((one for one in parameters if set(needed) <= {one}), None)
+    if parameter is None:
+        return None
+
+    async def ask(sql: str) -> str | None:
+        got = await asked(tools, name, {parameter: f"SELECT {_mark(sql)} AS made"})
+        found = _MARKED.search(got.text)
+        return bytes.fromhex(found[1]).decode("utf-8", "replace") if found else None
+
+    if await ask("(17 * 3)") != "51":
+        return None
+    listed = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    made = _read(await ask(f"(SELECT json_group_array(sql) FROM ({listed} LIMIT {MAX_TABLES}))"))
+    tables = [one for one in map(_table, made) if one is not None]
+    known = []
+    for table in tables:
+        columns = []
+        for column in table.columns:
+            is_value = f"{quoted(column.name)} IS NOT NULL AND {quoted(column.name)} <> ''"
+            short = f"length({quoted(column.name)}) <= {LONGEST_VALUE}"
+            drawn = f"SELECT DISTINCT {quoted(column.name)} AS one FROM {quoted(table.name)} "
+            drawn += f"WHERE {is_value} AND {short} ORDER BY 1 LIMIT {MAX_VALUES}"
+            values = _read(await ask(f"(SELECT json_group_array(one) FROM ({drawn}))"))
+            plain = tuple(one for one in values if isinstance(one, (str, int, float)))
+            columns.append(column._replace(values=plain))
+        if any(one.values for one in columns):
+            known.append(table._replace(columns=tuple(columns)))
+    if not known:
+        return None
+    first = f"SELECT count(*) FROM {quoted(known[0].name)}"
+    return Database(parameter, tuple(known)), await asked(tools, name, {parameter: first})
+
+
+async def answer_of(
+    tools: AttemptTools, tool: str, parameter: str, question: Question
+) -> str | None:
+    """The value that a question has, as SQLite writes it; None where it has none, or several rows
+    could be meant."""
+    sql = question.sql
+    if question.what == "value" and not question.most:
+        number = sql.replace(quoted(question.column), "count(*)", 1)
+    elif question.most:
+        where = " AND ".join(one.sql for one in question.conditions) or "1"
+        table, most = quoted(question.table), quoted(question.most)
+        largest = f"SELECT max({most}) FROM {table} WHERE {where}"
+        number = f"SELECT count(*) FROM {table} WHERE {where} AND {most} = ({largest})"
+    else:
+        number = "SELECT 1"
+    got = await asked(tools, tool, {parameter: f"SELECT {_mark(f'({number})')} AS made"})
+    found = _MARKED.search(got.text)
+    if found is None or bytes.fromhex(found[1]) != b"1":
+        return None
+    got = await asked(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
+    found = _MARKED.search(got.text)
+    return bytes.fromhex(found[1]).decode("utf-8", "replace") or None if found else None
+
+
+def _mark(expression: str) -> str:
+    """Its text as hexadecimal digits between marks that the SQL itself does not hold; nothing for
+    NULL."""
+    return f"'made' || ':' || hex(CAST({expression} AS TEXT)) || ':' || 'made'"
+
+
+def _read(text: str | None) -> Sequence[Any]:
+    try:
+        found = json.loads(text or "[]")
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _table(sql: Any) -> Table | None:
+    """A table as its CREATE statement says, which is read by SQLite itself."""
+    if not isinstance(sql, str):
+        return None
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.set_authorizer(_only_a_table)
+        try:
+            connection.execute(sql)
+            connection.set_authorizer(None)
+            ((name,),) = connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+            )
+            columns = connection.execute(f"PRAGMA table_info({quoted(name)})").fetchall()
+            links = connection.execute(f"PRAGMA foreign_key_list({quoted(name)})").fetchall()
+        except (sqlite3.Error, sqlite3.Warning, ValueError):
+            return None
+    keys = [str(one[1]) for one in columns if one[5]]
+    known = tuple(
+        Link(str(one[3]), str(one[2]), str(one[4] or "rowid")) for one in links if one[1] == 0
+    )
+    foreign = {one.column for one in known}
+    return Table(
+        name=str(name),
+        columns=tuple(
+            Column(
+                name=str(one[1]),
+                is_number=any(kind in str(one[2]).upper() for kind in _NUMBERS),
+                is_key=str(one[1]) in keys or str(one[1]) in foreign,
+                values=(),
+            )
+            for one in itertools.islice(columns, MAX_COLUMNS)
+        ),
+        links=known,
+    )
+
+
+def _only_a_table(action: int, *_: Any) -> int:
+    allowed = {
+        *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_INSERT),
+        *(sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION),
+    }
+    return sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY

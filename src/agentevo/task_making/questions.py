@@ -1,0 +1,133 @@
+"""Questions to a database in SQL, with what they ask in words: counts, sums, averages, extremes and
+single values of the rows that meet conditions, also conditions on the row that a foreign key names.
+
+A question is data, from which its SQL and its words are made. A harder one has further conditions.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+What = Literal["count", "total", "average", "largest", "smallest", "value"]
+_FUNCTIONS = {
+    "total": "sum({})",
+    "average": "round(avg({}), 2)",
+    "largest": "max({})",
+    "smallest": "min({})",
+    "value": "{}",
+}
+_SIGNS = {"=": "", ">": "over ", "<": "under "}
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A foreign key."""
+
+    column: str
+    table: str
+    """The one that it names a row of."""
+    key: str
+    """That one's column."""
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows have to meet."""
+
+    column: str
+    sign: Literal["=", ">", "<"] = "="
+    value: str | int | float
+    link: Link | None = None
+    """The column is that of the row which this foreign key names."""
+
+    @property
+    def sql(self) -> str:
+        """For WHERE."""
+        own = f"{quoted(self.column)} {self.sign} {literal(self.value)}"
+        if self.link is None:
+            return own
+        other = f"SELECT {quoted(self.link.key)} FROM {quoted(self.link.table)} WHERE {own}"
+        return f"{quoted(self.link.column)} IN ({other})"
+
+    @property
+    def words(self) -> str:
+        """After "with": "city Oslo", "amount over 5", "customers of city Oslo"."""
+        own = f"{plain(self.column)} {_SIGNS[self.sign]}{self.value}"
+        return own if self.link is None else f"{plain(self.link.table)} of {own}"
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of one table."""
+
+    table: str
+    what: What = "count"
+    column: str = ""
+    """Whose value, sum or extreme is asked for; none for a count."""
+    conditions: tuple[Condition, ...] = ()
+    most: str = ""
+    """With `value`: of the row in which this column is largest."""
+
+    @property
+    def sql(self) -> str:
+        """One SELECT statement that gives one value."""
+        asked = _FUNCTIONS.get(self.what, "count(*)").format(quoted(self.column))
+        where = " AND ".join(one.sql for one in self.conditions)
+        parts = [f"SELECT {asked} FROM {quoted(self.table)}"]
+        parts += [f"WHERE {where}"] if where else []
+        parts += [f"ORDER BY {quoted(self.most)} DESC LIMIT 1"] if self.most else []
+        return " ".join(parts)
+
+    @property
+    def words(self) -> str:
+        """As what is to be done."""
+        table = plain(self.table)
+        kind = "" if self.what == "value" else f"{self.what} "
+        doing = (
+            f"counting the {table}"
+            if self.what == "count"
+            else f"finding the {kind}{plain(self.column)} of the {table}"
+        )
+        met = [one.words for one in self.conditions]
+        met += [f"the largest {plain(self.most)}"] if self.most else []
+        return f"{doing} with {' and '.join(met)}" if met else doing
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The values that the words have to name."""
+        return {f"{one.column} {one.sign}": one.value for one in self.conditions}
+
+    @property
+    def clauses(self) -> int:
+        """Beyond the first: what makes it harder."""
+        linked = sum(one.link is not None for one in self.conditions)
+        return max(0, len(self.conditions) + linked + bool(self.most) - 1)
+
+
+def quoted(name: str) -> str:
+    """A name of a table or column as SQL has it."""
+    plain_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and name.lower() not in _KEYWORDS
+    return name if plain_name else '"' + name.replace('"', '""') + '"'
+
+
+def literal(value: str | int | float) -> str:
+    """A value as SQL has it."""
+    return str(value) if not isinstance(value, str) else "'" + value.replace("'", "''") + "'"
+
+
+def plain(name: str) -> str:
+    """A name as people say it."""
+    return name.replace("_", " ")
+
+
+_KEYWORDS = frozenset(
+    [
+        *("all", "and", "as", "between", "by", "case", "check", "column", "commit", "create"),
+        *("default", "delete", "desc", "distinct", "drop", "else", "end", "escape", "except"),
+        *("exists", "for", "foreign", "from", "group", "having", "in", "index", "insert", "into"),
+        *("is", "isnull", "join", "key", "like", "limit", "not", "null", "offset", "on", "or"),
+        *("order", "primary", "references", "select", "set", "table", "then", "to", "transaction"),
+        *("union", "unique", "update", "using", "values", "when", "where", "with"),
+    ]
+)
+"""Of SQL that a bare name may not be."""

@@ -1,0 +1,168 @@
+"""Tasks for tools that answer SQL: what they ask is what SQLite says, in words that tell enough."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections import Counter
+from contextlib import closing
+
+import pytest
+
+import agentevo
+from agentevo.config.tools import FunctionToolSection
+from agentevo.errors import ConfigError
+from agentevo.task_making.demonstrations import demonstration
+from agentevo.task_making.making import Wanted, make_tasks
+from agentevo.task_making.questions import Condition, Link, Question
+from agentevo.task_making.scenario import CALLS, steps_of
+
+WANTED = Wanted(train=40, held_out=10)
+SHOP = """
+CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT, "home city" TEXT, age INT);
+CREATE TABLE "order" (number INTEGER PRIMARY KEY, who INTEGER REFERENCES customers(id),
+                      item TEXT UNIQUE, price REAL);
+CREATE TABLE nobody (one TEXT);
+"""
+PEOPLE = [(n, f"Name{n}", ("Oslo", "Rome", "St. John's")[n % 3], 20 + 3 * n) for n in range(1, 16)]
+ORDERS = [(n, n % 12 + 1, f"item {n}", round(n * 1.37, 2)) for n in range(1, 41)]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    """A database's file."""
+    file = tmp_path_factory.mktemp("shop") / "shop.db"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.executescript(SHOP)
+        connection.executemany("INSERT INTO customers VALUES (?, ?, ?, ?)", PEOPLE)
+        connection.executemany('INSERT INTO "order" VALUES (?, ?, ?, ?)', ORDERS)
+        connection.commit()
+    return file
+
+
+def made_for(sections, wanted=WANTED, **more):
+    return asyncio.run(make_tasks(sections, wanted, **more))
+
+
+def sections(file):
+    return [FunctionToolSection(name="database", options={"file": str(file)}, include=("query",))]
+
+
+@pytest.fixture(scope="module")
+def made(shop):
+    return made_for(sections(shop))
+
+
+def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop):
+    rows = [*made.train, *made.held_out]
+    with closing(sqlite3.connect(shop)) as connection:
+        for row in rows:
+            (step,) = steps_of(row)
+            ((value,),) = connection.execute(step.arguments["sql"])
+            assert str(value) == row["answer"] and row["answer"] in step.result
+            assert step.question is not None and step.arguments["sql"] == step.question.sql
+            for told in step.question.told.values():
+                assert str(told) in row["query"]
+            assert "SELECT" not in row["query"] and "query" not in row["query"]
+    said = Counter(step.question.what for row in rows for step in steps_of(row))
+    assert {"count", "total", "average", "largest", "smallest", "value"} <= set(said)
+    assert {row["difficulty"] for row in rows} >= {1, 2, 3}
+    sql = " ".join(row[CALLS][0]["arguments"]["sql"] for row in rows)
+    assert " IN (SELECT id FROM customers" in sql and "'St. John''s'" in sql
+    assert 'FROM "order"' in sql and '"home city"' in sql and "nobody" not in sql
+
+
+def test_the_same_seed_gives_the_same_tasks_and_no_content_is_on_both_sides(made, shop):
+    assert made_for(sections(shop)).train == made.train
+    contents = [{row["content"] for row in side} for side in (made.train, made.held_out)]
+    assert not contents[0] & contents[1]
+
+
+def test_demonstrations_call_the_tool_and_say_the_value(made):
+    for row in made.train[:5]:
+        *_, call, result, said = demonstration(row, made.known.specs)["messages"]
+        arguments = json.loads(call["tool_calls"][0]["function"]["arguments"])
+        assert arguments == row[CALLS][0]["arguments"]
+        assert said["content"] == row["answer"] and row["answer"] in result["content"]
+
+
+def test_harder_variants_have_a_further_condition(made, shop):
+    easy = [row for row in made.train if row["difficulty"] == 1][:12]
+    wanted = Wanted(train=8, held_out=0)
+    harder = made_for(sections(shop), wanted, harder_than=easy)
+    by_id = {row["id"]: steps_of(row)[-1].question for row in easy}
+    for row in harder.train:
+        question, before = steps_of(row)[-1].question, by_id[row["variant_of"]]
+        assert question.conditions[: len(before.conditions)] == before.conditions
+        assert question.clauses > before.clauses
+        assert (question.what, question.column) == (before.what, before.column)
+
+
+def test_questions_say_in_sql_what_they_say_in_words():
+    link = Link(column="who", table="customers", key="id")
+    question = Question(
+        table="order",
+        what="value",
+        column="item",
+        conditions=(Condition(column="home city", value="St. John's", link=link),),
+        most="price",
+    )
+    assert question.sql == (
+        'SELECT item FROM "order" WHERE who IN (SELECT id FROM customers WHERE '
+        "\"home city\" = 'St. John''s') ORDER BY price DESC LIMIT 1"
+    )
+    assert question.words == (
+        "finding the item of the order with customers of home city St. John's and the largest price"
+    )
+    assert question.clauses == 2
+
+
+@agentevo.tool("claims_sql")
+class Liar:
+    """Says that it answers SQL."""
+
+    def query(self, sql: str) -> str:
+        """Asks.
+
+        Args:
+            sql: Anything.
+        """
+        if "17 * 3" in sql:
+            return "made:3531:made"
+        endless = "CREATE TABLE t AS WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) "
+        shown = [f"{endless} SELECT x FROM c", "DROP TABLE t", 7, 'CREATE TABLE "a""b" (x)']
+        return f"made:{json.dumps(shown).encode().hex()}:made"
+
+
+@agentevo.tool("repeats_sql")
+def parrot(sql: str) -> str:
+    """Repeats.
+
+    Args:
+        sql: Anything.
+    """
+    return sql
+
+
+@agentevo.tool("fails_sql")
+def failing(query: str) -> str:
+    """Fails, and calls that a result.
+
+    Args:
+        query: Anything.
+    """
+    return f"Database error: near {query!r}"
+
+
+def test_servers_that_lie_about_databases_are_no_databases():
+    """What one says its tables are is read without running anything of it."""
+    with pytest.raises(agentevo.AgentEvoError):
+        made_for([FunctionToolSection(name="claims_sql")], Wanted(train=2, held_out=0))
+    known = made_for([FunctionToolSection(name="repeats_sql")], Wanted(train=2, held_out=0)).known
+    assert known.databases == {}
+
+
+def test_an_error_that_is_called_a_result_is_an_error():
+    with pytest.raises(ConfigError, match="Database error: near"):
+        made_for([FunctionToolSection(name="fails_sql")], Wanted(train=2, held_out=0))
