@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentevo.config import sources
 from agentevo.evolution.schema import EvolveSection
 from agentevo.rollout.task_files import HELD_OUT, TRAIN
 from agentevo.task_making.files import DEMONSTRATIONS
@@ -37,7 +38,8 @@ def stages_of(
     if shown.source != "none":
         is_calls = shown.source == "calls"
         file = str(folder / DEMONSTRATIONS) if is_calls else "${stages.choose.file}"
-        stages["show"] = {"kind": "sft", "config": {"data": {"train": file}, **shown.config}}
+        config = sources.overlay({"data": {"train": file}}, shown.config)
+        stages["show"] = {"kind": "sft", "config": config}
     stages = {name: one for name, one in stages.items() if name not in section.skip}
     begin = "stages.show.checkpoint" if "show" in stages else first
     more_tasks = section.new_tasks > 0 and section.rounds > 1

@@ -18,7 +18,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from agentevo.task_making.calls import Answered, asked
-from agentevo.task_making.questions import Condition, Link, Question, What, quoted
+from agentevo.task_making.questions import Condition, Link, Question, Sign, What, quoted
 from agentevo.task_making.values import properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -116,7 +116,8 @@ def _with_conditions(
             break
         column = draw.choice(fit)
         is_range = column.is_number and not column.is_key and question.what != "value"
-        sign = draw.choice((">", "<")) if is_range else "="
+        signs: tuple[Sign, ...] = (">", "<") if is_range else ("=",)
+        sign = draw.choice(signs)
         conditions.append(
             Condition(column=column.name, sign=sign, value=draw.choice(column.values), link=link)
         )

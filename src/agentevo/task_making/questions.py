@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 What = Literal["count", "total", "average", "largest", "smallest", "value"]
+Sign = Literal["=", ">", "<"]
 _FUNCTIONS = {
     "total": "sum({})",
     "average": "round(avg({}), 2)",
@@ -36,7 +37,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows have to meet."""
 
     column: str
-    sign: Literal["=", ">", "<"] = "="
+    sign: Sign = "="
     value: str | int | float
     link: Link | None = None
     """The column is that of the row which this foreign key names."""
