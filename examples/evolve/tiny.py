@@ -38,12 +38,13 @@ def arguments(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of policy and draws")
     parser.add_argument("--without", nargs="*", choices=WITHOUT, default=[], help="ablations")
-    parser.add_argument("--tasks", type=int, default=400)
+    parser.add_argument("--tasks", type=int, default=1000)
     parser.add_argument("--held-out", type=int, default=64)
-    parser.add_argument("--demonstrations", type=int, default=2000)
+    parser.add_argument("--demonstrations", type=int, default=4000)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=128)
     return parser
 
 
@@ -72,7 +73,7 @@ def recipe(
     """What `agentevo evolve` reads."""
     fine_tuning = {
         "sft": {
-            "epochs": 1,
+            "epochs": given.epochs,
             "batch_conversations": 8,
             "learning_rate": 3e-3,
             "min_lr_ratio": 0.1,
@@ -96,7 +97,7 @@ def recipe(
         "model": {"name": model},
         "agent": {"tools": [dict(tool)], "max_turns": 6},
         "tasks": {"curriculum": None} if "curriculum" in given.without else {},
-        "sampling": {"max_new_tokens": 96},
+        "sampling": {"max_new_tokens": 128},
         "algorithm": {"name": "grpo"},
         "trainer": {
             "steps": given.steps,

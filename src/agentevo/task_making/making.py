@@ -168,6 +168,8 @@ class _Maker:
             number += AT_ONCE
             walked = await asyncio.gather(*map(self._walked, numbers))
             for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
+                if scenario is None and heard:
+                    self._used.fruitless[heard[-1].tool] += 1
                 for got in heard:
                     learn(self._known, got)
                 is_kept = scenario is not None and self._keep(scenario, draw)
@@ -247,7 +249,7 @@ class _Maker:
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
-            self._used.repeated[scenario.steps[-1].tool] += reason == THERE
+            self._used.fruitless[scenario.steps[-1].tool] += reason == THERE
             return False
         self._taken.add(scenario.content)
         self._queries.add(query)

@@ -40,8 +40,8 @@ class Coverage:
         self.pairs: Counter[tuple[str, str]] = Counter()
         self.answers: Counter[tuple[str, str]] = Counter()
         """Of the last tool and what the agent has to say."""
-        self.repeated: Counter[str] = Counter()
-        """Last tool -> walks that came to a scenario which was there already."""
+        self.fruitless: Counter[str] = Counter()
+        """Last tool -> walks to it that gave no new task."""
 
     def add(self, tools: Sequence[str], answer: str | None) -> None:
         """A scenario that is kept."""
@@ -54,7 +54,7 @@ class Coverage:
         """Of the next tool of a walk."""
         pair = 0 if before is None else self.pairs[before, tool]
         variety = QUESTIONS if has_questions else 1
-        uses = self.tools[tool] + self.repeated[tool]
+        uses = self.tools[tool] + self.fruitless[tool]
         return 1.0 / (1.0 + uses / variety) / (1.0 + pair / variety)
 
 

@@ -8,6 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 BARS = 24
+MOST_WHOLE = 2**20
+"""A range of whole numbers each of which is counted by itself."""
+NEAR = 1e-6
+"""Of a quotient to a whole number."""
 CLOSE = 1e-6
 """A width of a bar beside the values' own size below which a quotient does not say its number."""
 
@@ -24,13 +28,25 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[Bar]:
     """Of values [N], with the successes [N] among them; none of no values."""
     if not len(values):
         return []
-    edges = edges_of(float(values.min()), float(values.max()), is_whole=is_whole)
-    places = bar_of(values, edges)
-    counts = np.bincount(places, minlength=len(edges) - 1)
-    successes = np.bincount(places[good], minlength=len(edges) - 1)
+    low, high = float(values.min()), float(values.max())
+    edges = edges_of(low, high, is_whole=is_whole)
+    num = len(edges) - 1
+    if is_whole and high - low < MOST_WHOLE:
+        # Each whole number is counted, and then those of a bar are added up.
+        own = values.astype(np.int64) - int(low) if values.dtype.kind != "i" else values - int(low)
+        places = bar_of(np.arange(low, high + 1), edges)
+        both = (
+            np.bincount(own, minlength=len(places)),
+            np.bincount(own[good], minlength=len(places)),
+        )
+        counts, successes = (np.bincount(places, one, minlength=num) for one in both)
+    else:
+        places = bar_of(values, edges)
+        both = np.bincount(2 * places + good, minlength=2 * num).reshape(num, 2).T
+        counts, successes = both[0] + both[1], both[1]
     return [
         Bar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
-        for i in range(len(counts))
+        for i in range(num)
     ]
 
 
@@ -55,7 +71,13 @@ def bar_of(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     width = float(edges[-1] - edges[0]) / num
     if width <= CLOSE * max(abs(float(edges[0])), abs(float(edges[-1]))):
         return np.clip(np.searchsorted(edges, values, side="right") - 1, 0, num - 1)
-    found = np.clip(((values - edges[0]) / width).astype(np.int64), 0, num - 1)
-    found -= values < edges[found]  # the quotient is rounded
-    found += (values >= edges[found + 1]) & (found < num - 1)
+    quotients = (values - edges[0]) / width
+    found = quotients.astype(np.int32)
+    np.minimum(found, num - 1, out=found)
+    # Only a quotient that is nearly whole may be rounded to the wrong side of an edge.
+    near = np.flatnonzero(np.abs(quotients - np.rint(quotients)) < NEAR)
+    own, places = values[near], found[near]
+    places -= own < edges[places]
+    places += (own >= edges[places + 1]) & (places < num - 1)
+    found[near] = places
     return found

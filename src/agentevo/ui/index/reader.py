@@ -127,20 +127,20 @@ class IndexReader:
         table = self._table()
         where, is_cut = self._where(table, selection)
         column, descending, _ = ORDERS[selection.order]
-        values = table[column].astype(np.float64)
-        has_value = ~np.isnan(values)
+        values = table[column].astype(np.float64, copy=False)
         if column == "age":
-            has_value &= table["age"] != NONE
-        where &= has_value
+            where = where & (values != NONE)
+        elif table[column].dtype.kind == "f":
+            where = where & ~np.isnan(values)
         total = int(np.count_nonzero(where))
         seqs, sign = table["seq"], -1.0 if descending else 1.0
         keys = sign * values
         if selection.after is not None:
             value, seq = sign * selection.after[0], selection.after[1]
-            where &= (keys > value) | ((keys == value) & (seqs < seq))
+            where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
         found = np.flatnonzero(where)
         if len(found) > size:  # no sort of a million rows for the first fifty
-            own = keys[found]
+            own = keys if len(found) == len(keys) else keys[found]
             bound = np.partition(own, size)[size]
             before, equal = found[own < bound], found[own == bound]
             more = size + 1 - len(before)  # of many equal ones the newest
@@ -161,8 +161,8 @@ class IndexReader:
         where, _ = self._where(table, free)
         values = table[RANGES[name]]
         if name == "age":
-            where &= values != NONE
-        return bars(values[where], table["success"][where], is_whole=name != "reward")
+            where = where & (values != NONE)
+        return bars(_of(values, where), _of(table["success"], where), is_whole=name != "reward")
 
     def group(self, group_id: str) -> list[Row]:
         """The attempts of a group in the order of their numbers."""
@@ -218,12 +218,13 @@ class IndexReader:
         where, _ = self._where(table, msgspec.structs.replace(selection, choices=choices))
         numbers: dict[int, str] = dict(enumerate(CHOICES.get(name, ())))
         if name == "outcome":
-            values = np.where(table["success"], 0, 1)[where]
+            good = int(np.count_nonzero(table["success"] & where))
+            values = np.repeat([0, 1], [good, int(np.count_nonzero(where)) - good])
         elif name in CHOICES:
-            values = table[name][where]
-            values = values[values >= 0]
+            values = _of(table[name], where)
+            values = _of(values, values >= 0)
         else:
-            values = table[WORDS[name]][where]
+            values = _of(table[WORDS[name]], where)
             rows = self._all("SELECT number, text FROM words")
             numbers = {int(row[0]): str(row[1]) for row in rows}
         counts = np.bincount(values)
@@ -236,10 +237,10 @@ class IndexReader:
         """Number, successes, mean reward and its standard deviation."""
         table = self._table()
         where, _ = self._where(table, selection)
-        rewards = table["reward"][where]
+        rewards = _of(table["reward"], where)
         if not len(rewards):
             return 0, 0, None, None
-        good = int(np.count_nonzero(table["success"][where]))
+        good = int(np.count_nonzero(table["success"] & where))
         return len(rewards), good, float(rewards.mean()), float(rewards.std())
 
     def has_values(self, selection: Selection) -> dict[str, bool]:
@@ -292,16 +293,16 @@ class IndexReader:
         return Row(**fields, snippet=snippet)
 
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
-        """[N] bool: which rows are selected, the caller's own; and whether a search was cut. A page
-        asks for the same selection again and again: a steady one is worked out once."""
+        """[N] bool: which rows are selected, not to be changed; and whether a search was cut. A
+        page asks for the same selection again and again: a steady one is worked out once."""
         held = getattr(self._local, "held", None)
         if held is None:
             return self._selected(table, selection)
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
         if key not in held:
             held[key] = self._selected(table, selection)
-        where, is_cut = held[key]
-        return where.copy(), is_cut
+        found: tuple[np.ndarray, bool] = held[key]
+        return found
 
     def _selected(
         self, table: dict[str, np.ndarray], selection: Selection
@@ -427,6 +428,11 @@ class IndexReader:
             self._local.inode = inode
         connection: sqlite3.Connection = held
         return connection
+
+
+def _of(column: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """The selected ones; the column itself where that is all of it."""
+    return column if where.all() else column[where]
 
 
 def match_of(text: str) -> str:
