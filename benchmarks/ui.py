@@ -1,7 +1,7 @@
 """What the dashboard costs: its first page, every list at a million attempts, and a training that
 fifty people watch.
 
-    .venv/bin/python benchmarks/ui.py [--only first,pages,viewers] [--attempts 1000000] [--save FILE]
+    .venv/bin/python benchmarks/ui.py [--only first,pages,viewers] [--attempts N] [--save FILE]
 
     first      the runs page with style and scripts: seconds until all of it is there, and gzipped
                bytes
