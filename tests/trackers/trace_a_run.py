@@ -35,7 +35,7 @@ def run_of(place: str) -> RunConfig:
     """A recipe as a person would have it."""
     folder = Path(place) if "://" not in place else Path.cwd() / "run"
     folder.mkdir(exist_ok=True)
-    keys = {"backend": "mlflow"}
+    keys: dict[str, Any] = {"backend": "mlflow", "flush_s": 600}  # the machine may be slow
     keys |= {"endpoint": place, "experiment": EXPERIMENT} if "://" in place else {}
     return build_config(
         {
