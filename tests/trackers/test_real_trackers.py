@@ -37,6 +37,7 @@ def call(name: str, folder: Path, program: str, *words: str) -> str:
         "HOME": str(folder),
         "TRACKIO_DIR": str(folder / "trackio"),
         "SOME_API_KEY": "hush-hush-hush",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "120",  # seconds: the machine may be slow
     }
     done = subprocess.run(
         [python(name), str(HERE / program), *words],
