@@ -25,6 +25,7 @@ def evolved(example, folder, *words):
     return (folder / "evolved" / "tasks" / "train.jsonl").read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
 def test_a_booking_office(tmp_path):
@@ -33,6 +34,7 @@ def test_a_booking_office(tmp_path):
     assert (tmp_path / "evolved" / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
 def test_a_server_that_others_wrote(tmp_path):
