@@ -33,17 +33,13 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[Bar]:
     num = len(edges) - 1
     if is_whole and high - low < MOST_WHOLE:
         # Each whole number is counted, and then those of a bar are added up.
-        own = values.astype(np.int64) - int(low) if values.dtype.kind != "i" else values - int(low)
+        own = (values if values.dtype.kind == "i" else values.astype(np.int64)) - int(low)
         places = bar_of(np.arange(low, high + 1), edges)
-        both = (
-            np.bincount(own, minlength=len(places)),
-            np.bincount(own[good], minlength=len(places)),
-        )
-        counts, successes = (np.bincount(places, one, minlength=num) for one in both)
+        all_of, good_of = (np.bincount(one, minlength=len(places)) for one in (own, own[good]))
+        counts, successes = (np.bincount(places, one, minlength=num) for one in (all_of, good_of))
     else:
-        places = bar_of(values, edges)
-        both = np.bincount(2 * places + good, minlength=2 * num).reshape(num, 2).T
-        counts, successes = both[0] + both[1], both[1]
+        both = np.bincount(2 * bar_of(values, edges) + good, minlength=2 * num)
+        counts, successes = both[::2] + both[1::2], both[1::2]
     return [
         Bar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
         for i in range(num)
