@@ -8,7 +8,7 @@ import sys
 import pytest
 
 LIMIT_S = 0.5
-TIMES = 4.0
+TIMES = 3.5
 """What it may take beside the import of pydantic and typer alone, on a machine that is slower."""
 HEAVY = (
     "torch",

@@ -12,7 +12,7 @@ import pytest
 
 import agentevo
 from agentevo.config.tools import FunctionToolSection
-from agentevo.errors import ConfigError
+from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
 from agentevo.task_making.questions import Condition, Link, Question
@@ -99,6 +99,32 @@ def test_harder_variants_have_a_further_condition(made, shop):
         assert (question.what, question.column) == (before.what, before.column)
 
 
+def test_many_tables_with_long_statements_and_short_names(tmp_path):
+    """A result holds `max_result_chars` at most, which all statements together pass."""
+    file = tmp_path / "many.db"
+    with closing(sqlite3.connect(file)) as connection:
+        for number in range(20):
+            comment = f"/* {'what this is for ' * 30} */"
+            connection.execute(f"CREATE TABLE t{number} (E TEXT, S INTEGER {comment})")
+            rows = [(f"w{one}", 7 * one + number) for one in range(12)]
+            connection.executemany(f"INSERT INTO t{number} VALUES (?, ?)", rows)
+        connection.commit()
+    made = made_for(sections(file))
+    asked = [steps_of(row)[-1].question for row in made.train]
+    assert len(made.known.databases["query"].tables) == 20
+    assert {("value", "E"), ("value", "S")} <= {(one.what, one.column) for one in asked}
+
+
+def test_a_question_of_another_database_has_no_harder_variant(made, shop, tmp_path):
+    other = tmp_path / "other.db"
+    with closing(sqlite3.connect(other)) as connection:
+        connection.execute("CREATE TABLE birds (name TEXT)")
+        connection.execute("INSERT INTO birds VALUES ('crow')")
+        connection.commit()
+    with pytest.raises(AgentEvoError, match="nothing that the server can be asked"):
+        made_for(sections(other), Wanted(train=1, held_out=0), harder_than=made.train[:2])
+
+
 def test_questions_say_in_sql_what_they_say_in_words():
     link = Link(column="who", table="customers", key="id")
     question = Question(
@@ -157,7 +183,7 @@ def failing(query: str) -> str:
 
 def test_servers_that_lie_about_databases_are_no_databases():
     """What one says its tables are is read without running anything of it."""
-    with pytest.raises(agentevo.AgentEvoError):
+    with pytest.raises(AgentEvoError):
         made_for([FunctionToolSection(name="claims_sql")], Wanted(train=2, held_out=0))
     known = made_for([FunctionToolSection(name="repeats_sql")], Wanted(train=2, held_out=0)).known
     assert known.databases == {}

@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import msgspec
+
 from agentevo.task_making.calls import Answered, asked
-from agentevo.task_making.questions import Condition, Link, Question, Sign, What, quoted
+from agentevo.task_making.questions import Condition, Link, Question, Sign, What, literal, quoted
 from agentevo.task_making.values import properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -33,6 +35,10 @@ LINKED = 0.3
 """How often a condition is on the row that a foreign key names, where there is one."""
 _NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
 _MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
+_MAKES_A_TABLE = {
+    *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_INSERT),
+    *(sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION),
+}
 _NUMBERS = ("INT", "REAL", "FLOA", "DOUB", "NUM", "DEC")
 
 
@@ -64,7 +70,9 @@ class Database(NamedTuple):
     def draw(self, draw: random.Random, before: Question | None = None) -> Question:
         """A question; `before`: one that it asks with further conditions."""
         if before is not None:
-            table = next(one for one in self.tables if one.name == before.table)
+            table = next((one for one in self.tables if one.name == before.table), None)
+            if table is None:  # it was asked of another database
+                return before
             return _with_conditions(self, table, before, len(before.conditions) + 1, draw)
         table = draw.choice(self.tables)
         number = draw.randint(0, MAX_CONDITIONS)
@@ -122,13 +130,7 @@ def _with_conditions(
             Condition(column=column.name, sign=sign, value=draw.choice(column.values), link=link)
         )
         named.add(column.name)
-    return Question(
-        table=question.table,
-        what=question.what,
-        column=question.column,
-        conditions=tuple(conditions),
-        most=question.most,
-    )
+    return msgspec.structs.replace(question, conditions=tuple(conditions))
 
 
 async def find_database(
@@ -142,31 +144,32 @@ async def find_database(
         return None
 
     async def ask(sql: str) -> str | None:
-        got = await asked(tools, name, {parameter: f"SELECT {_mark(sql)} AS made"})
-        found = _MARKED.search(got.text)
-        return bytes.fromhex(found[1]).decode("utf-8", "replace") if found else None
+        return await _value(tools, name, parameter, sql)
 
-    if await ask("(17 * 3)") != "51":
+    if await ask("17 * 3") != "51":
         return None
-    listed = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-    made = _read(await ask(f"(SELECT json_group_array(sql) FROM ({listed} LIMIT {MAX_TABLES}))"))
-    tables = [one for one in map(_table, made) if one is not None]
+    listed = "FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    names = f"SELECT json_group_array(name) FROM (SELECT name {listed} LIMIT {MAX_TABLES})"
     known = []
-    for table in tables:
+    for each in filter(lambda one: isinstance(one, str), _read(await ask(names))):
+        # One by one: a result is as long as a section's max_result_chars at most.
+        table = _table(await ask(f"SELECT sql {listed} AND name = {literal(each)}"))
+        if table is None:
+            continue
         columns = []
         for column in table.columns:
             is_value = f"{quoted(column.name)} IS NOT NULL AND {quoted(column.name)} <> ''"
             short = f"length({quoted(column.name)}) <= {LONGEST_VALUE}"
             drawn = f"SELECT DISTINCT {quoted(column.name)} AS one FROM {quoted(table.name)} "
             drawn += f"WHERE {is_value} AND {short} ORDER BY 1 LIMIT {MAX_VALUES}"
-            values = _read(await ask(f"(SELECT json_group_array(one) FROM ({drawn}))"))
+            values = _read(await ask(f"SELECT json_group_array(one) FROM ({drawn})"))
             plain = tuple(one for one in values if isinstance(one, (str, int, float)))
             columns.append(column._replace(values=plain))
         if any(one.values for one in columns):
             known.append(table._replace(columns=tuple(columns)))
     if not known:
         return None
-    first = f"SELECT count(*) FROM {quoted(known[0].name)}"
+    first = Question(table=known[0].name).sql
     return Database(parameter, tuple(known)), await asked(tools, name, {parameter: first})
 
 
@@ -175,23 +178,18 @@ async def answer_of(
 ) -> str | None:
     """The value that a question has, as SQLite writes it; None where it has none, or several rows
     could be meant."""
-    sql = question.sql
-    if question.what == "value" and not question.most:
-        number = sql.replace(quoted(question.column), "count(*)", 1)
-    elif question.most:
-        where = " AND ".join(one.sql for one in question.conditions) or "1"
-        table, most = quoted(question.table), quoted(question.most)
-        largest = f"SELECT max({most}) FROM {table} WHERE {where}"
-        number = f"SELECT count(*) FROM {table} WHERE {where} AND {most} = ({largest})"
-    else:
-        number = "SELECT 1"
-    got = await asked(tools, tool, {parameter: f"SELECT {_mark(f'({number})')} AS made"})
-    found = _MARKED.search(got.text)
-    if found is None or bytes.fromhex(found[1]) != b"1":
+    meant = question.meant_sql
+    if meant is not None and await _value(tools, tool, parameter, meant) != "1":
         return None
+    return await _value(tools, tool, parameter, question.sql) or None
+
+
+async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
+    """What an expression, or a statement that gives one value, comes to; empty for NULL, None where
+    that is no answer."""
     got = await asked(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
     found = _MARKED.search(got.text)
-    return bytes.fromhex(found[1]).decode("utf-8", "replace") or None if found else None
+    return bytes.fromhex(found[1]).decode("utf-8", "replace") if found else None
 
 
 def _mark(expression: str) -> str:
@@ -245,8 +243,4 @@ def _table(sql: Any) -> Table | None:
 
 
 def _only_a_table(action: int, *_: Any) -> int:
-    allowed = {
-        *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_INSERT),
-        *(sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION),
-    }
-    return sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK if action in _MAKES_A_TABLE else sqlite3.SQLITE_DENY

@@ -41,7 +41,6 @@ LONGEST_QUERY = 4000
 """Characters of a task: descriptions may be of any length."""
 MOST_ALIKE = 0.4
 """Share of the tasks that have one difficulty, as long as others are found."""
-THERE = "there already"
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
 """Tasks at most whose last call and answer are the same, or that share of all that are wanted: an
@@ -168,11 +167,11 @@ class _Maker:
             number += AT_ONCE
             walked = await asyncio.gather(*map(self._walked, numbers))
             for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
-                if scenario is None and heard:
-                    self._used.fruitless[heard[-1].tool] += 1
                 for got in heard:
                     learn(self._known, got)
                 is_kept = scenario is not None and self._keep(scenario, draw)
+                if heard and not is_kept:
+                    self._used.fruitless[heard[-1].tool] += 1
                 self._misses = 0 if is_kept else self._misses + 1
             self._progress(len(made.train) + len(made.held_out))
         made.reasons = dict(self._reasons.most_common())
@@ -249,7 +248,6 @@ class _Maker:
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
-            self._used.fruitless[scenario.steps[-1].tool] += reason == THERE
             return False
         self._taken.add(scenario.content)
         self._queries.add(query)
@@ -263,7 +261,7 @@ class _Maker:
         """Why nobody needs it, whatever it comes to; empty if somebody does."""
         made, wanted, content = self._made, self._wanted, scenario.content
         if content in self._taken:
-            return THERE
+            return "there already"
         is_apart = is_held_out(content)
         if len(made.held_out if is_apart else made.train) >= (
             wanted.held_out if is_apart else wanted.train
@@ -273,7 +271,7 @@ class _Maker:
 
     def _problem(self, scenario: Scenario, query: str) -> str:
         if query in self._queries:
-            return THERE
+            return "there already"
         if len(query) > LONGEST_QUERY:
             return "its words are too long"
         if named_tools(query, self._known.names):

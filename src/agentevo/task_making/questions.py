@@ -73,11 +73,25 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     def sql(self) -> str:
         """One SELECT statement that gives one value."""
         asked = _FUNCTIONS.get(self.what, "count(*)").format(quoted(self.column))
+        last = f" ORDER BY {quoted(self.most)} DESC LIMIT 1" if self.most else ""
+        return f"SELECT {asked} {self._rows}{last}"
+
+    @property
+    def meant_sql(self) -> str | None:
+        """With `value`: how many rows could be meant; None where all that meet the conditions
+        are."""
+        if self.what != "value":
+            return None
+        if not self.most:
+            return f"SELECT count(*) {self._rows}"
+        most = quoted(self.most)
+        joined = "AND" if self.conditions else "WHERE"
+        return f"SELECT count(*) {self._rows} {joined} {most} = (SELECT max({most}) {self._rows})"
+
+    @property
+    def _rows(self) -> str:
         where = " AND ".join(one.sql for one in self.conditions)
-        parts = [f"SELECT {asked} FROM {quoted(self.table)}"]
-        parts += [f"WHERE {where}"] if where else []
-        parts += [f"ORDER BY {quoted(self.most)} DESC LIMIT 1"] if self.most else []
-        return " ".join(parts)
+        return f"FROM {quoted(self.table)}{f' WHERE {where}' if where else ''}"
 
     @property
     def words(self) -> str:

@@ -218,16 +218,15 @@ class IndexReader:
         where, _ = self._where(table, msgspec.structs.replace(selection, choices=choices))
         numbers: dict[int, str] = dict(enumerate(CHOICES.get(name, ())))
         if name == "outcome":
-            good = int(np.count_nonzero(table["success"] & where))
-            values = np.repeat([0, 1], [good, int(np.count_nonzero(where)) - good])
+            good = np.count_nonzero(table["success"] & where)
+            counts = np.array([good, np.count_nonzero(where) - good])
         elif name in CHOICES:
             values = _of(table[name], where)
-            values = _of(values, values >= 0)
+            counts = np.bincount(_of(values, values >= 0))
         else:
-            values = _of(table[WORDS[name]], where)
+            counts = np.bincount(_of(table[WORDS[name]], where))
             rows = self._all("SELECT number, text FROM words")
             numbers = {int(row[0]): str(row[1]) for row in rows}
-        counts = np.bincount(values)
         found = [
             (numbers[i], int(counts[i])) for i in np.flatnonzero(counts).tolist() if numbers.get(i)
         ]
