@@ -8,9 +8,10 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from dashboard_visitor import Visitor, dashboard
+from dashboard_visitor import SEEN_MS, Visitor, dashboard
 
 Visit = Callable[..., Visitor]
 pytestmark = pytest.mark.slow
@@ -21,6 +22,28 @@ def add_step(folder: Path, step: int, **metrics: float) -> None:
     row = {"step": step, "time": time.time(), "timing_s/step": 1.0, **metrics}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def drag(page: Any, curve: Any, begin: float, end: float) -> None:
+    """Moves the pressed mouse from this share of a curve's width to that one."""
+    area = curve.bounding_box()
+    middle = area["y"] + area["height"] / 2
+    page.mouse.move(area["x"] + area["width"] * begin, middle)
+    page.mouse.down()
+    page.mouse.move(area["x"] + area["width"] * end, middle, steps=4)
+    page.mouse.up()
+
+
+def until_read(page: Any, share: float, words: str) -> None:
+    """Waits until the mouse at this share of the first curve's width reads this there."""
+    read = page.locator(f"#curves .reading:has-text({json.dumps(words)})")
+    ends = time.monotonic() + SEEN_MS / 1000
+    while not read.count():
+        assert time.monotonic() < ends, page.locator("#curves .reading").all_inner_texts()
+        area = page.locator("#curves .u-over").first.bounding_box()
+        page.mouse.move(area["x"] + area["width"] * share, area["y"] + area["height"] / 3)
+        page.mouse.move(area["x"] + area["width"] * share, area["y"] + area["height"] / 2)
+        page.wait_for_timeout(50)
 
 
 def test_a_committed_step_is_on_open_pages_within_two_seconds(
@@ -72,6 +95,17 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         assert page.locator("figure.chart").count() == 0
         add_step(folder / "late", 8, **{"critic/score/mean": 0.5})
         page.wait_for_selector("#curves figure.chart canvas")
+        # A reader who looks closer at some steps goes on to see those when one is added.
+        for step in (9, 10, 11):
+            add_step(folder / "late", step, **{"critic/score/mean": 0.5})
+        visitor.go("/runs/late").wait_for_selector(".pulse[data-on=yes]")
+        curve = page.locator("#curves .u-over").first
+        until_read(page, 0.99, "step 11 ")
+        drag(page, curve, 0.6, 0.95)
+        until_read(page, 0.01, "step 10 ")
+        add_step(folder / "late", 12, **{"critic/score/mean": 0.25})
+        visitor.until("document.querySelector('#curves .last').textContent === '0.25'")
+        until_read(page, 0.01, "step 10 ")
         page.close()
 
 
@@ -113,13 +147,9 @@ def test_a_click_on_a_curve_leads_to_the_groups_of_its_step(shown_url: str, visi
     page = visit(shown_url).go("/runs/lake")
     curve = page.locator("#curves .u-over").first
     curve.scroll_into_view_if_needed()
+    drag(page, curve, 0.01, 0.99)  # looks closer, and leads nowhere
     area = curve.bounding_box()
-    right, middle = area["x"] + area["width"] - 3, area["y"] + area["height"] / 2
-    page.mouse.move(area["x"] + 3, middle)
-    page.mouse.down()
-    page.mouse.move(right, middle, steps=4)  # drags: looks closer, and leads nowhere
-    page.mouse.up()
-    page.mouse.dblclick(right - 20, middle)
+    page.mouse.dblclick(area["x"] + area["width"] - 20, area["y"] + area["height"] / 2)
     page.wait_for_url("**/runs/lake/steps/2")
 
 

@@ -46,19 +46,30 @@
     });
     const axis = { stroke: styled("--soft"), grid: { stroke: styled("--line"), width: 1 }, ticks: { show: false }, font: `11px ${styled("--sans")}`, gap: 4 };
     const whole = !told.time && told.x.every((value) => value == null || Number.isInteger(value));
-    const show = (value) => (told.share ? `${number(value * 100)}%` : number(value));
+    const show = (value) => (figure.told.share ? `${number(value * 100)}%` : number(value));
     const options = {
       width: body.clientWidth, height: body.clientHeight, legend: { show: false }, padding: [6, 8, 0, 0],
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, sync: figure.dataset.sync ? { key: figure.dataset.sync } : undefined },
       scales: { x: { time: Boolean(told.time) }, y: told.share ? { range: [-0.02, 1.02] } : { range: (chart, low, high) => span(low, high) } },
       axes: [{ ...axis, size: 22, ...(whole ? { incrs: WHOLE } : {}) }, { ...axis, size: 46, values: (chart, ticks) => ticks.map(show) }],
       series, bands,
-      hooks: { setCursor: [(chart) => read(figure, body, chart, told, show)], ready: [(chart) => lead(figure, chart, told)] },
+      hooks: { setCursor: [(chart) => read(figure, body, chart, show)], ready: [(chart) => lead(figure, chart)] },
     };
+    body.title = "";
+    // What the chart is made of has changed, or only its numbers: then a reader's cursor and part of it stay.
+    const form = JSON.stringify([series, axis, told.share, told.time, told.name_of_x, whole, told.lines.map((line) => Boolean(line.low))]);
+    if (old && old.form === form) {
+      const [first, last] = [old.data[0][0], old.data[0].at(-1)];
+      const closer = old.scales.x.min > first || old.scales.x.max < last;
+      old.setData(data, !closer);
+      if (closer) old.redraw();
+      return;
+    }
     if (old) old.destroy();
     body.replaceChildren();
-    charts.set(figure, new uPlot(options, data, body));
-    body.title = "";
+    const chart = new uPlot(options, data, body);
+    chart.form = form;
+    charts.set(figure, chart);
   }
 
   const WHOLE = [1, 2, 5].flatMap((first) => Array.from({ length: 13 }, (_, power) => first * 10 ** power)).sort((a, b) => a - b);
@@ -70,7 +81,8 @@
     return high - low < least ? [low - least / 2, high + least / 2] : [low - room, high + room];
   }
 
-  function read(figure, body, chart, told, show) {
+  function read(figure, body, chart, show) {
+    const told = figure.told;
     let label = body.querySelector(".reading");
     const place = chart.cursor.idx;
     if (place == null || chart.cursor.left < 0) { if (label) label.remove(); return; }
@@ -85,13 +97,13 @@
 
   // A click on a point leads to the groups of its step; dragging looks closer, and a finger only reads.
   const leads = (figure, told) => figure.dataset.steps && (told.name_of_x || "step") === "step";
-  function lead(figure, chart, told) {
-    if (!leads(figure, told)) return;
+  function lead(figure, chart) {
+    if (!leads(figure, figure.told)) return;
     let from = null;
     chart.over.style.cursor = "pointer";
     chart.over.addEventListener("mousedown", (event) => { from = event.clientX; });
     chart.over.addEventListener("click", (event) => {
-      const step = told.x[chart.cursor.idx];
+      const step = figure.told.x[chart.cursor.idx];
       if (step == null || from == null || Math.abs(event.clientX - from) > 3 || (event.pointerType && event.pointerType !== "mouse")) return;
       location.assign(`${figure.dataset.steps}${step}`);
     });
@@ -100,11 +112,12 @@
   async function fill(figure) {
     const inside = figure.querySelector("script[type='application/json']");
     let told = null;
+    const turn = figure.turn = (figure.turn || 0) + 1;
     if (figure.dataset.from) {
       const answer = await fetch(figure.dataset.from, { credentials: "same-origin" });
       if (answer.ok) told = await answer.json();
     } else if (inside) told = JSON.parse(inside.textContent);
-    if (told && figure.isConnected) { figure.told = told; draw(figure, told); update(figure, told); }
+    if (told && figure.isConnected && figure.turn === turn) { figure.told = told; draw(figure, told); update(figure, told); }
   }
   function update(figure, told) {
     const last = figure.querySelector(".last");
@@ -113,25 +126,33 @@
     if (values.length) last.textContent = told.share ? `${number(values.at(-1) * 100)}%` : number(values.at(-1));
   }
 
+  const inView = new Set(), begun = new WeakSet();
   // A chart is drawn when it comes into view: a page may have hundreds.
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       seen.unobserve(entry.target);
+      inView.add(entry.target);
       fill(entry.target).catch(() => {});
     }
   }, { rootMargin: "200px" });
   const all = () => [...document.querySelectorAll("figure.chart")];
   function begin() {
-    for (const figure of [...charts.keys()]) if (!figure.isConnected) { charts.get(figure).destroy(); charts.delete(figure); }
-    for (const figure of all()) if (!charts.has(figure)) seen.observe(figure);
+    for (const figure of [...inView]) if (!figure.isConnected) { charts.get(figure)?.destroy(); charts.delete(figure); inView.delete(figure); }
+    for (const figure of all()) if (!begun.has(figure)) { begun.add(figure); seen.observe(figure); }
   }
   const again = () => { for (const figure of all()) if (figure.told) draw(figure, figure.told); };
+  function fit() {
+    for (const [figure, chart] of charts) {
+      const body = figure.querySelector(".body");
+      chart.setSize({ width: body.clientWidth, height: body.clientHeight });
+    }
+  }
   let waiting = null;
-  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(again, 120); });
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(fit, 120); });
   document.addEventListener("theme", again);
   document.addEventListener("swapped", begin);
-  document.addEventListener("news", () => { for (const figure of charts.keys()) if (figure.dataset.from) fill(figure).catch(() => {}); });
+  document.addEventListener("news", () => { for (const figure of inView) if (figure.dataset.from) fill(figure).catch(() => {}); });
   document.addEventListener("input", (event) => {
     if (!event.target.matches("[data-smooths]")) return;
     for (const figure of all()) figure.dataset.smooth = event.target.value;
