@@ -8,17 +8,23 @@ fifty people watch.
     pages      milliseconds of each list over a store that holds the attempts: SQLite, PostgreSQL.
                Rows are written by SQL; the index is made by the real code, columns of all and turns
                of as many as --read-s allows, and the search is timed over those
-    viewers    ratio step_time_with_viewers: CPU seconds that the trainer's process spends on a step
-               while a dashboard serves 50 people over those of the same training alone, the median
-               of --pairs pairs in turns with the same seed; `_wall`: seconds of the clock. Each
+    viewers    ratio step_time_with_viewers: CPU seconds that the trainer's process spends on a
+               token while a dashboard serves 50 people over those of it alone; `_wall`: seconds of
+               the clock. One training, whose steps are watched and unwatched by turns (--turns of
+               --steps each; unwatched ones have the dashboard and the viewers stopped, SIGSTOP), so
+               that neither the seed nor the machine's speed of that hour tells one from the other;
+               it learns next to nothing, so that its last attempts are as long as its first, and
+               the order changes (watched, unwatched, unwatched, watched), so that a trend is on
+               neither side. The ratio is that of all watched to all unwatched turns but the first
+               four, and its interval (95%) comes from drawing such fours again, 10,000 times. Each
                viewer has a connection with the cookie, an open stream of news (GET /live), and
                asks as the page does: for its part after a new version, 0.5 s after the last one at
                the earliest, and for the card of work at a sign of the run, every 3 s at most.
                Trainer, dashboard and viewers are processes of their own. The viewers stand for
                other people's machines, so theirs has the lowest priority; the dashboard has the one
-               that it takes by itself. The trainer's idle OpenMP threads sleep in both cases
-               (OMP_WAIT_POLICY): spinning, they would count as work where a core is shared. Three
-               pairs of six steps take about nine minutes on two cores
+               that it takes by itself. The trainer's idle OpenMP threads sleep (OMP_WAIT_POLICY):
+               spinning, they would count as work where a core is shared. 44 turns of a step take
+               about ten minutes on two cores
 
 A page is asked for three times before it is timed, as somebody who clicks has columns and
 connections warm; the median of --repeats counts. On a busy machine the least of them (`_least_ms`)
@@ -33,6 +39,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import re
 import sqlite3
 import statistics
@@ -40,7 +47,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +62,8 @@ STEP = 256
 """Attempts of a step, in groups of 8."""
 EVALUATED = 50
 VIEWERS = 50
+WATCHED = (0, 3)
+"""Which of four turns are watched."""
 
 
 @contextlib.asynccontextmanager
@@ -309,33 +318,28 @@ async def measure_pages(arguments: argparse.Namespace, folder: Path) -> dict[str
     return found
 
 
-class Step(NamedTuple):
-    """Seconds of a step, the mean of those after the first."""
+class Turn(NamedTuple):
+    """What was spent on some steps, in seconds."""
 
     cpu_s: float
     """Of the trainer's process."""
     wall_s: float
     dashboard_s: float
     """CPU, of the dashboard's process."""
-    told: int
-    """News that the viewers have heard."""
-    asked: int
-    """Parts of pages that they asked for, in the whole run."""
-    dashboard_ms_per_part: float
-    """CPU milliseconds of the dashboard's process for one of those, its other work included."""
+    tokens: float
+    """Trained on."""
 
 
-def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
-    """A training of `frozen_lake` in a process of its own."""
-    root = Path(tempfile.mkdtemp(dir=folder))
-    words = ["train", "frozen_lake", f"run.dir={root}/lake", f"trainer.steps={steps}"]
-    words += [f"run.seed={seed}", "evaluation.tasks=8", "tracking.report=false"]
+def viewers(folder: Path, turns: int, steps: int) -> dict[str, Any]:
+    """Watched and unwatched turns of one training of `frozen_lake`."""
+    told, total = folder / "told", turns * steps
+    words = ["train", "frozen_lake", f"run.dir={folder}/lake", f"trainer.steps={total}"]
+    words += ["trainer.learning_rate=1e-9", "evaluation.tasks=8", "tracking.report=false"]
     words += ["checkpoint.every=1000", "evaluation.every=1000", "cold_start.episodes=64"]
+    made: list[Turn] = []
     with contextlib.ExitStack() as stack:
-        dashboard, told = None, root / "told"
-        if watched:
-            dashboard, url = started(stack, [sys.executable, "-m", "agentevo", "ui", str(root)])
-            started(stack, [sys.executable, __file__, "--watch", url, str(told)])
+        dashboard, url = started(stack, [sys.executable, "-m", "agentevo", "ui", str(folder)])
+        watching, _ = started(stack, [sys.executable, __file__, "--watch", url, str(told)])
         trainer = psutil.Popen(
             [sys.executable, "-m", "agentevo", *words],
             stdout=subprocess.DEVNULL,
@@ -344,14 +348,41 @@ def train_once(folder: Path, watched: bool, steps: int, seed: int) -> Step:
         )
         stack.callback(trainer.wait)
         stack.callback(ended, trainer)
-        first = until_steps(root / "lake" / "metrics.jsonl", 1, trainer, dashboard)
-        last = until_steps(root / "lake" / "metrics.jsonl", steps, trainer, dashboard)
-        heard, asked = json.loads(told.read_text()) if watched else (0, 0)
-        spent = sum(dashboard.cpu_times()[:2]) if dashboard else 0.0
-    if watched and min(heard, asked) < VIEWERS * (steps - 1) / 2:
+        last = until_steps(folder / "lake" / "metrics.jsonl", 0, trainer, dashboard)
+        for number in range(turns):
+            for process in (dashboard, watching):
+                process.resume() if number % 4 in WATCHED else process.suspend()
+            now = until_steps(
+                folder / "lake" / "metrics.jsonl", (number + 1) * steps, trainer, dashboard
+            )
+            made.append(Turn(*(b - a for a, b in zip(last, now, strict=True))))
+            last = now
+            print("watched" if number % 4 in WATCHED else "alone", made[-1], flush=True)
+        heard, asked = json.loads(told.read_text())
+    if min(heard, asked) < VIEWERS * total / 4:
         raise SystemExit(f"the viewers have heard of {heard} changes only")
-    mean = [(b - a) / (steps - 1) for a, b in zip(first, last, strict=True)]
-    return Step(mean[0], mean[1], mean[2], heard, asked, 1000 * spent / max(asked, 1))
+    fours = [made[first : first + 4] for first in range(4, turns, 4)]
+    found: dict[str, Any] = {
+        "turns": [turn._asdict() for turn in made],
+        "told": heard,
+        "asked": asked,
+        "load_average": os.getloadavg(),
+    }
+    for name, field in (("", "cpu_s"), ("_wall", "wall_s")):
+        found[f"step_time_with_viewers{name}"] = ratio(fours, field)
+        draw = random.Random(0)
+        again = sorted(ratio(draw.choices(fours, k=len(fours)), field) for _ in range(10_000))
+        found[f"step_time_with_viewers{name}_interval"] = [again[250], again[-251]]
+    return found
+
+
+def ratio(fours: Sequence[Sequence[Turn]], field: str) -> float:
+    """Seconds a token, watched to unwatched."""
+    watched = [four[place] for four in fours for place in WATCHED]
+    alone = [four[place] for four in fours for place in (1, 2)]
+    spent, without = (sum(getattr(turn, field) for turn in kind) for kind in (watched, alone))
+    tokens, others = (sum(turn.tokens for turn in kind) for kind in (watched, alone))
+    return float(spent / tokens * others / without)
 
 
 def started(stack: contextlib.ExitStack, program: list[str]) -> tuple[psutil.Popen, str]:
@@ -372,14 +403,17 @@ def ended(process: psutil.Popen) -> None:
 
 
 def until_steps(
-    path: Path, steps: int, trainer: psutil.Popen, dashboard: psutil.Popen | None
-) -> tuple[float, float, float]:
-    """CPU of the trainer, the clock, and CPU of the dashboard, once that many steps are there."""
+    path: Path, steps: int, trainer: psutil.Popen, dashboard: psutil.Popen
+) -> tuple[float, float, float, float]:
+    """CPU of the trainer, the clock, CPU of the dashboard and tokens that were trained on, once
+    that many steps are there."""
     while True:
-        rows = path.read_bytes().splitlines() if path.is_file() else []
-        if sum(b'"actor/' in row for row in rows) >= steps:
-            spent = [sum(one.cpu_times()[:2]) if one else 0.0 for one in (trainer, dashboard)]
-            return spent[0], time.perf_counter(), spent[1]
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        rows = [json.loads(line) for line in lines if b'"actor/' in line]
+        if len(rows) >= steps:
+            spent = [sum(one.cpu_times()[:2]) for one in (trainer, dashboard)]
+            tokens = sum(row["perf/total_num_tokens"] for row in rows[:steps])
+            return spent[0], time.perf_counter(), spent[1], tokens
         if trainer.poll() is not None:
             raise SystemExit(f"the training has ended before step {steps}: {trainer.returncode}")
         time.sleep(0.02)
@@ -434,28 +468,6 @@ async def watch(url: str, told: str) -> None:
         await asyncio.gather(*map(one, clients))
 
 
-def viewers(folder: Path, pairs: int, steps: int) -> dict[str, Any]:
-    """Pairs in turns; the order of a pair changes, so that neither always comes first."""
-    runs: dict[bool, list[Step]] = {False: [], True: []}
-    for number in range(pairs):
-        for watched in (False, True) if number % 2 == 0 else (True, False):
-            runs[watched].append(train_once(folder, watched, steps, seed=number))
-            print("watched" if watched else "alone", runs[watched][-1], flush=True)
-    found: dict[str, Any] = {
-        "alone": [step._asdict() for step in runs[False]],
-        "watched": [step._asdict() for step in runs[True]],
-        "load_average": os.getloadavg(),
-    }
-    for name, field in (("", "cpu_s"), ("_wall", "wall_s")):
-        ratios = [
-            getattr(with_them, field) / getattr(alone, field)
-            for alone, with_them in zip(runs[False], runs[True], strict=True)
-        ]
-        found[f"step_time_with_viewers{name}"] = statistics.median(ratios)
-        found[f"step_time_with_viewers{name}_pairs"] = ratios
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="first,pages,viewers")
@@ -463,10 +475,12 @@ def main() -> None:
     parser.add_argument("--stores", default="sqlite,postgresql")
     parser.add_argument("--read-s", type=float, default=3600.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=44)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--save", metavar="FILE", type=Path)
     arguments = parser.parse_args()
+    if arguments.turns % 4 or arguments.turns < 8:
+        parser.error("--turns: 8, 12, 16, ...: they are compared by fours")
     results: dict[str, Any] = {"attempts": arguments.attempts}
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-ui-") as name:
         os.environ["AGENTEVO_CACHE"] = f"{name}/cache"
@@ -476,7 +490,7 @@ def main() -> None:
         if "pages" in only:
             results |= asyncio.run(measure_pages(arguments, Path(name)))
         if "viewers" in only:
-            results |= viewers(Path(name), arguments.pairs, arguments.steps)
+            results |= viewers(Path(name), arguments.turns, arguments.steps)
     text = json.dumps(results, indent=1)
     print(text)
     if arguments.save is not None:

@@ -105,7 +105,7 @@ def installed(monkeypatch):
         importlib.metadata.EntryPoint("bytes", f"{__name__}:THROUGH_BYTES", "agentevo.transports"),
     ]
     monkeypatch.setattr(
-        registry, "entry_points", lambda group: [one for one in points if one.group == group]
+        registry, "installed_points", lambda group: [one for one in points if one.group == group]
     )
     for known in (engines, transports):
         monkeypatch.setattr(known, "_items", dict(known._items))

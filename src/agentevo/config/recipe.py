@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -408,7 +409,15 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
 def config_keys() -> ConfigKeys:
     """Every key of `RunConfig` with the options of every registered environment, agent and reward,
     explained."""
-    return ConfigKeys(RunConfig, key_variants())
+    return _keys_with(
+        tuple((section, tuple(models.items())) for section, models in key_variants().items())
+    )
+
+
+@lru_cache(maxsize=2)
+def _keys_with(variants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> ConfigKeys:
+    """A tenth of a second's work, and the same until something is registered."""
+    return ConfigKeys(RunConfig, {section: dict(models) for section, models in variants})
 
 
 def section_variants() -> Variants:
