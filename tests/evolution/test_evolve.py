@@ -54,6 +54,7 @@ def test_stages_begin_with_what_the_stage_before_made():
     assert inner["rl"]["model"] == "${previous.rl.checkpoint|stages.show.checkpoint}"
     assert inner["rl"]["config"]["tasks"]["train"] == "${previous.more.file|/made/train.jsonl}"
     assert inner["more"]["when"] == "${round} < 3"
+    assert "prompts" not in inner and "agent" not in inner["rl"]["config"]
     alone = planned(rounds=1, demonstrations={"source": "none"})
     assert alone == {
         "improve": {
@@ -115,12 +116,36 @@ def test_the_example_for_one_gpu_is_whole(tmp_path, capsys):
     assert all(f" {kind}" in told for kind in kinds)
 
 
+def test_texts_and_weights_take_turns_and_a_merge_is_not_measured_without_its_texts():
+    prompts = {"attempts": 80, "config": {"optimize": {"method": "few_shot"}}}
+    stages = planned(rounds=2, prompts=prompts, merge=True)
+    inner = stages["improve"]["stages"]
+    texts = {"texts": "${previous.prompts.file|/made/texts.yaml}"}
+    assert inner["rl"]["config"]["agent"] == inner["prompts"]["config"]["agent"] == texts
+    assert inner["prompts"]["model"] == "${stages.rl.checkpoint}"
+    assert inner["prompts"]["config"]["optimize"] == {"attempts": 80, "method": "few_shot"}
+    assert stages["merge"]["measure"] is False
+    left_out = planned(rounds=2, prompts=prompts, skip=["prompts"])
+    assert list(left_out["improve"]["stages"]) == ["rl", "more"]
+
+
+def test_texts_of_a_file_are_those_of_the_recipe_wherever_it_is_started(tmp_path):
+    (tmp_path / "shop.yaml").write_text(RECIPE.replace("agent: {", "agent: {texts: ours.yaml, "))
+    (tmp_path / "ours.yaml").write_text("system: Be brief.\n")
+    read = read_evolution(str(tmp_path / "shop.yaml"), [f"run.dir={tmp_path}/out", *SMALL])
+    assert read.tree["agent"]["texts"] == {"system": "Be brief."}
+    (tmp_path / "ours.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"agent\.texts: there is no file"):
+        read_evolution(str(tmp_path / "shop.yaml"), SMALL)
+
+
 @pytest.mark.slow
 def test_an_evolution_that_was_broken_off_goes_on_and_never_trains_on_what_is_held_out(
     tmp_path, recipe, monkeypatch
 ):
     out = tmp_path / "out"
-    evolution = read_evolution(recipe, [f"run.dir={out}", *SMALL])
+    texts = {"attempts": 30, "config": {"optimize": {"tasks": 6, "rounds": 1, "branches": 1}}}
+    evolution = read_evolution(recipe, [f"run.dir={out}", *SMALL], prompts=texts)
     with monkeypatch.context() as patched:
         patched.setattr("agentevo.evolution.evolve.run_pipeline", _interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -132,6 +157,12 @@ def test_an_evolution_that_was_broken_off_goes_on_and_never_trains_on_what_is_he
     assert (out / "tasks" / "eval.jsonl").read_text() == made
     state = read_state(out / "run")
     assert {one.status for one in state.stages.values()} <= {"finished", "skipped"}
+    told = state.stages["improve.1.prompts@held_out"]
+    assert told.status == "finished" and "gain" in told.numbers
+    used = {"improve.1.prompts.file", "improve.2.rl.checkpoint"}
+    again = state.stages["improve.2.prompts@held_out"].setting
+    assert {f"input.{one}" for one in used} <= set(state.stages["improve.2.prompts"].setting)
+    assert {"input.improve.2.prompts.file", "input.improve.2.rl.checkpoint"} <= set(again)
     last = last_run(out)
     assert last is not None and (last / "checkpoints").is_dir()
     held = {json.loads(line)["content"] for line in made.splitlines()}

@@ -1,6 +1,7 @@
 """`agentevo evolve`: one folder in which a server of tools becomes tasks, and these a better agent.
 
-    FOLDER/tasks/                 the first tasks, held-out ones among them (task_making/files.py)
+    FOLDER/tasks/                 the first tasks, held-out ones among them (task_making/files.py),
+                                  and the agent's texts
     FOLDER/recipe.yaml            what every stage trains
     FOLDER/evolve.pipeline.yaml   the stages (stages.py); `agentevo pipeline` runs it as well
     FOLDER/run/                   the pipeline's folder: stages, report, table
@@ -25,11 +26,12 @@ import yaml
 from agentevo.config import sources
 from agentevo.config.mcp import MCPServerSection
 from agentevo.config.tool_entries import ToolEntry
+from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tools import ToolSection, named_tool
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.evolution.schema import EvolveSection
-from agentevo.evolution.stages import pipeline_of, recipe_of
+from agentevo.evolution.stages import TEXTS, pipeline_of, recipe_of
 from agentevo.files import must_write, write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.paths import check_new_folder, short
@@ -77,6 +79,7 @@ class Evolution:
             write_rows([_MADE_UP | {"id": "held", "query": "b"}], tasks / HELD_OUT)
             shown = {"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}
             write_rows([shown], tasks / DEMONSTRATIONS)
+            write_atomic(tasks / TEXTS, _yaml(self._texts))
             few = {"trainer": {"groups_per_step": 1}}
             recipe = sources.overlay(self._recipe(tasks), few)
             write_atomic(Path(scratch) / RECIPE, _yaml(recipe))
@@ -107,8 +110,16 @@ class Evolution:
         )
         tasks = self.folder / TASKS
         with must_write(self.folder, "make room there, or give another run.dir"):
+            write_atomic(tasks / TEXTS, _yaml(self._texts))
             write_atomic(self.folder / RECIPE, _yaml(self._recipe(tasks)))
             write_atomic(self.folder / PIPELINE, _yaml(self._pipeline(tasks)), durable=True)
+
+    @property
+    def _texts(self) -> Mapping[str, Any]:
+        """The agent's texts as they are given."""
+        agent = self.tree.get("agent")
+        texts = agent.get("texts") if isinstance(agent, Mapping) else None
+        return texts if isinstance(texts, Mapping) else {}
 
     def _recipe(self, tasks: Path) -> dict[str, Any]:
         return recipe_of(self.section, self.tree, [named_tool(one) for one in self.sections], tasks)
@@ -137,15 +148,14 @@ def read_evolution(target: str, overrides: Sequence[str], **given: Any) -> Evolu
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         raise ConfigError(f"evolve.{key}: {wrong['msg'].removeprefix('Value error, ')}") from error
-    if path is not None:
-        tree = _at_home(tree, path.parent.absolute())
+    home = Path.cwd() if path is None else path.parent.absolute()
+    tree = _at_home(tree, home)
     model = tree.get("model")
     if not (isinstance(model, Mapping) and model.get("name")) and not isinstance(model, str):
         raise ConfigError(
             "model.name: which model is to learn? Give model.name=PATH_OR_NAME, one with a chat "
             "template that knows tools"
         )
-    home = Path.cwd() if path is None else path.parent.absolute()
     return Evolution(tree, read, [_in_folder(one, home) for one in _tools_of(read, tree)])
 
 
@@ -203,8 +213,13 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
 
 
 def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The tree with the files of `import` by their absolute paths: the recipe that is written lies
-    elsewhere."""
+    """The tree with the files of `import` by their absolute paths, and with the agent's texts
+    themselves: the recipe that is written lies elsewhere. Raises ConfigError."""
+    if isinstance(agent := tree.get("agent"), Mapping):
+        agent, problem = with_texts_of_file(agent, home)
+        if problem:
+            raise ConfigError(problem)
+        tree = {**tree, "agent": agent}
     modules = tree.get("import")
     if not isinstance(modules, list):
         return tree

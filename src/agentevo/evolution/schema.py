@@ -52,6 +52,16 @@ class DemonstrationsSection(Section):
     """What the fine-tuning changes in the recipe, such as {sft: {learning_rate: 1e-4}}."""
 
 
+class PromptsSection(Section):
+    """Better texts for the same weights, after each round's learning from reward: the system
+    prompt, the instruction, examples, and descriptions of tools (docs/prompts.md)."""
+
+    attempts: int = Field(default=0, ge=0, le=1_000_000)
+    """Most attempts of a round's search. 0: texts stay as they are."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """What the search changes in the recipe, such as {optimize: {method: gepa, writer: big}}."""
+
+
 class EvolveSection(Section):
     """Discover, make tasks, demonstrate, fine-tune, learn from reward, make tasks at the edge of
     what is solved, and again, until rounds bring nothing or a budget is used."""
@@ -74,6 +84,8 @@ class EvolveSection(Section):
     new_tasks: int = Field(default=100, ge=0, le=100_000)
     """Tasks that each further round gets: harder variants of those that were solved, or where none
     were new ones. 0: the tasks stay."""
+    prompts: PromptsSection = PromptsSection()
+    """Texts that are searched for in each round, by turns with the weights."""
     patience: int = Field(default=2, ge=1)
     """Rounds in a row without a gain on the held-out tasks that end it."""
     min_gain: float = Field(default=0.0, ge=0, lt=1)
@@ -85,7 +97,7 @@ class EvolveSection(Section):
     merge: bool | None = None
     """Whether adapters are merged into one plain model at the end. Default: with model.lora."""
     skip: tuple[str, ...] = ()
-    """Stages that are left out: try, choose, show, improve, merge."""
+    """Stages that are left out: try, choose, show, prompts, improve, merge."""
 
     @field_validator("budget")
     @classmethod

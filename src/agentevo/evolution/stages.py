@@ -3,7 +3,8 @@ each begins with.
 
     try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts)
     show                           demonstrations of made tasks, fine-tuned on (calls)
-    improve: rl -> more            repeated: learning from reward; tasks at the edge
+    improve: rl -> prompts -> more repeated: learning from reward; better texts for the same weights
+                                   (prompts: attempts); tasks at the edge
     merge                          adapters and their base as one plain model
 
 The first round's tasks are there before the pipeline is (evolve.py), so that the held-out ones are
@@ -21,13 +22,15 @@ from agentevo.evolution.schema import EvolveSection
 from agentevo.rollout.task_files import HELD_OUT, TRAIN
 from agentevo.task_making.files import DEMONSTRATIONS
 
+TEXTS = "texts.yaml"
+"""The agent's texts before any were searched for."""
+
 
 def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
     """The stages. `recipe`: what is trained; `folder`: of the first tasks; `words`: of `agentevo
     tasks make` for further ones, which lack --seed, --after and --out."""
-    train = str(folder / TRAIN)
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
     stages: dict[str, Any] = {}
@@ -42,15 +45,41 @@ def stages_of(
         stages["show"] = {"kind": "sft", "config": config}
     stages = {name: one for name, one in stages.items() if name not in section.skip}
     begin = "stages.show.checkpoint" if "show" in stages else first
+    inner = _round(section, folder, f"${{previous.rl.checkpoint|{begin}}}", words)
+    improve: dict[str, Any] = {"repeat": section.rounds, "stages": inner}
+    if section.rounds > 1:
+        improve["stop"] = {"rounds_without_gain": section.patience, "min_gain": section.min_gain}
+    if "improve" not in section.skip:
+        stages["improve"] = improve
+    lora = model.get("lora") if isinstance(model, Mapping) else None
+    is_merged = bool(lora) if section.merge is None else section.merge
+    last = last_model(stages)
+    if is_merged and last is not None and "merge" not in section.skip:
+        stages["merge"] = {"kind": "merge", "options": {"source": f"${{{last}}}"}}
+        if "prompts" in inner:  # a merge knows of no texts, with which its model was trained
+            stages["merge"]["measure"] = False
+    return stages
+
+
+def _round(
+    section: EvolveSection, folder: Path, model: str, words: Sequence[str]
+) -> dict[str, Any]:
+    """The stages of a round, whose weights begin as `model`."""
+    train = str(folder / TRAIN)
     more_tasks = section.new_tasks > 0 and section.rounds > 1
     own_tasks = f"${{previous.more.file|{train}}}" if more_tasks else train
-    inner: dict[str, Any] = {
-        "rl": {
-            "kind": "train",
-            "model": f"${{previous.rl.checkpoint|{begin}}}",
-            "config": {"tasks": {"train": own_tasks}},
+    config: dict[str, Any] = {"tasks": {"train": own_tasks}}
+    search = section.prompts.attempts > 0 and "prompts" not in section.skip
+    if search:
+        config["agent"] = {"texts": f"${{previous.prompts.file|{folder / TEXTS}}}"}
+    inner: dict[str, Any] = {"rl": {"kind": "train", "model": model, "config": config}}
+    if search:
+        given = {**config, "optimize": {"attempts": section.prompts.attempts}}
+        inner["prompts"] = {
+            "kind": "prompts",
+            "model": "${stages.rl.checkpoint}",
+            "config": sources.overlay(given, section.prompts.config),
         }
-    }
     if more_tasks:
         inner["more"] = {
             "kind": "command",
@@ -64,17 +93,7 @@ def stages_of(
             },
             "when": f"${{round}} < {section.rounds}",
         }
-    improve: dict[str, Any] = {"repeat": section.rounds, "stages": inner}
-    if section.rounds > 1:
-        improve["stop"] = {"rounds_without_gain": section.patience, "min_gain": section.min_gain}
-    if "improve" not in section.skip:
-        stages["improve"] = improve
-    lora = model.get("lora") if isinstance(model, Mapping) else None
-    is_merged = bool(lora) if section.merge is None else section.merge
-    last = last_model(stages)
-    if is_merged and last is not None and "merge" not in section.skip:
-        stages["merge"] = {"kind": "merge", "options": {"source": f"${{{last}}}"}}
-    return stages
+    return inner
 
 
 def last_model(stages: Mapping[str, Any]) -> str | None:

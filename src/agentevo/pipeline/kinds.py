@@ -81,6 +81,8 @@ class StageKind:
     """What of its recipe it trains on, or keeps to be trained on: no held-out task may be there."""
     measured: ClassVar[bool] = False
     """Whether its `checkpoint` is a policy, which is measured unless the stage says otherwise."""
+    makes_texts: ClassVar[bool] = False
+    """Whether its `file` is `agent.texts`, which are measured with the model it began with."""
 
     def fixed(self, options: Any) -> Mapping[str, Any]:
         """What it sets in its recipe, nested."""

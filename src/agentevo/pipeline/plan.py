@@ -259,7 +259,7 @@ def _with_measurements(
         yield whole
         if one.id in by_id:
             waits = (one.id, f"{START}@{HELD_OUT}")
-            measurement = StageConfig(kind="evaluate")
+            measurement = StageConfig(kind="evaluate", config=one.stage.config)
             yield Instance(
                 f"{one.id}@{HELD_OUT}",
                 one.path,

@@ -17,6 +17,8 @@ class PromptsStage(StageKind):
     )
     makes_folder: ClassVar[bool] = True
     makes: ClassVar[tuple[str, ...]] = ("file",)
+    measured: ClassVar[bool] = True
+    makes_texts: ClassVar[bool] = True
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
         assert config is not None

@@ -43,6 +43,7 @@ class Recipes:
             assert self.config.held_out is not None
             name = self.config.held_out.recipe or self.config.recipe
             changes.append(("held_out.config", self.config.held_out.config))
+            changes.append(("held_out.config", self._texts(one)))
         else:
             name = one.stage.recipe or self.config.recipe
             changes.append((f"stages.{'.'.join(one.path)}.config", one.stage.config))
@@ -61,6 +62,13 @@ class Recipes:
         if one.stage.optimizer == "carried":
             tree = sources.overlay(tree, {"trainer": {"optimizer_from": model}})
         return tree, folder
+
+    def _texts(self, one: Instance) -> dict[str, Any]:
+        """What the measured stage says instead of the recipe's texts: its model has learnt with
+        those. Of a stage that makes texts they come later (standing.py)."""
+        written = nested(one.stage.config).get("agent")
+        texts = written.get("texts") if isinstance(written, Mapping) else None
+        return {} if texts is None else {"agent": {"texts": texts}}
 
     def _recipe(self, name: str | None) -> tuple[dict[str, Any], Path]:
         if name not in self._read:

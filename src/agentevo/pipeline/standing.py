@@ -12,12 +12,12 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentevo.config import RunConfig, to_yaml
+from agentevo.config import RunConfig, sources, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, write_atomic
 from agentevo.pipeline.held_out import add_gains
@@ -26,6 +26,7 @@ from agentevo.pipeline.leaks import Leaks
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
 from agentevo.pipeline.reading import Pipeline, read_options, stage_folder
 from agentevo.pipeline.references import Reference, parsed, replaced
+from agentevo.pipeline.setting import files_outside, replaced_texts, without_places
 from agentevo.pipeline.state import (
     Input,
     Output,
@@ -42,8 +43,6 @@ from agentevo.pipeline.state import (
 from agentevo.pipeline.when import condition
 
 DONE = ("finished", "skipped")
-FILES = {"tasks": ("train", "eval"), "data": ("train", "eval", "pairs"), "rm": ("pairs", "eval")}
-"""Sections and keys of a recipe that name files from outside."""
 
 
 class NothingThereError(Exception):
@@ -279,7 +278,7 @@ class Standing:
                 digests[str(value)] = f"{used.stage}:{used.sha256}"
             return value
 
-        model: Any = self._measured_model(one, inputs)
+        model: Any = self._measured_model(one, meaning, inputs)
         if stage.model is not None:
             model = str(replaced(stage.model, meaning))
         written = self._options(one)
@@ -288,14 +287,14 @@ class Standing:
         tree: Mapping[str, Any] = {}
         if one.kind.reads_recipe:
             begun, home = self.recipes.tree(one, model if one.measures is None else None)
-            tree = replaced(begun, meaning)
+            tree = replaced(self._with_made_texts(begun, one, digests, inputs), meaning)
             config = self.recipes.read(one, tree, home, folder)
             one.kind.check(config, options, model)
         recipe = self.dir / "recipes" / f"{one.id}.yaml" if config is not None else None
         job = Job(one.id, folder, options, recipe, config, model, take=stage.take)
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
         setting |= dict(as_setting(replaced_texts(replaced(written, meaning), digests), "options"))
-        setting |= {"kind": stage.kind, "take": stage.take, **_files_outside(config, self.dir)}
+        setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
         if config is not None:
             setting["run.seed"] = str(config.run.seed)
         inputs[:] = {(used.stage, used.key): used for used in inputs}.values()
@@ -310,14 +309,33 @@ class Standing:
         assert held_out is not None
         return {"attempts": held_out.attempts, "temperature": held_out.temperature}
 
-    def _measured_model(self, one: Instance, inputs: list[Input]) -> str | None:
+    def _measured_model(
+        self, one: Instance, meaning: Callable[[Reference], str | float], inputs: list[Input]
+    ) -> str | None:
         """The checkpoint of a measurement; None for the recipe's own model."""
         if one.measures in (None, START):
             return None
         assert one.measures is not None
         if self.state.stages[one.measures].status != "finished":
             raise NothingThereError(f"{one.measures} was left out")
-        return str(self._output(one.measures, "checkpoint", inputs))
+        measured = self.plan.by_id[one.measures]
+        if not measured.kind.makes_texts:
+            return str(self._output(one.measures, "checkpoint", inputs))
+        began_with = measured.stage.model
+        return None if began_with is None else str(replaced(began_with, meaning))
+
+    def _with_made_texts(
+        self, tree: Mapping[str, Any], one: Instance, digests: dict[str, str], inputs: list[Input]
+    ) -> Mapping[str, Any]:
+        """The recipe of a measurement with the texts that the measured stage has made."""
+        if one.measures in (None, START):
+            return tree
+        assert one.measures is not None
+        if not self.plan.by_id[one.measures].kind.makes_texts:
+            return tree
+        file = str(self._output(one.measures, "file", inputs))
+        digests[file] = f"{one.measures}:{inputs[-1].sha256}"
+        return sources.overlay(tree, {"agent": {"texts": file}})
 
     def _meaning(self, one: Instance, reference: Reference, inputs: list[Input]) -> str | float:
         """Raises NothingThereError."""
@@ -439,50 +457,3 @@ def names_of(one: Instance) -> set[str]:
         whose.partition(".")[0],
         ".".join(part for part in one.path if part != "stages"),
     }
-
-
-def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
-    """A tree in which paths of other stages are the digests of what lies there."""
-    if isinstance(value, Mapping):
-        return {key: replaced_texts(one, texts) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [replaced_texts(one, texts) for one in value]
-    if isinstance(value, str):
-        for path, digest in texts.items():
-            value = value.replace(path, digest)
-    return value
-
-
-def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe in which files from outside have their names only: what is in them counts, and not
-    where they lie."""
-    found = dict(tree)
-    for section, keys in FILES.items():
-        given = found.get(section)
-        if isinstance(given, Mapping):
-            found[section] = {
-                key: _named(value) if key in keys else value for key, value in given.items()
-            }
-    if "import" in found:
-        found["import"] = _named(found["import"])
-    return found
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_named(one) for one in value]
-    is_path = isinstance(value, str) and "/stages/" not in value
-    return Path(value).name if is_path else value
-
-
-def _files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
-    """Digests of the files that a recipe names and that no stage has made."""
-    found: dict[str, str] = {}
-    for section, keys in FILES.items() if config is not None else ():
-        for key in keys:
-            given = getattr(getattr(config, section), key)
-            for source in given if isinstance(given, tuple) else [given]:
-                path = Path(str(source))
-                if source is not None and path.exists() and not path.is_relative_to(dir_):
-                    found[f"file.{section}.{key}.{path.name}"] = digest_of_path(path) or ""
-    return found

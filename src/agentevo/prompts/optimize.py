@@ -241,8 +241,10 @@ def _tasks_of(
     config: RunConfig, given: Sequence[Task] | None, note: Callable[[str], None]
 ) -> _Tasks:
     """What is searched with, and what is held out. A task that asks what a held-out one asks is
-    left out of the search."""
-    source = TaskSource(config, given)
+    left out of the search. A curriculum, which follows what training has solved, decides nothing
+    here: no step is trained."""
+    in_order = config.tasks.model_copy(update={"curriculum": None})
+    source = TaskSource(config.model_copy(update={"tasks": in_order}), given)
     held_out = source.held_out()
     asked = {(one.environment, one.seed, one.query) for one in held_out}
     found: dict[str, Task] = {}
