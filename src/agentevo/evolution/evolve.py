@@ -25,8 +25,8 @@ import yaml
 
 from agentevo.config import sources
 from agentevo.config.mcp import MCPServerSection
-from agentevo.config.tool_entries import ToolEntry
 from agentevo.config.texts import with_texts_of_file
+from agentevo.config.tool_entries import ToolEntry
 from agentevo.config.tools import ToolSection, named_tool
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.event_loop import run_coroutine
