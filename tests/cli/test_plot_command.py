@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_rgb
@@ -116,3 +117,22 @@ def test_names_are_no_formulas_and_every_line_can_be_told_apart(tmp_path: Path) 
     with pytest.raises(Exception, match="tells 28 apart"):
         write_comparison([Chart("x", [1, 2], [*lines, lines[0]])], tmp_path / "more.png")
     assert [one.name for one in tmp_path.iterdir() if one.suffix == ".png"] == ["all.png"]
+
+
+def test_a_line_goes_over_the_steps_at_which_only_others_have_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    drawn = []
+    plot = Axes.plot
+
+    def noted(axes: Axes, x: list[float], values: list[float], **look: Any) -> Any:
+        drawn.append((x, values, look["marker"]))
+        return plot(axes, x, values, **look)
+
+    monkeypatch.setattr(Axes, "plot", noted)
+    gap = float("nan")
+    lines = [Line("a", [0.0, 0.5, gap, 1.0]), Line("b", [0.25, gap, 0.75, gap])]
+    write_comparison([Chart("x", [0, 3, 5, 8], lines)], tmp_path / "both.png")
+    assert drawn == [([0, 3, 8], [0.0, 0.5, 1.0], None), ([0, 5], [0.25, 0.75], "o")]

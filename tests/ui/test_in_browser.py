@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from dashboard_visitor import SEEN_MS, Visitor, dashboard
 
+from agentevo.pipeline.state import PipelineState, write_state
+
 Visit = Callable[..., Visitor]
 pytestmark = pytest.mark.slow
 
@@ -106,6 +108,11 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         add_step(folder / "late", 12, **{"critic/score/mean": 0.25})
         visitor.until("document.querySelector('#curves .last').textContent === '0.25'")
         until_read(page, 0.01, "step 10 ")
+        # Where the file was begun anew, nothing of what the reader looked at is there.
+        (folder / "late" / "metrics.jsonl").unlink()
+        for step in (1, 2, 3):
+            add_step(folder / "late", step, **{"critic/score/mean": 0.125})
+        until_read(page, 0.01, "step 1 ")
         page.close()
 
 
@@ -147,9 +154,16 @@ def test_a_click_on_a_curve_leads_to_the_groups_of_its_step(shown_url: str, visi
     page = visit(shown_url).go("/runs/lake")
     curve = page.locator("#curves .u-over").first
     curve.scroll_into_view_if_needed()
-    drag(page, curve, 0.01, 0.99)  # looks closer, and leads nowhere
+    until_read(page, 0.01, "step 1 ")
+    drag(page, curve, 0.6, 0.99)  # looks closer, and leads nowhere
+    until_read(page, 0.01, "step 2 ")
     area = curve.bounding_box()
-    page.mouse.dblclick(area["x"] + area["width"] - 20, area["y"] + area["height"] / 2)
+    right, middle = area["x"] + area["width"] - 20, area["y"] + area["height"] / 2
+    page.mouse.dblclick(right, middle)  # goes back, and leads nowhere
+    until_read(page, 0.01, "step 1 ")
+    page.wait_for_timeout(500)
+    assert page.url.endswith("/runs/lake")
+    page.mouse.click(right, middle)
     page.wait_for_url("**/runs/lake/steps/2")
 
 
@@ -182,3 +196,23 @@ def test_pages_are_read_without_a_script(shown_url: str, visit: Visit) -> None:
     assert page.locator("figure.chart svg.plot").count() > 3
     page.goto(visitor.root + "/?q=lake")
     assert page.locator("[data-row]").count() == 1
+
+
+def test_a_part_that_can_not_be_had_for_a_while_stays_and_is_had_again(
+    tmp_path: Path, visit: Visit
+) -> None:
+    folder = tmp_path / "all" / "p"
+    folder.mkdir(parents=True)
+    write_state(folder, PipelineState(name="p", seed=7))
+    with dashboard(tmp_path / "all") as url:
+        visitor = visit(url)
+        page = visitor.go("/pipelines/p")
+        whole = (folder / "pipeline.json").read_text()
+        with page.expect_response(lambda answer: answer.status == 503):
+            (folder / "pipeline.json").write_text(whole[:30])
+        page.wait_for_timeout(300)
+        assert page.locator("#pipeline h1").inner_text() == "p"
+        write_state(folder, PipelineState(name="p", seed=7, status="finished"))
+        page.wait_for_selector("#pipeline dd:has-text('finished')")
+        visitor.wrong = [text for text in visitor.wrong if "503" not in text]
+        page.close()

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 from agentevo.store import open_store
-from agentevo.training.token_numbers import Numbers, SampleNumbers, name_of, read_numbers
+from agentevo.training.token_numbers import (
+    Numbers,
+    SampleNumbers,
+    largest_moves,
+    name_of,
+    read_numbers,
+)
 from agentevo.types import Trajectory
 from agentevo.ui.attempt_training import measured
 
@@ -90,6 +96,9 @@ def test_a_file_that_is_damaged_or_of_other_tokens_costs_its_numbers_alone(
     other: Numbers = {one.id: [SampleNumbers(bytes(8), bytes(4), bytes(2), bytes(2))]}
     path.write_bytes(zlib.compress(msgspec.msgpack.encode(other)))
     assert measured(view_of(tmp_path), one, STEP) == ({}, {})  # a path that it never took
+    torn: Numbers = {one.id: [SampleNumbers(bytes(8), bytes(4), bytes(3), bytes(2))]}
+    path.write_bytes(zlib.compress(msgspec.msgpack.encode(torn)))
+    assert largest_moves(path) == {}
 
 
 def test_attempts_are_sorted_by_how_far_they_moved(

@@ -58,15 +58,20 @@ class DiffRow(NamedTuple):
 
 def diff(left: Played, right: Played) -> list[DiffRow]:
     """What two attempts said, turn beside turn and line beside line; long stretches that are the
-    same are skipped."""
+    same are skipped. Turns behind MAX_LINES of either are not compared, which the last row says."""
     (*ones, one_end), (*twos, two_end) = lines_of(left), lines_of(right)
+    sides = ((left[0], ones), (right[0], twos))
+    cut = [len(turns) for trajectory, turns in sides if len(turns) < len(trajectory.turns)]
     rows: list[DiffRow] = []
-    for number in range(max(len(ones), len(twos))):
+    for number in range(min(cut, default=max(len(ones), len(twos)))):
         rows.append(DiffRow("turn", f"Turn {number}", "", ""))
         one = ones[number] if number < len(ones) else []
         two = twos[number] if number < len(twos) else []
         for own, other in _pairs(one, two):
             rows += _beside(own, other)
+    if cut:
+        rest = f"Turns from {min(cut)} on are too long to be compared"
+        rows.append(DiffRow("turn", rest, "", ""))
     if one_end or two_end:
         rows += [DiffRow("turn", "At the end", "", ""), *_beside(one_end, two_end)]
     return rows
@@ -88,7 +93,8 @@ def _beside(one: Lines, two: Lines) -> list[DiffRow]:
     from difflib import SequenceMatcher
 
     rows: list[DiffRow] = []
-    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=len(one) > 300).get_opcodes():
+    is_long = max(len(one), len(two)) > 300
+    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=is_long).get_opcodes():
         if kind == "equal":
             rows += _same(one[a:b])
             continue

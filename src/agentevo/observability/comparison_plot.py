@@ -39,6 +39,8 @@ LOOKS = [
 """Of the lines, in their order: more can't be told apart."""
 MOST_PANELS = 12
 COLUMNS = 2
+FEW = 3
+"""Of so many values each is seen as a point."""
 
 
 def check_picture(path: Path) -> None:
@@ -78,13 +80,21 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, chart in zip(grid, charts, strict=False):
             for (color, dashes), line in zip(LOOKS, chart.lines, strict=False):
+                # Between its own values: others may have some at other places.
+                known = [n for n, one in enumerate(line.values) if math.isfinite(one)]
+                x, values = ([of[n] for n in known] for of in (chart.x, line.values))
+                dot = "o" if len(known) < FEW else None
                 axes.plot(
-                    chart.x, line.values, color=color, linestyle=dashes, label=_plain(line.name)
+                    *(x, values),
+                    color=color,
+                    linestyle=dashes,
+                    marker=dot,
+                    markersize=3,
+                    label=_plain(line.name),
                 )
                 if line.low is not None and line.high is not None:
-                    axes.fill_between(
-                        chart.x, line.low, line.high, color=color, alpha=0.15, linewidth=0
-                    )
+                    low, high = ([of[n] for n in known] for of in (line.low, line.high))
+                    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
             if chart.share:
                 as_rate(axes)
             else:

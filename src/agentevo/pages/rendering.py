@@ -10,7 +10,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from agentevo.pages import assets, drawing, intervals, navigation, words
-from agentevo.pages.text import LIMIT, one_line, shown
+from agentevo.pages.text import LIMIT, one_line, shown, without_folders
 
 
 def marked(value: object, limit: int = LIMIT) -> Markup:
@@ -29,6 +29,7 @@ FILTERS = {
     "shown": shown,
     "marked": marked,
     "one_line": one_line,
+    "without_folders": without_folders,
     "number": words.number,
     "chance": words.chance,
     "percent": words.percent,

@@ -57,3 +57,9 @@ def shown(value: object, limit: int = LIMIT) -> str:
 def one_line(value: object, limit: int = 200) -> str:
     """`shown`, on one line."""
     return shown(" ".join(str(value)[: 4 * limit].split()) or "", limit)
+
+
+def without_folders(value: object) -> str:
+    """A text in which absolute paths are the names of what lies there: `/runs/a/step-7` is
+    `step-7`."""
+    return re.sub(r"(?<![^\s@])/(?:[^/\s@]+/)+(?=[^/\s@])", "", str(value))

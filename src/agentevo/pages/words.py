@@ -30,9 +30,8 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def percent(value: float | None) -> str:
     """`41%`, `99.4%`, `0.5%`: whole where nothing is lost by it."""
-    if value is None or not math.isfinite(value):
+    if value is None or not math.isfinite(share := 100 * value):
         return NONE
-    share = 100 * value
     text = f"{share:.0f}" if abs(share - round(share)) < 0.05 or 10 < share < 90 else f"{share:.1f}"
     return f"{text}%".replace("-", "−")
 

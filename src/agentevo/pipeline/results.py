@@ -234,6 +234,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
         total=measured[-1].total if len(measured) > 1 else None,
         rows=rows,
         urls={},
+        measured={},
         legend=legend(standings),
         lineage=[lineage(one) for one in standings],
         config=without_passwords(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)),

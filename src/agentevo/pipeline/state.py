@@ -16,15 +16,22 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.files import must_write, write_atomic
+from agentevo.files import must_write, open_regular, write_atomic
+from agentevo.pipeline.schema import MAX_STAGES
 
 STATE, FILE, LOCK = "pipeline.json", "pipeline.yaml", ".lock"
 Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
+LARGEST = 2**53
+"""Of a count."""
+MAX_BYTES = 64_000_000
+"""Of pipeline.json."""
+MOST_STATES = 2 * MAX_STAGES + 1
+"""Of stages and their measurements."""
 OF_TRAINING = frozenset({"trainer.pt", "state.json", "checkpoint.json"})
 """Files of a checkpoint that say nothing about the model."""
 
@@ -67,7 +74,7 @@ class StageState(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
     wall_s: float = 0.0
     """Time of all its processes."""
-    tokens: int = 0
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)] = 0
     cost: float = 0.0
 
 
@@ -103,12 +110,19 @@ def read_state(folder: Path) -> PipelineState:
     """Raises ConfigError for a folder without one, or a file that was damaged."""
     path = folder / STATE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=PipelineState)
+        with open_regular(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise OSError(f"it has more than {MAX_BYTES:,} bytes")
+        found = msgspec.json.decode(content, type=PipelineState)
+        if len(found.stages) > MOST_STATES:
+            raise OSError(f"it has more than {MOST_STATES:,} stages")
+        return found
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder}: there is no pipeline (no {STATE}): give its folder"
         ) from error
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} can't be read ({error}): restore it, or begin again with overwrite=true"
         ) from error

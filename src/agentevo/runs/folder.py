@@ -84,10 +84,14 @@ def check_run_folder(path: Path) -> Path:
             str(config_file.parent)
             for root in (path, Path("runs"))
             if os.path.isdir(root)
-            for config_file in root.glob("*/config.yaml")
+            for below in ("*/config.yaml", "stages/*/config.yaml")
+            for config_file in root.glob(below)
         }
     )
-    hint = (
+    report = path / "report.html"
+    is_pipeline = os.path.isfile(path / "pipeline.json") and os.path.isfile(report)
+    hint = f"it is a pipeline, whose report is {report}; " if is_pipeline else ""
+    hint += (
         f"runs here: {', '.join(near[:8])}"
         if near
         else "it is the folder that `agentevo train` printed, such as runs/coins"

@@ -24,7 +24,7 @@ from agentevo.files import open_regular, write_atomic
 from agentevo.types import Sample
 
 FOLDER = "token_numbers"
-LARGEST = 1 << 30
+LARGEST = 1 << 28
 """Bytes of a file that are read, before and after it is unpacked."""
 
 
@@ -117,11 +117,15 @@ def write_numbers(folder: Path, step: int, numbers: Numbers) -> None:
 
 
 def largest_moves(path: Path) -> dict[str, float]:
-    """Id of an attempt -> how far the log-prob of one of its tokens has moved, at most."""
+    """Id of an attempt -> how far the log-prob of one of its tokens has moved, at most; nothing
+    where the file is missing or damaged."""
     found: dict[str, float] = {}
-    for name, samples in read_numbers(path).items():
-        sizes = [np.frombuffer(one.changes, dtype="<f2") for one in samples]
-        found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
+    try:
+        for name, samples in read_numbers(path).items():
+            sizes = [np.frombuffer(one.changes, dtype="<f2") for one in samples]
+            found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
+    except ValueError:
+        return {}
     return found
 
 

@@ -74,7 +74,7 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Tokens per second and MFU of an update that took `seconds`, both as computed and as the
     samples stand for it. It is empty where nothing was trained. `peak` is that of each process's
-    device."""
+    device; where it was measured on a busy machine, and an update is faster, that is the peak."""
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics
@@ -85,5 +85,7 @@ def speed_metrics(
         if f"trainer/{name}_tokens" in trained:
             metrics[f"perf/tokens_per_s_{name}"] = trained[f"trainer/{name}_tokens"] / seconds
         if flops in trained:
-            metrics[mfu] = trained[flops] / seconds / (peak_flops_per_s * num_processes())
+            reached = trained[flops] / seconds / num_processes()
+            peak = max(peak_flops_per_s, reached) if flops == DISTINCT else peak_flops_per_s
+            metrics[mfu] = reached / peak
     return metrics

@@ -240,5 +240,6 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         left=left,
         right=right,
         rows=rows,
+        slips=attempt_view.slips,
         preferred=(await annotations_of(view)).pairs.get(frozenset((a, b))),
     )

@@ -13,12 +13,15 @@ from fastapi.responses import HTMLResponse
 from agentevo.console import format_duration
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
+from agentevo.pipeline.plan import START
 from agentevo.pipeline.results import StageRow, stage_rows
 from agentevo.pipeline.state import PipelineState, read_state
 from agentevo.ui.context import NotFoundError, dashboard, page
-from agentevo.ui.sources import Sources
+from agentevo.ui.sources import HELD_OUT, Sources
 
 router = APIRouter()
+
+REPORT = "report.html"
 
 
 class Shown(NamedTuple):
@@ -27,6 +30,15 @@ class Shown(NamedTuple):
     state: PipelineState
     rows: list[StageRow]
     urls: dict[str, str]
+    """Of the runs of stages."""
+    measured: dict[str, str]
+    """Of the results on the held-out tasks, by stage."""
+
+    @property
+    def now(self) -> list[str]:
+        """What is under way, measurements among it."""
+        names = [name for name, one in self.state.stages.items() if one.status == "running"]
+        return [f"measures {name.partition('@')[0]}" if "@" in name else name for name in names]
 
 
 @router.get("/pipelines/{key}", response_class=HTMLResponse)
@@ -48,10 +60,13 @@ async def pipeline(request: Request, key: str) -> HTMLResponse:
             ("seed", str(state.seed), ""),
             ("time", format_duration(state.wall_s), ""),
             ("tokens", f"{state.tokens:,}", ""),
+            *([("now", ", ".join(shown.now), "")] if shown.now else []),
         ],
         is_running=state.status == "running",
         rows=shown.rows,
         urls=shown.urls,
+        measured=shown.measured,
+        report=str(folder / REPORT) if state.status != "running" else "",
     )
 
 
@@ -64,4 +79,11 @@ def _read(sources: Sources, folder: Path) -> Shown:
         for name in state.stages
         if (place := folder / "stages" / name) in keys
     }
-    return Shown(state, stage_rows([state]) if state.stages else [], urls)
+    results = {place: key for key, place in sources.results().items()}
+    measured = {
+        name: f"/results/{quote(results[place], safe='~+=,@')}"
+        for name in [START, *state.stages]
+        if (place := folder / HELD_OUT / name) in results
+    }
+    rows = stage_rows([state]) if state.stages else []
+    return Shown(state, rows, urls, measured)

@@ -92,4 +92,6 @@ async def config(request: Request, run: str) -> HTMLResponse:
 
 def run_page(request: Request, template: str, view: RunView, tab: str, **data: Any) -> HTMLResponse:
     """A page of a run, with its heading and tabs; `tab`: the name of its own in TABS."""
-    return page(request, template, news=[view.key], view=view, tab=tab, tabs=TABS, **data)
+    pipeline = dashboard(request).sources.pipeline_of(view.source)
+    facts: dict[str, Any] = {"view": view, "tab": tab, "tabs": TABS, "pipeline": pipeline}
+    return page(request, template, news=[view.key], **facts, **data)

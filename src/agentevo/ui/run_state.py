@@ -63,6 +63,11 @@ class RunView:
         return self.source.key
 
     @property
+    def title(self) -> str:
+        """Its folder from the given one, which no other run has, where it has one."""
+        return self.name if self.source.folder is None else self.source.key.replace("~", "/")
+
+    @property
     def name(self) -> str:
         """The run's own name, or its folder's."""
         given = self.summary.get("name") or self.setting("run", "name")

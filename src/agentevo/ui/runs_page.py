@@ -76,7 +76,7 @@ async def runs(
         "is_cut": shared.sources.is_cut,
         "sweeps": sweeps_of([row.view for row in rows])[:MOST_SWEEPS],
         "pipelines": sorted(await in_thread(shared.sources.pipelines))[:MOST_SWEEPS],
-        "evaluations": sorted(await in_thread(shared.sources.results))[:MOST_SWEEPS],
+        "evaluations": sorted(await in_thread(shared.sources.own_results))[:MOST_SWEEPS],
     }
     if is_part(request):
         return part("runs_table.html", **data)
@@ -110,7 +110,7 @@ def row_of(view: RunView) -> Row:
     return Row(
         view=view,
         rewards=list(rewards),
-        about=" · ".join(str(one)[:60] for one in about if one),
+        about=" · ".join(without_folders(one)[:60] for one in about if one),
         **{
             name: value if isinstance(value, (int, float)) else None
             for name, value in figures.items()

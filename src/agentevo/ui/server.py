@@ -41,7 +41,9 @@ def serve_dashboard(
     whether something may be changed, by a URL of its own. `tell` gets the URLs with their tokens,
     which are said nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
-    sources.check()
+    sources.check(later=True)
+    for folder_to_come in sources.missing:
+        note(f"{folder_to_come}: there is no such folder yet: its runs show up when it is made")
     with (
         asked_to_stop() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,

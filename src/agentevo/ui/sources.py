@@ -31,6 +31,8 @@ SCAN_S = 2.0
 NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
 RESULTS_FILE = "eval.json"
 """Whatever `agentevo eval --out` makes has it first."""
+HELD_OUT = "held_out"
+"""Where a pipeline has its own evaluations."""
 PIPELINE_FILE = "pipeline.json"
 """Where a pipeline stands, with one seed."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -91,10 +93,16 @@ class Sources:
         self.is_cut = False
         """Whether there are more folders than are looked into."""
 
-    def check(self) -> None:
-        """Raises ConfigError if nothing that was given is there. A folder may come to be later, as
-        long as it was not asked for by name alone."""
+    @property
+    def missing(self) -> list[Path]:
+        """Given folders that are not there, and may come to be: those that hold them are."""
+        return [root for root in self._roots if not os.path.lexists(root) and root.parent.is_dir()]
+
+    def check(self, *, later: bool = False) -> None:
+        """Raises ConfigError if a given folder is not there. `later`: it may come to be."""
         missing = [root for root in self._roots if not os.path.isdir(root)]
+        if later:
+            missing = [root for root in missing if root not in self.missing]
         if missing:
             raise ConfigError(
                 f"{missing[0]}: is no folder: give a run's folder, one that holds runs, such as "
@@ -139,10 +147,25 @@ class Sources:
         self.runs()
         return self._results
 
+    def own_results(self) -> list[str]:
+        """The keys of those that are no part of a pipeline."""
+        results = self.results()
+        inside = {folder / HELD_OUT for folder in self._pipelines.values()}
+        return [key for key, folder in results.items() if folder.parent not in inside]
+
     def pipelines(self) -> dict[str, Path]:
         """The folders of pipelines by their key, likewise."""
         self.runs()
         return self._pipelines
+
+    def pipeline_of(self, source: RunSource) -> str | None:
+        """The key of the pipeline that a run is a stage of, as of the last look; None of another
+        one."""
+        folder = source.folder
+        if folder is None or folder.parent.name != "stages":
+            return None
+        own = folder.parent.parent
+        return next((key for key, place in self._pipelines.items() if place == own), None)
 
     def store_url(self, source: RunSource) -> str:
         """The URL of a run's store. Raises ConfigError for one outside of what was given: whoever
@@ -193,15 +216,10 @@ class Sources:
             yield RunSource(_key(path or folder.name), folder.name, folder, sweep=sweep or None)
             return
         if is_results_folder(folder):
-            if len(self._evaluated) < MAX_RUNS:
-                key = own = _key(path or folder.name)
-                number = 2
-                while key in self._evaluated:
-                    key, number = f"{own}-{number}", number + 1
-                self._evaluated[key] = folder
+            _add(self._evaluated, _key(path or folder.name), folder)
             return
-        if is_file_of(folder, PIPELINE_FILE) and len(self._found_pipelines) < MAX_RUNS:
-            self._found_pipelines.setdefault(_key(path or folder.name), folder)
+        if is_file_of(folder, PIPELINE_FILE):
+            _add(self._found_pipelines, _key(path or folder.name), folder)
         if depth == 0:
             return
         try:
@@ -217,6 +235,15 @@ class Sources:
             return
         for name in names:
             yield from self._below(root, folder / name, prefix, depth - 1, left)
+
+
+def _add(found: dict[str, Path], key: str, folder: Path) -> None:
+    """Under that key, or one that no other has."""
+    free, number = key, 2
+    while free in found:
+        free, number = f"{key}-{number}", number + 1
+    if len(found) < MAX_RUNS:
+        found[free] = folder
 
 
 def is_results_folder(path: Path) -> bool:

@@ -82,6 +82,12 @@
 
   // --- live: one stream of news while the page is seen; what has changed is asked for again
   let stream = null;
+  function tell(on, why) {
+    const pulse = one(".pulse");
+    if (pulse) { pulse.dataset.on = on ? "yes" : "no"; pulse.textContent = on ? "live" : why; }
+  }
+  // a part that can't be had now stays as it was, and is asked for again at the next news
+  document.addEventListener("htmx:response:error", (event) => tell(false, `not up to date (${event.detail.ctx.response.status})`));
   const known = new Map(Object.entries(JSON.parse(document.body.dataset.versions || "{}")));
   function news(event) {
     const told = JSON.parse(event.data);
@@ -134,10 +140,8 @@
     const about = document.body.dataset.news;
     if (!about || document.hidden || stream) return;
     stream = new EventSource(about);
-    const pulse = one(".pulse");
-    const tell = (on) => { if (pulse) { pulse.dataset.on = on ? "yes" : "no"; pulse.textContent = on ? "live" : "not connected"; } };
     stream.addEventListener("open", () => tell(true));
-    stream.addEventListener("error", () => tell(false));
+    stream.addEventListener("error", () => tell(false, "not connected"));
     stream.addEventListener("run", news);
   }
   function rest() {
@@ -146,7 +150,7 @@
   document.addEventListener("visibilitychange", rest);
   addEventListener("pagehide", () => { if (stream) { stream.close(); stream = null; } });
   addEventListener("pageshow", () => { listen(); countChosen(); });
-  document.addEventListener("htmx:after:swap", () => { countChosen(); mark(); document.dispatchEvent(new CustomEvent("swapped")); });
+  document.addEventListener("htmx:after:swap", () => { if (stream) tell(stream.readyState === EventSource.OPEN, "not connected"); countChosen(); mark(); document.dispatchEvent(new CustomEvent("swapped")); });
 
   window.agentevo = { one, all, toggleTheme };
 })();

@@ -13,6 +13,20 @@
     return String(Number(value.toPrecision(3)));
   };
 
+  // Ticks are told apart by as many digits as their distance needs.
+  function onAxis(ticks, distance, share) {
+    const unit = share ? 100 : 1, largest = Math.max(...ticks.map(Math.abs)) * unit;
+    let digits = 0;
+    for (let far = distance * unit; digits < 12 && Math.abs(far - Math.round(far)) > 1e-6 * far; far *= 10) digits += 1;
+    const words = (value) => {
+      if (!value) return "0";
+      const power = Math.floor(Math.log10(Math.abs(value)) + 1e-9);
+      if (largest < 1e-2 || largest >= 1e6) return value.toExponential(Math.max(0, power + digits)).replace("e+", "e");
+      return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    };
+    return ticks.map((tick) => words(tick * unit) + (share ? "%" : ""));
+  }
+
   function smoothed(values, weight) {
     if (!weight) return values;
     let mean = null, share = 0;
@@ -23,6 +37,9 @@
       return mean / share;
     });
   }
+
+  // Points are seen as such where there are too few for a line.
+  const isShort = (chart, place) => chart.data[place].filter((value) => value != null).length < 3;
 
   function draw(figure, told) {
     const body = figure.querySelector(".body");
@@ -41,8 +58,7 @@
         series.push({ stroke: `color-mix(in srgb, ${color} 28%, transparent)`, width: 1, points: { show: false }, label: "" });
       }
       data.push(smoothed(line.values, weight));
-      const few = line.values.filter((value) => value != null).length < 3;
-      series.push({ stroke: color, width: 1.6, label: line.name, spanGaps: true, points: { show: few, size: 5 } });
+      series.push({ stroke: color, width: 1.6, label: line.name, spanGaps: true, points: { show: isShort, size: 5 } });
     });
     const axis = { stroke: styled("--soft"), grid: { stroke: styled("--line"), width: 1 }, ticks: { show: false }, font: `11px ${styled("--sans")}`, gap: 4 };
     const whole = !told.time && told.x.every((value) => value == null || Number.isInteger(value));
@@ -51,7 +67,7 @@
       width: body.clientWidth, height: body.clientHeight, legend: { show: false }, padding: [6, 8, 0, 0],
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, sync: figure.dataset.sync ? { key: figure.dataset.sync } : undefined },
       scales: { x: { time: Boolean(told.time) }, y: told.share ? { range: [-0.02, 1.02] } : { range: (chart, low, high) => span(low, high) } },
-      axes: [{ ...axis, size: 22, ...(whole ? { incrs: WHOLE } : {}) }, { ...axis, size: 46, values: (chart, ticks) => ticks.map(show) }],
+      axes: [{ ...axis, size: 22, ...(whole ? { incrs: WHOLE } : {}) }, { ...axis, size: (chart, words) => Math.max(46, 8 + 6.2 * Math.max(...(words || []).map((one) => one.length))), values: (chart, ticks, place, room, distance) => onAxis(ticks, distance, told.share) }],
       series, bands,
       hooks: { setCursor: [(chart) => read(figure, body, chart, show)], ready: [(chart) => lead(figure, chart)] },
     };
@@ -60,7 +76,8 @@
     const form = JSON.stringify([series, axis, told.share, told.time, told.name_of_x, whole, told.lines.map((line) => Boolean(line.low))]);
     if (old && old.form === form) {
       const [first, last] = [old.data[0][0], old.data[0].at(-1)];
-      const closer = old.scales.x.min > first || old.scales.x.max < last;
+      const { min, max } = old.scales.x;
+      const closer = (min > first || max < last) && told.x.some((value) => value >= min && value <= max);
       old.setData(data, !closer);
       if (closer) old.redraw();
       return;
@@ -69,6 +86,7 @@
     body.replaceChildren();
     const chart = new uPlot(options, data, body);
     chart.form = form;
+    sizes.observe(body);
     charts.set(figure, chart);
   }
 
@@ -76,6 +94,7 @@
 
   function span(low, high) {
     if (low == null) return [0, 1];
+    if (low >= 0 && high - low <= high * 0.02) return [0, high ? high * 1.25 : 1];
     const least = Math.max(Math.abs(low), Math.abs(high)) * 0.02 || 1;
     const room = Math.max(high - low, least) * 0.08;
     return high - low < least ? [low - least / 2, high + least / 2] : [low - room, high + room];
@@ -90,22 +109,26 @@
     const values = told.lines.filter((line) => line.values[place] != null)
       .map((line) => (told.lines.length > 1 ? `${line.name} ${show(line.values[place])}` : show(line.values[place])));
     label.textContent = `${told.name_of_x || "step"} ${number(told.x[place])} · ${values.slice(0, 6).join(" · ")}${leads(figure, told) && body.matches(":hover") ? " · click: its groups" : ""}`;
-    const left = Math.min(chart.cursor.left + 56, body.clientWidth - label.offsetWidth - 4);
-    label.style.left = `${Math.max(left, 0)}px`;
+    // beside the half that the mouse is in, so that it hides no point that it speaks of
+    const isLeft = chart.cursor.left < chart.over.clientWidth / 2;
+    label.style.left = isLeft ? "auto" : `${chart.over.offsetLeft + 4}px`;
+    label.style.right = isLeft ? "4px" : "auto";
     label.style.top = "4px";
   }
 
-  // A click on a point leads to the groups of its step; dragging looks closer, and a finger only reads.
+  // A click on a point leads to the groups of its step; dragging looks closer, a double click goes back, and a finger only reads.
+  const DOUBLE_MS = 300;
   const leads = (figure, told) => figure.dataset.steps && (told.name_of_x || "step") === "step";
   function lead(figure, chart) {
     if (!leads(figure, figure.told)) return;
-    let from = null;
+    let from = null, going = null;
     chart.over.style.cursor = "pointer";
     chart.over.addEventListener("mousedown", (event) => { from = event.clientX; });
     chart.over.addEventListener("click", (event) => {
       const step = figure.told.x[chart.cursor.idx];
       if (step == null || from == null || Math.abs(event.clientX - from) > 3 || (event.pointerType && event.pointerType !== "mouse")) return;
-      location.assign(`${figure.dataset.steps}${step}`);
+      clearTimeout(going);
+      if (event.detail === 1) going = setTimeout(() => location.assign(`${figure.dataset.steps}${step}`), DOUBLE_MS);
     });
   }
 
@@ -144,12 +167,12 @@
   const again = () => { for (const figure of all()) if (figure.told) draw(figure, figure.told); };
   function fit() {
     for (const [figure, chart] of charts) {
-      const body = figure.querySelector(".body");
-      chart.setSize({ width: body.clientWidth, height: body.clientHeight });
+      const { clientWidth: width, clientHeight: height } = figure.querySelector(".body");
+      if (width && height && (width !== chart.width || height !== chart.height)) chart.setSize({ width, height });
     }
   }
   let waiting = null;
-  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(fit, 120); });
+  const sizes = new ResizeObserver(() => { clearTimeout(waiting); waiting = setTimeout(fit, 120); });
   document.addEventListener("theme", again);
   document.addEventListener("swapped", begin);
   document.addEventListener("news", () => { for (const figure of inView) if (figure.dataset.from) fill(figure).catch(() => {}); });
