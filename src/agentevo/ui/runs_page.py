@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse
 from agentevo.event_loop import in_thread
 from agentevo.observability.collapse import SCORE
 from agentevo.observability.metrics import read_evaluations
+from agentevo.pages.text import without_folders
 from agentevo.ui.context import dashboard, is_part, page, part
 from agentevo.ui.run_state import RunView
 from agentevo.ui.watching import LIST
@@ -21,7 +22,7 @@ router = APIRouter()
 
 SORTS = {
     "newest": ("Newest", lambda row: -(row.view.changed_at or 0)),
-    "name": ("Name", lambda row: row.view.name.lower()),
+    "name": ("Name", lambda row: row.view.title.lower()),
     "result": ("Result", lambda row: -(row.after if row.after is not None else -math.inf)),
     "progress": ("Progress", lambda row: -row.share),
 }
