@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from remote_server import RemoteServer, chat, gives
 
 from agentevo.cli.main import main
 from agentevo.config import TinyModel, sources
@@ -16,6 +17,7 @@ from agentevo.evolution.schema import EvolveSection
 from agentevo.evolution.stages import stages_of
 from agentevo.models.tiny import make_tiny
 from agentevo.pipeline import read_state
+from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.files import made_rows
 
 SMALL = (
@@ -169,6 +171,65 @@ def test_an_evolution_that_was_broken_off_goes_on_and_never_trains_on_what_is_he
     more = out / "run" / "stages" / "improve.1.more" / "made" / "train.jsonl"
     rows = made_rows([str(out / "tasks" / "train.jsonl"), str(more)])
     assert rows and not held & {row["content"] for row in rows}
+
+
+class Teacher:
+    """Plays as the tasks in a folder were made, but for the first of them, where it gives up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "tasks" / "train.jsonl"
+
+    def __call__(self, body, handler):
+        if body is None:
+            gives({"data": [{"id": "m"}]})(body, handler)
+            return
+        rows = [json.loads(line) for line in self.file.read_text().splitlines()]
+        asked = next(one["content"] for one in body["messages"] if one["role"] == "user")
+        row = next(one for one in rows if one["query"] == asked)
+        shown = demonstration(row, [])["messages"]
+        said = sum(one["role"] == "assistant" for one in body["messages"])
+        answers = [one for one in shown if one["role"] == "assistant"]
+        answer = {"content": "No."} if row["id"] == rows[0]["id"] else answers[said]
+        gives(chat(**{key: one for key, one in answer.items() if key != "role"}))(body, handler)
+
+
+@pytest.mark.slow
+def test_a_teacher_shows_what_it_has_solved(tmp_path, recipe):
+    out = tmp_path / "out"
+    with RemoteServer(Teacher(out)) as server:
+        remote = {"base_url": server.base_url, "model": "m", "max_tries": 1, "deadline_s": 60}
+        words = [f"remote_models.big={json.dumps(remote)}", "agent.max_turns=8"]
+        shown = {"source": "teacher", "teacher": "big"}
+        evolution = read_evolution(
+            recipe,
+            [f"run.dir={out}", *SMALL, *words],
+            demonstrations=shown,
+            skip=["improve"],
+            rounds=1,
+        )
+        evolve(evolution, resume=False, note=print)
+    state = read_state(out / "run")
+    assert {name: one.status for name, one in state.stages.items()} == dict.fromkeys(
+        ("start@held_out", "try", "choose", "show", "show@held_out"), "finished"
+    )
+    assert state.stages["try"].numbers["success"] == 0.9
+    rows = made_rows([str(out / "tasks" / "train.jsonl")])
+    (file,) = out.glob("run/**/choose/rows.jsonl")
+    taught = {json.loads(line)["task_id"]: json.loads(line) for line in file.open()}
+    assert sorted(taught) == sorted(row["id"] for row in rows[1:])
+    for row in rows[1:]:
+        said = [one for one in taught[row["id"]]["messages"] if one["role"] == "assistant"]
+        calls = [call["function"]["name"] for one in said for call in one.get("tool_calls", ())]
+        assert calls == [step["tool"] for step in row["solved_by_calls"]]
+        assert taught[row["id"]]["tools"] and taught[row["id"]]["model"] == "big"
+
+
+def test_a_teacher_that_is_not_there_is_refused(recipe):
+    read = read_evolution(recipe, SMALL, demonstrations={"source": "teacher", "teacher": "big"})
+    with pytest.raises(ConfigError, match="there is no remote model 'big'"):
+        read.check()
+    with pytest.raises(ConfigError, match="belong together"):
+        read_evolution(recipe, SMALL, demonstrations={"source": "teacher"})
 
 
 def _interrupted(*words, **options):

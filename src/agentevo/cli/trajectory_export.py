@@ -49,7 +49,8 @@ Sft = Annotated[
     bool,
     typer.Option(
         "--sft",
-        help="Write what was said in the good attempts as conversations for `agentevo sft`.",
+        help="Write what was said in the good attempts as conversations for `agentevo sft`: of "
+        "a run, or of an evaluation that `agentevo eval --out` has kept.",
     ),
 ]
 Pairs = Annotated[
@@ -176,9 +177,13 @@ def _export_sft(
 
     if split not in SPLITS:
         raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
+    from agentevo.evaluation.results import SETTINGS
     from agentevo.runs.folder import read_store, remote_model_names
     from agentevo.runs.sft_export import POLICY, export_sft
 
+    if (run_dir / SETTINGS).is_file():
+        _export_played(run_dir, out, min_reward, per_task, model)
+        return
     known = [POLICY, *remote_model_names(run_dir)]
     if model is not None and model not in known:
         raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
@@ -196,6 +201,37 @@ def _export_sft(
         )
 
     tell_of_rows(read_store(run_dir, work, wait_s=wait), out)
+
+
+def _export_played(
+    folder: Path, out: Path, min_reward: float | None, per_task: int | None, model: str | None
+) -> None:
+    """Of a folder that `agentevo eval --out` has made."""
+    from agentevo.evaluation.results import ResultsFolder
+    from agentevo.runs.sft_export import answer_reader, export_played
+
+    results = ResultsFolder(folder)
+    played = dict(results.settings().get("played_models") or {})
+    if len(played) != 1:
+        raise ConfigError(
+            f"{folder}: it has attempts of {len(played)} models ({', '.join(played)}): evaluate "
+            "the one whose words are wanted alone"
+        )
+    (weights,) = played.values()
+    read = answer_reader(None)
+    if (Path(str(weights)) / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        from agentevo.models.chat import ChatFormat
+
+        read = answer_reader(ChatFormat(AutoTokenizer.from_pretrained(weights)))
+    done = export_played(
+        *(list(results.trajectories().values()), out, read),
+        min_reward=min_reward,
+        per_task=per_task,
+        model=model,
+    )
+    tell_of_rows(done, out)
 
 
 def _export_pairs(

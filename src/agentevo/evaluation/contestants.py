@@ -109,6 +109,8 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
     if first.remote is not None:
         raise ConfigError(f"--checkpoint {which}: {target} is a remote model: leave it out")
     run, _ = _run_of(target)
+    if which in first.config.remote_models or _is_url(which):
+        return _other(which, first.config)
     if run is not None:
         path = _checkpoint_of(run, first.config, which)
     elif which in ("best", "last"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.section import Section
 
@@ -40,10 +40,14 @@ class TasksToMake(Section):
 class DemonstrationsSection(Section):
     """What the policy reads before it learns from reward."""
 
-    source: Literal["calls", "attempts", "none"] = "calls"
+    source: Literal["calls", "attempts", "teacher", "none"] = "calls"
     """`calls`: the calls by which tasks were made, which solve them. `attempts`: the policy's own
-    attempts that succeeded (rejection sampling), for one that solves some. `none`: no
-    fine-tuning."""
+    attempts that succeeded (rejection sampling), for one that solves some. `teacher`: those of
+    another model, which plays the same tasks. `none`: no fine-tuning."""
+    teacher: str | None = None
+    """Who plays for `teacher`: a name of remote_models, or URL#MODEL."""
+    tries: int = Field(default=1, ge=1, le=256)
+    """Attempts of the teacher at each task; of those that succeeded one is shown."""
     count: int = Field(default=200, ge=1, le=100_000)
     """Conversations of `calls`."""
     steps: int = Field(default=4, ge=1)
@@ -98,6 +102,15 @@ class EvolveSection(Section):
     """Whether adapters are merged into one plain model at the end. Default: with model.lora."""
     skip: tuple[str, ...] = ()
     """Stages that are left out: try, choose, show, prompts, improve, merge."""
+
+    @model_validator(mode="after")
+    def _a_teacher_where_there_is_one(self) -> Self:
+        shown = self.demonstrations
+        if (shown.source == "teacher") != (shown.teacher is not None):
+            raise ValueError(
+                "demonstrations: source=teacher and teacher=NAME belong together: give both"
+            )
+        return self
 
     @field_validator("budget")
     @classmethod

@@ -1,7 +1,8 @@
 """The pipeline of an evolution, as a mapping (docs/pipelines.md): which stages there are, and what
 each begins with.
 
-    try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts)
+    try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts,
+                                   or those of a teacher)
     show                           demonstrations of made tasks, fine-tuned on (calls)
     improve: rl -> prompts -> more repeated: learning from reward; better texts for the same weights
                                    (prompts: attempts); tasks at the edge
@@ -37,6 +38,10 @@ def stages_of(
     shown = section.demonstrations
     if shown.source == "attempts":
         stages["try"] = {"kind": "sample", "config": {"trainer": {"steps": shown.steps}}}
+    if shown.source == "teacher":
+        options = {"player": shown.teacher, "tasks": [str(folder / TRAIN)], "attempts": shown.tries}
+        stages["try"] = {"kind": "evaluate", "options": options}
+    if "try" in stages:
         stages["choose"] = {"kind": "filter", "options": {"source": "${stages.try.folder}"}}
     if shown.source != "none":
         is_calls = shown.source == "calls"

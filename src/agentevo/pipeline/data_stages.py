@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from agentevo.config import Section
+from agentevo.config import RunConfig, Section
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.parsing import read_json_object
 from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
@@ -23,6 +23,8 @@ class EvaluateOptions(Section):
     """Softmax temperature of several attempts. Default: evaluation.temperature."""
     tasks: tuple[str, ...] = ()
     """Files of tasks, in place of those that the recipe holds out."""
+    player: str | None = None
+    """Who plays in the place of the policy: a name of remote_models, or URL#MODEL."""
 
 
 class EvaluateStage(StageKind):
@@ -30,12 +32,27 @@ class EvaluateStage(StageKind):
     Options: ClassVar[type[Section]] = EvaluateOptions
     makes_folder: ClassVar[bool] = True
 
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        player = options.player
+        if player is None:
+            return
+        assert config is not None
+        if model is not None:
+            raise ConfigError("options.player: it plays, and so does `model`: leave one of them")
+        if player not in config.remote_models and "://" not in player:
+            known = ", ".join(config.remote_models) or "none"
+            raise ConfigError(
+                f"options.player: there is no remote model {player!r}: remote_models has {known}; "
+                "add it there, or give URL#MODEL"
+            )
+
     def words(self, job: Job) -> list[str]:
         options: EvaluateOptions = job.options
         words = [*AGENTEVO, "eval", str(job.recipe), "--out", str(job.folder)]
         words += ["--attempts", str(options.attempts)]
-        if job.model is not None:
-            words += ["--checkpoint", job.model]
+        player = options.player or job.model
+        if player is not None:
+            words += ["--checkpoint", player]
         if options.temperature is not None:
             words += ["--temperature", str(options.temperature)]
         for file in options.tasks:
@@ -102,7 +119,8 @@ class FilterOptions(Section):
     """Which attempts `filter` takes."""
 
     source: str
-    """The folder of a run, such as ${stages.NAME.folder}: its training attempts are chosen from."""
+    """The folder of a run, such as ${stages.NAME.folder}: its training attempts are chosen from; or
+    that of an evaluation."""
     min_reward: float | None = None
     """The least reward. Default: attempts that succeeded."""
     per_task: int = Field(default=1, ge=1)

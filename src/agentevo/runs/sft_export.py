@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
@@ -122,39 +122,75 @@ async def export_sft(
     """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, at
     most `per_task` attempts at a task, the best first, to `path` (.jsonl or .jsonl.gz), and returns
     the account of all of them. None twice. Raises ConfigError if there is nothing to export."""
-    report = RowReport("export")
     summaries = await store.summaries(split=split)
     if not summaries:
         raise ConfigError(await _nothing(store, split))
+    report = RowReport("export")
     chosen = _chosen(summaries, report, min_reward, per_task)
-    rows: set[str] = set()
     with whole_file(path) as file:
+        rows = _Rows(file, report, read, model)
         async for stored in store.trajectories(split=split, status="completed"):
-            trajectory = stored.trajectory
-            if trajectory.id not in chosen:
-                continue
-            found = False
-            for row in conversations_of(trajectory, read, model):
-                found = True
-                report.rows += 1
-                try:
-                    line = _line(row, trajectory, rows)
-                except RowError as error:
-                    report.add(trajectory.id, error)
-                    continue
-                file.write(line.encode() + b"\n")
-            if not found:
-                report.rows += 1
-                who = f"the model {model}" if model else "a model"
-                what = "its tokens were deleted" if stored.tokens_deleted else f"{who} said nothing"
-                report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
-        if not report.used:
-            raise ConfigError("\n".join(["nothing was written:", *report.lines()]))
+            if stored.trajectory.id in chosen:
+                rows.add(stored.trajectory, tokens_deleted=stored.tokens_deleted)
+        rows.check()
     return report
 
 
+def export_played(
+    trajectories: Sequence[Trajectory],
+    path: Path,
+    read: Read,
+    *,
+    min_reward: float | None = None,
+    per_task: int | None = None,
+    model: str | None = None,
+) -> RowReport:
+    """`export_sft` of attempts that an evaluation has kept. Raises ConfigError if there is nothing
+    to export."""
+    report = RowReport("export")
+    chosen = _chosen(trajectories, report, min_reward, per_task)
+    with whole_file(path) as file:
+        rows = _Rows(file, report, read, model)
+        for trajectory in trajectories:
+            if trajectory.id in chosen:
+                rows.add(trajectory)
+        rows.check()
+    return report
+
+
+class _Rows:
+    """The rows of a file that is being written."""
+
+    def __init__(self, file: IO[bytes], report: RowReport, read: Read, model: str | None) -> None:
+        self._file, self._report, self._read, self._model = file, report, read, model
+        self._known: set[str] = set()
+
+    def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
+        """All of an attempt, or why there are none."""
+        found = False
+        for row in conversations_of(trajectory, self._read, self._model):
+            found = True
+            self._report.rows += 1
+            try:
+                line = _line(row, trajectory, self._known)
+            except RowError as error:
+                self._report.add(trajectory.id, error)
+                continue
+            self._file.write(line.encode() + b"\n")
+        if not found:
+            self._report.rows += 1
+            who = f"the model {self._model}" if self._model else "a model"
+            what = "its tokens were deleted" if tokens_deleted else f"{who} said nothing"
+            self._report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
+
+    def check(self) -> None:
+        """Raises ConfigError where nothing was written."""
+        if not self._report.used:
+            raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
+
+
 def _chosen(
-    summaries: Sequence[TrajectorySummary],
+    summaries: Sequence[TrajectorySummary | Trajectory],
     report: RowReport,
     min_reward: float | None,
     per_task: int | None,
@@ -162,7 +198,7 @@ def _chosen(
     """Ids of the attempts that are good enough; of a task the best, of equals the shortest."""
     chosen: set[str] = set()
     taken: Counter[str] = Counter()
-    for one in sorted(summaries, key=lambda s: (-s.reward, s.num_completion_tokens, s.id)):
+    for one in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
         error: RowError | None = None
         if one.status != "completed":
             error = RowError("attempt_failed", one.error or one.status)
@@ -179,6 +215,13 @@ def _chosen(
         taken[one.task_id] += 1
         chosen.add(one.id)
     return chosen
+
+
+def _length(one: TrajectorySummary | Trajectory) -> int:
+    """Of what was said: in tokens, or of a remote model, whose tokens nobody knows, in turns."""
+    if isinstance(one, Trajectory):
+        return one.num_completion_tokens() or len(one.remote_turns)
+    return one.num_completion_tokens
 
 
 def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> str:
