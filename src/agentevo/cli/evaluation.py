@@ -34,7 +34,11 @@ Target = Annotated[
 ]
 Checkpoint = Annotated[
     str,
-    typer.Option(metavar="PATH|best|last", help="Which checkpoint; of a run, best by default. A name of remote_models, or URL#MODEL, plays in its place."),
+    typer.Option(
+        metavar="PATH|best|last",
+        help="Which checkpoint; of a run, best by default. A name of remote_models, or URL#MODEL, "
+        "plays in its place.",
+    ),
 ]
 Tasks = Annotated[
     list[str] | None,
