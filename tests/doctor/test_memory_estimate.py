@@ -22,7 +22,7 @@ from agentevo.doctor.memory_estimate import (
 )
 from agentevo.models.adapters import add_adapter
 
-SIZES = {"hidden": 256, "layers": 4, "vocabulary": 8192, "length": 1024}
+SIZES = {"hidden": 256, "layers": 3, "vocabulary": 8192, "length": 512}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def benchmark() -> ModuleType:
     [
         {"samples": 4},
         {"samples": 4, "checkpointing": "selective"},
-        {"samples": 8, "length": 512, "checkpointing": "full"},
+        {"samples": 12, "length": 384, "checkpointing": "full"},
         {"samples": 6, "parts": 3},
         {"samples": 4, "rank": 8},
         {"samples": 3, "kind": "sft"},
         {"samples": 8, "parts": 2, "shard": 2},
-        {"samples": 8, "parts": 2, "shard": 2, "checkpointing": "full"},
+        {"samples": 8, "parts": 2, "shard": 2, "length": 1024, "checkpointing": "full"},
     ],
     ids=lambda case: " ".join(f"{key}={value}" for key, value in case.items()),
 )
