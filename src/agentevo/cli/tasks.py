@@ -244,6 +244,59 @@ def _lines(account: dict[str, Any]) -> list[str]:
     ]
 
 
+@tasks.command("from-documents")
+def from_documents(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=path_word,
+            metavar="FILE...",
+            help="Plain texts, or a corpus (.jsonl): a line for each passage.",
+        ),
+    ],
+    out: Out,
+    train: Train = 200,
+    held_out: HeldOut = 50,
+    seed: Seed = 0,
+    per_passage: Annotated[int, typer.Option(min=1, max=100, help="Tasks of a passage.")] = 2,
+    language: Annotated[str, typer.Option(help="Of a writer's questions.")] = "en",
+    writer: Writer = None,
+    writer_model: WriterModel = "default",
+    writer_key: WriterKey = None,
+) -> None:
+    """Make tasks from documents, held-out ones among them: sentences with a gap, or with --writer
+    a model's questions, whose answers stand in a passage. The passages are written beside them, as
+    the corpus of the tool `search`."""
+    from agentevo.event_loop import run_coroutine
+    from agentevo.task_making.documents import asked_from, read_documents, tasks_from
+    from agentevo.task_making.files import check_new, write_made
+
+    check_new(out)
+    model = None if writer is None else _writer(writer, writer_model, writer_key)
+    passages = read_documents(files)
+    wanted = {"train": train, "held_out": held_out, "per_passage": per_passage, "seed": seed}
+    if model is None:
+        made = tasks_from(passages, **wanted)
+    else:
+        try:
+            made = run_coroutine(asked_from(passages, model, **wanted, language=language))
+        finally:
+            model.close()
+    account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
+    write_made(
+        out,
+        train=made.train,
+        held_out=made.held_out,
+        corpus=[{"id": one.id, "title": one.title, "text": one.text} for one in passages],
+        account={**account, "writer": made.reasons, "seed": seed},
+    )
+    print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
+    print(f"passages     {len(passages)}, in {out / 'corpus.jsonl'}")
+    if missing := train + held_out - account["train"] - account["held_out"]:
+        why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
+        _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")
+
+
 @tasks.command("grade")
 def grade(
     folder: Annotated[

@@ -3,6 +3,7 @@
     train.jsonl, eval.jsonl     tasks to train on and held-out ones
     demonstrations.jsonl        conversations that solve tasks of train.jsonl, for `agentevo sft`
     reserve.jsonl               tasks that all or none of the attempts at them have solved
+    corpus.jsonl                the passages that tasks were made of, for the tool `search`
     made.json                   the account; written last
 
 The folder appears whole. One that is there already is added to by nobody: it is refused.
@@ -21,7 +22,8 @@ from agentevo.files import atomic_folder, must_write
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.scenario import CALLS, CONTENT
 
-DEMONSTRATIONS, RESERVE, ACCOUNT = "demonstrations.jsonl", "reserve.jsonl", "made.json"
+DEMONSTRATIONS, RESERVE, CORPUS = "demonstrations.jsonl", "reserve.jsonl", "corpus.jsonl"
+ACCOUNT = "made.json"
 
 
 def check_new(folder: Path) -> None:
@@ -37,6 +39,7 @@ def write_made(
     held_out: Sequence[dict[str, Any]],
     reserve: Sequence[dict[str, Any]] = (),
     demonstrations: Sequence[dict[str, Any]] = (),
+    corpus: Sequence[dict[str, Any]] = (),
     account: Mapping[str, Any],
 ) -> None:
     """Writes all of it, or nothing."""
@@ -46,6 +49,7 @@ def write_made(
         HELD_OUT: held_out,
         RESERVE: reserve,
         DEMONSTRATIONS: demonstrations,
+        CORPUS: corpus,
     }
     with must_write(folder, "make room there, or give another --out"):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +61,14 @@ def write_made(
             (staging / ACCOUNT).write_text(f"{text}\n", encoding="utf-8")
 
 
-def made_rows(sources: Iterable[str]) -> list[dict[str, Any]]:
-    """Rows of files that were made. Raises ConfigError for what is no such row."""
+def made_rows(
+    sources: Iterable[str], keys: Iterable[str] = (CALLS, CONTENT)
+) -> list[dict[str, Any]]:
+    """Rows of files that were made, with these keys. Raises ConfigError for what is no such row."""
     found = []
     for source in sources:
         for row in read_rows(source):
-            if not isinstance(row.value, dict) or {CALLS, CONTENT} - row.value.keys():
+            if not isinstance(row.value, dict) or {*keys} - row.value.keys():
                 raise ConfigError(f"{row.where}: this is no task of `agentevo tasks make`")
             found.append(row.value)
     return found

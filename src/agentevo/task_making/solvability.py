@@ -21,6 +21,7 @@ from agentevo.parsing import read_json_object
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.files import (
     ACCOUNT,
+    CORPUS,
     DEMONSTRATIONS,
     RESERVE,
     made_rows,
@@ -62,9 +63,9 @@ def graded_folder(
     sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
     if not sources or not (folder / ACCOUNT).is_file():
         raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
-    rows = made_rows(sources)
+    rows = made_rows(sources, [CONTENT])
     held_file = folder / HELD_OUT
-    held = made_rows([str(held_file)]) if held_file.is_file() else []
+    held = made_rows([str(held_file)], [CONTENT]) if held_file.is_file() else []
     contents = {row[CONTENT] for row in held}
     leaked = next((row["id"] for row in rows if row[CONTENT] in contents), None)
     if leaked is not None:
@@ -79,16 +80,14 @@ def graded_folder(
         "train": len(edge),
         "reserve": len(reserve),
     }
-    shown = (
-        [
-            json.loads(line)
-            for line in (folder / DEMONSTRATIONS).read_text(encoding="utf-8").splitlines()
-        ]
-        if (folder / DEMONSTRATIONS).is_file()
-        else []
-    )
     write_made(
-        out, train=edge, held_out=held, reserve=reserve, demonstrations=shown, account=account
+        out,
+        train=edge,
+        held_out=held,
+        reserve=reserve,
+        demonstrations=_lines(folder / DEMONSTRATIONS),
+        corpus=_lines(folder / CORPUS),
+        account=account,
     )
     always = sum(row.get(RATE) == 1.0 for row in reserve)
     never = sum(row.get(RATE) == 0.0 for row in reserve)
@@ -97,6 +96,13 @@ def graded_folder(
         f"reserve      {always} solved always, {never} never, "
         f"{len(reserve) - always - never} without an attempt that did not fail",
     ]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Of a file that may be there."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _solved(

@@ -1,0 +1,166 @@
+"""Tasks from documents: what is asked for stands in a passage, a passage is on one side of the
+split, and a model's questions are checked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentevo.cli.main import main
+from agentevo.config import load_config
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.remote_models.ledger import RemoteModelError
+from agentevo.task_making.documents import (
+    GAP,
+    LONGEST_PASSAGE,
+    asked_from,
+    read_documents,
+    tasks_from,
+)
+from agentevo.task_making.scenario import is_held_out
+from agentevo.tools.corpus import Passage
+
+PASSAGES = [
+    Passage(
+        f"p{n}",
+        f"Town {n}",
+        f"The mayor of this town is called Ada {name} Berg since {1900 + n}. "
+        f"It has {1000 + 7 * n} people who live in {n + 3} streets. Nothing else is known.",
+    )
+    for n, name in enumerate(f"Al{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(60))
+]
+COUNTS = {"train": 40, "held_out": 10, "per_passage": 2, "seed": 3}
+
+
+def test_a_gap_is_what_stands_in_the_passage_and_nowhere_else_in_the_sentence() -> None:
+    made = tasks_from(PASSAGES, **COUNTS)
+    assert (len(made.train), len(made.held_out)) == (40, 10)
+    texts = {one.id: one.text for one in PASSAGES}
+    for row in [*made.train, *made.held_out]:
+        sentence = row["query"].partition("“")[2].partition("”")[0]
+        assert sentence.count(GAP) == 1 and row["scorer"] == "contains"
+        assert sentence.replace(GAP, row["answer"]) in texts[row["passage"]]
+        assert not re.search(rf"(?<!\w){row['answer']}(?!\w)", sentence)
+    assert tasks_from(PASSAGES, **COUNTS) == made
+    assert tasks_from(PASSAGES, **COUNTS | {"seed": 4}) != made
+
+
+def test_no_passage_is_on_both_sides_whatever_the_seed() -> None:
+    sides = [
+        {row["passage"] for seed in range(5) for row in getattr(made(seed), side)}
+        for side in ("train", "held_out")
+    ]
+    assert not sides[0] & sides[1]
+
+
+def made(seed: int) -> Any:
+    return tasks_from(PASSAGES, train=200, held_out=200, per_passage=2, seed=seed)
+
+
+def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# Head\n\n" + "Short. " * 400 + "\n\n" + "x" * 3000)
+    passages = read_documents([tmp_path / "a.md"])
+    assert max(len(one.text) for one in passages) <= LONGEST_PASSAGE
+    assert "".join("".join(one.text.split()) for one in passages) == "".join(
+        (tmp_path / "a.md").read_text().split()
+    )
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ConfigError, match="it is empty"):
+        read_documents([tmp_path / "empty.txt"])
+    with pytest.raises(ConfigError, match="two passages have the id"):
+        read_documents([tmp_path / "a.md", tmp_path / "a.md"])
+
+
+class Model:
+    """Asks for the people of a town, and four questions that can't be taken."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails, self.asked = fails, list[str]()
+
+    async def generate(self, messages: Any, **options: Any) -> Any:
+        self.asked.append(messages[0]["content"])
+        if self.fails:
+            raise RemoteModelError("nobody is there")
+        passage = next(one for one in PASSAGES if one.text in self.asked[-1])
+        people = passage.text.partition("It has ")[2].partition(" ")[0]
+        pairs = [
+            (f"How many people live in {passage.title}?", people),
+            (f"What is known of {passage.title}?", "that it burnt down"),
+            (f"Who is Ada in {passage.title}?", "Ada"),
+            ("", people),
+            ("x" * 2000, people),
+        ]
+        listed = [{"question": question, "answer": answer} for question, answer in pairs]
+        return SimpleNamespace(text=f"Here: {json.dumps({'questions': listed})}")
+
+
+def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage() -> None:
+    model: Any = Model()
+    counts = COUNTS | {"per_passage": 5}
+    found = asyncio.run(asked_from(PASSAGES, model, **counts))
+    for row in [*found.train, *found.held_out]:
+        town = row["query"].removeprefix("How many people live in Town ").rstrip("?")
+        assert row["answer"] == str(1000 + 7 * int(town)) and row["passage"] == f"p{town}"
+    assert set(found.reasons) == {
+        "an answer does not stand in the passage",
+        "a question holds its answer",
+        "a question or an answer is missing",
+        "a question or an answer is too long",
+    }
+    assert len(model.asked) <= len(PASSAGES)
+    marks = {text.partition("<<<")[2].split("\n")[0] for text in model.asked}
+    assert len(marks) == len(model.asked), "a passage can't know the mark that ends it"
+
+
+def test_a_model_that_is_away_is_told_before_all_passages_are_asked() -> None:
+    model: Any = Model(fails=True)
+    with pytest.raises(AgentEvoError, match="the writer has answered nothing: nobody is there"):
+        asyncio.run(asked_from(PASSAGES, model, **COUNTS))
+    assert len(model.asked) == 8
+
+
+def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "towns.jsonl"
+    lines = [json.dumps({"id": p.id, "title": p.title, "text": p.text}) for p in PASSAGES]
+    corpus.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out"
+    words = ["tasks", "from-documents", str(corpus), "--out", str(out)]
+    assert main([*words, "--train", "30", "--held-out", "5"]) == 0
+    assert "30 to train on, 5 held out" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (out / "eval.jsonl").open()]
+    assert all(is_held_out(row["content"]) for row in rows)
+    search = {"name": "search", "options": {"corpus": str(out / "corpus.jsonl")}}
+    recipe = tmp_path / "read.yaml"
+    recipe.write_text(
+        json.dumps(
+            {
+                "model": {"name": "tiny"},
+                "agent": {"type": "tool_agent", "tools": [search]},
+                "tasks": {"train": str(out / "train.jsonl"), "eval": str(out / "eval.jsonl")},
+                "evaluation": {"tasks": 5},
+            }
+        )
+    )
+    assert load_config(recipe).tasks.train
+    graded = tmp_path / "graded"
+    few = ["sampling.max_new_tokens=4", "agent.max_turns=1", "model.tiny.tokenizer=byte"]
+    few += ["model.tiny.context_length=8192", "model.tiny.hidden_size=16", "model.tiny.num_heads=2"]
+    words_of_grade = ["tasks", "grade", str(out), str(recipe), "--out", str(graded), *few]
+    assert main([*words_of_grade, "--attempts", "2"]) == 0
+    assert len((graded / "reserve.jsonl").read_text().splitlines()) == 30
+    assert (graded / "corpus.jsonl").read_text() == (out / "corpus.jsonl").read_text()
+    assert main([*words, "--train", "30"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    few = tmp_path / "few.txt"
+    few.write_text("Nothing.")
+    assert main(["tasks", "from-documents", str(few), "--out", str(tmp_path / "no")]) != 0
+    assert "no task to train on" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
