@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -208,7 +208,8 @@ def _export_played(
 ) -> None:
     """Of a folder that `agentevo eval --out` has made."""
     from agentevo.evaluation.results import ResultsFolder
-    from agentevo.runs.sft_export import answer_reader, export_played
+    from agentevo.runs.folder import tokenizer_in
+    from agentevo.runs.sft_export import export_played
 
     results = ResultsFolder(folder)
     played = dict(results.settings().get("played_models") or {})
@@ -217,14 +218,9 @@ def _export_played(
             f"{folder}: it has attempts of {len(played)} models ({', '.join(played)}): evaluate "
             "the one whose words are wanted alone"
         )
-    (weights,) = played.values()
-    read = answer_reader(None)
-    if (Path(str(weights)) / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer
-
-        from agentevo.models.chat import ChatFormat
-
-        read = answer_reader(ChatFormat(AutoTokenizer.from_pretrained(weights)))
+    weights = str(*played.values())
+    has_tokenizer = (Path(weights) / "tokenizer_config.json").is_file()
+    read = _reader_of(tokenizer_in(weights) if has_tokenizer else None)
     done = export_played(
         *(list(results.trajectories().values()), out, read),
         min_reward=min_reward,
@@ -251,9 +247,13 @@ def _export_pairs(
 def _reader(run_dir: Path) -> Read:
     """Takes the policy's text apart, as its model's family writes it."""
     from agentevo.runs.folder import saved_tokenizer
+
+    return _reader_of(saved_tokenizer(run_dir))
+
+
+def _reader_of(tokenizer: Any | None) -> Read:
     from agentevo.runs.sft_export import answer_reader
 
-    tokenizer = saved_tokenizer(run_dir)
     if tokenizer is None:
         return answer_reader(None)
     from agentevo.models.chat import ChatFormat

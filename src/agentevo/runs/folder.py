@@ -230,8 +230,11 @@ def saved_tokenizer(path: Path) -> Any | None:
     source = (
         str(saved[-1].parent) if saved else _saved_model(str(_section(path, "model").get("name")))
     )
-    if source is None:
-        return None
+    return None if source is None else tokenizer_in(source)
+
+
+def tokenizer_in(source: str) -> Any:
+    """The tokenizer of a model's folder. Raises ConfigError for a damaged one."""
     from transformers import AutoTokenizer
 
     try:
