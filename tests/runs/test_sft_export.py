@@ -163,3 +163,14 @@ def test_the_command_writes_rows_and_the_account_beside_them(tmp_path, monkeypat
         assert said in capsys.readouterr().err
     assert main(["trajectories", "export", "run", "o.jsonl", "--min-reward", "1"]) == 2
     assert "add --sft" in capsys.readouterr().err
+
+
+def test_an_evaluation_of_several_models_is_refused_whose_words_are_wanted_is_not_known(
+    tmp_path, capsys
+):
+    played = {"played_models": {"ours": "/a", "theirs": "/b"}}
+    (tmp_path / "eval.json").write_text(json.dumps(played))
+    words = ["trajectories", "export", str(tmp_path), str(tmp_path / "rows.jsonl"), "--sft"]
+    assert main(words) == 2
+    assert "it has attempts of 2 models (ours, theirs)" in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()
