@@ -41,8 +41,8 @@ def arguments(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--tasks", type=int, default=1000)
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--demonstrations", type=int, default=4000)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=128)
     return parser
@@ -103,7 +103,7 @@ def recipe(
             "steps": given.steps,
             "groups_per_step": 8,
             "group_size": 8,
-            "learning_rate": 1e-3,
+            "learning_rate": 1e-4,
         },
         "evaluation": {"tasks": given.held_out, "samples": 0, "every": 0},
         "tracking": {"report": False, "tensorboard": False},
