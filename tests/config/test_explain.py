@@ -6,12 +6,10 @@ import pytest
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
 
-KNOWN = config_keys()
 
-
-@pytest.mark.parametrize("key", KNOWN.names())
+@pytest.mark.parametrize("key", config_keys().names())
 def test_every_key_is_explained(key):
-    for one in KNOWN.explain(key):
+    for one in config_keys().explain(key):
         assert one.key == key
         assert len(one.meaning.split()) >= 2, f"{key} has no docstring under its field"
         if one.keys:
@@ -34,7 +32,7 @@ def test_the_walk_meets_every_section_and_nested_key():
         "environment.type",
         "trainer.group_size",
         "tracking.report",
-    } <= set(KNOWN.names())
+    } <= set(config_keys().names())
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_the_walk_meets_every_section_and_nested_key():
     ],
 )
 def test_units(key, unit):
-    found = [one.unit for one in KNOWN.explain(key)]
+    found = [one.unit for one in config_keys().explain(key)]
     assert unit in found
 
 
@@ -73,38 +71,38 @@ def test_units(key, unit):
     ],
 )
 def test_types_and_defaults_in_words(key, type_, default):
-    (one,) = KNOWN.explain(key)
+    (one,) = config_keys().explain(key)
     assert (one.type, one.default) == (type_, default)
 
 
 def test_an_environment_option_is_explained_for_the_types_that_have_it():
-    (doors,) = KNOWN.explain("environment.num_doors")
+    (doors,) = config_keys().explain("environment.num_doors")
     assert doors.option_of == ("test_doors",)
     by_type = {
         kind: one.default
-        for one in KNOWN.explain("environment.max_actions")
+        for one in config_keys().explain("environment.max_actions")
         for kind in one.option_of
     }
     assert (by_type["test_doors"], by_type["test_ice"]) == ("10", "20")
 
 
 def test_the_entries_of_rewards_are_explained():
-    (section,) = KNOWN.explain("rewards")
+    (section,) = config_keys().explain("rewards")
     options = {key.key: key.option_of for key in section.keys}
     assert list(options)[:3] == ["rewards.name", "rewards.weight", "rewards.timeout_s"]
     assert options["rewards.weight"] == (), "every reward has it"
     assert options["rewards.pattern"] == ("format",)
-    (pattern,) = KNOWN.explain("rewards.pattern")
+    (pattern,) = config_keys().explain("rewards.pattern")
     assert (pattern.type, pattern.default) == ("text", "")
 
 
 def test_a_key_of_a_lists_entry_is_not_guessed_for_another_one():
     with pytest.raises(UnknownNameError, match="lists the sections"):
-        KNOWN.explain("trainer.ignore_case")
+        config_keys().explain("trainer.ignore_case")
 
 
 def test_environment_types_are_the_registered_ones():
-    (one,) = KNOWN.explain("environment.type")
+    (one,) = config_keys().explain("environment.type")
     assert {"test_doors", "test_ice"} <= set(one.choices)
 
 
@@ -122,9 +120,9 @@ def test_environment_types_are_the_registered_ones():
 )
 def test_an_unknown_key_is_answered_with_the_nearest(key, meant):
     with pytest.raises(UnknownNameError, match=rf"{key}: unknown key; did you mean {meant}\?"):
-        KNOWN.explain(key)
+        config_keys().explain(key)
 
 
 def test_a_key_like_nothing_is_not_guessed():
     with pytest.raises(UnknownNameError, match="lists the sections"):
-        KNOWN.explain("qqq")
+        config_keys().explain("qqq")
