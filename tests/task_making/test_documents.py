@@ -161,6 +161,6 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     assert "is there already" in capsys.readouterr().err
     few = tmp_path / "few.txt"
     few.write_text("Nothing.")
-    assert main(["tasks", "from-documents", str(few), "--out", str(tmp_path / "no")]) != 0
+    assert main(["tasks", "from-documents", str(few), "--out", str(tmp_path / "no")]) == 2
     assert "no task to train on" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()

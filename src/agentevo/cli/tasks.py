@@ -268,20 +268,24 @@ def from_documents(
     a model's questions, whose answers stand in a passage. The passages are written beside them, as
     the corpus of the tool `search`."""
     from agentevo.event_loop import run_coroutine
+    from agentevo.progress import bar
     from agentevo.task_making.documents import asked_from, read_documents, tasks_from
     from agentevo.task_making.files import check_new, write_made
 
     check_new(out)
     model = None if writer is None else _writer(writer, writer_model, writer_key)
     passages = read_documents(files)
-    wanted = {"train": train, "held_out": held_out, "per_passage": per_passage, "seed": seed}
-    if model is None:
-        made = tasks_from(passages, **wanted)
-    else:
-        try:
-            made = run_coroutine(asked_from(passages, model, **wanted, language=language))
-        finally:
-            model.close()
+    wanted: dict[str, Any] = {"train": train, "held_out": held_out}
+    wanted |= {"per_passage": per_passage, "seed": seed}
+    with bar("making tasks", train + held_out, "tasks") as so_far:
+        if model is None:
+            made = tasks_from(passages, **wanted, progress=so_far.to)
+        else:
+            wanted |= {"language": language, "progress": so_far.to}
+            try:
+                made = run_coroutine(asked_from(passages, model, **wanted))
+            finally:
+                model.close()
     account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
     write_made(
         out,

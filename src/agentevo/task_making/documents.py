@@ -16,7 +16,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Read(msgspec.Struct, kw_only=True):
     held_out: list[dict[str, Any]] = []
     reasons: dict[str, int] = {}
     """Why a model's questions were not taken -> how many."""
+    asked: set[str] = set()
+    """Every question so far."""
 
 
 def read_documents(files: Sequence[Path]) -> list[Passage]:
@@ -83,9 +85,15 @@ def read_documents(files: Sequence[Path]) -> list[Passage]:
 
 
 def tasks_from(
-    passages: Sequence[Passage], *, train: int, held_out: int, per_passage: int, seed: int
+    passages: Sequence[Passage],
+    *,
+    train: int,
+    held_out: int,
+    per_passage: int,
+    seed: int,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Read:
-    """Sentences with gaps. Raises AgentEvoError where no sentence can be asked for."""
+    """Sentences with gaps. Raises ConfigError where no sentence can be asked for."""
     made, order = Read(), _shuffled(passages, seed)
     for passage in order:
         draw = random.Random(f"gaps-{seed}-{passage.id}")
@@ -96,6 +104,7 @@ def tasks_from(
                 f"of {GAP}? Say it, and nothing else."
             )
             _keep(made, passage, question, answer, train, held_out)
+        progress(len(made.train) + len(made.held_out))
     return _checked(made, held_out)
 
 
@@ -108,9 +117,10 @@ async def asked_from(
     per_passage: int,
     seed: int,
     language: str = "en",
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Read:
-    """Questions of a model. Raises AgentEvoError where it answers nothing at all, or nothing that
-    can be taken."""
+    """Questions of a model. Raises AgentEvoError where it answers nothing at all, and ConfigError
+    where none of them can be taken."""
     made, reasons = Read(), Counter[str]()
     failures: list[AgentEvoError] = []
     order = _shuffled(passages, seed)
@@ -152,6 +162,7 @@ async def asked_from(
                     reasons[reason] += 1
                 else:
                     _keep(made, passage, question, answer, train, held_out)
+        progress(len(made.train) + len(made.held_out))
     made.reasons = dict(reasons.most_common())
     return _checked(made, held_out)
 
@@ -183,7 +194,8 @@ def _keep(
     content = _content(passage)
     rows, most = (made.held_out, held_out) if is_held_out(content) else (made.train, train)
     id_ = hashlib.sha256(f"{content}\0{question}".encode()).hexdigest()[:16]
-    if len(rows) < most and all(row["query"] != question for row in rows):
+    if len(rows) < most and question not in made.asked:
+        made.asked.add(question)
         rows.append(
             {
                 "id": f"read-{id_}",
@@ -210,7 +222,7 @@ def _checked(made: Read, held_out: int) -> Read:
     if not made.train or (held_out and not made.held_out):
         side = "to train on" if not made.train else "held out"
         why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
-        raise AgentEvoError(
+        raise ConfigError(
             f"no task {side} could be made of these documents "
             f"({why or 'too few sentences with a number or a name of several words'}): give more "
             "of them, or a model by --writer"
