@@ -181,15 +181,15 @@ def _read(
         first = asked.first if asked.first in steps else (steps[0] if steps else None)
         last = asked.last if asked.last in steps else (steps[-1] if steps else None)
         rows = [
-            Result(view.name, view.key, step, held_out.account_at(attempts, step))
+            Result(view.title, view.key, step, held_out.account_at(attempts, step))
             for step in dict.fromkeys((first, last))
             if step is not None
         ]
-        curves = [(view.name, held_out.curve(attempts))]
+        curves = [(view.title, held_out.curve(attempts))]
         for other, its in others:
             row, line = _beside(other, its, decoding)
             rows += row
-            curves.append((other.name, line))
+            curves.append((other.title, line))
         changed = None
         if first is not None and last is not None and first != last:
             changed = held_out.changes(reader, attempts, first, last)
@@ -219,7 +219,7 @@ def _beside(
             if not steps:
                 return [], []
             own = held_out.account_at(attempts, steps[-1])
-            return [Result(other.name, other.key, steps[-1], own)], held_out.curve(attempts)
+            return [Result(other.title, other.key, steps[-1], own)], held_out.curve(attempts)
     except IndexAway:
         return [], []
 
@@ -265,7 +265,7 @@ async def _offered(
             continue
         chosen = other.key in asked.beside
         keys = [one for one in asked.beside if one != other.key] + [other.key] * (not chosen)
-        found.append((other.name, other.key, asked.query(**{"with": keys}), chosen))
+        found.append((other.title, other.key, asked.query(**{"with": keys}), chosen))
     return sorted(found, key=lambda one: (not one[3], one[0]))[:MOST_OFFERED]
 
 
