@@ -127,6 +127,8 @@ def test_texts_and_weights_take_turns_and_a_merge_is_not_measured_without_its_te
     assert inner["prompts"]["model"] == "${stages.rl.checkpoint}"
     assert inner["prompts"]["config"]["optimize"] == {"attempts": 80, "method": "few_shot"}
     assert stages["merge"]["measure"] is False
+    unimproved = planned(rounds=2, prompts=prompts, merge=True, skip=["improve"])
+    assert "measure" not in unimproved["merge"]
     left_out = planned(rounds=2, prompts=prompts, skip=["prompts"])
     assert list(left_out["improve"]["stages"]) == ["rl", "more"]
 

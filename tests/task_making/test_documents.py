@@ -80,12 +80,12 @@ def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None
 class Model:
     """Asks for the people of a town, and four questions that can't be taken."""
 
-    def __init__(self, *, fails: bool = False) -> None:
-        self.fails, self.asked = fails, list[str]()
+    def __init__(self, *, fails: bool = False, after: int = 0) -> None:
+        self.fails, self.after, self.asked = fails, after, list[str]()
 
     async def generate(self, messages: Any, **options: Any) -> Any:
         self.asked.append(messages[0]["content"])
-        if self.fails:
+        if self.fails and len(self.asked) > self.after:
             raise RemoteModelError("nobody is there")
         passage = next(one for one in PASSAGES if one.text in self.asked[-1])
         people = passage.text.partition("It has ")[2].partition(" ")[0]
@@ -123,6 +123,16 @@ def test_a_model_that_is_away_is_told_before_all_passages_are_asked() -> None:
     with pytest.raises(AgentEvoError, match="the writer has answered nothing: nobody is there"):
         asyncio.run(asked_from(PASSAGES, model, **COUNTS))
     assert len(model.asked) == 8
+    few: Any = Model(fails=True)
+    with pytest.raises(AgentEvoError, match="the writer has answered nothing"):
+        asyncio.run(asked_from(PASSAGES[:3], few, **COUNTS))
+
+
+def test_a_model_that_goes_away_later_costs_the_questions_that_it_did_not_write() -> None:
+    model: Any = Model(fails=True, after=16)
+    found = asyncio.run(asked_from(PASSAGES, model, **COUNTS | {"per_passage": 1}))
+    assert 0 < len(found.train) + len(found.held_out) <= 16
+    assert found.reasons == {"the model did not answer": len(model.asked) - 16}
 
 
 def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(

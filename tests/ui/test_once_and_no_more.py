@@ -193,21 +193,3 @@ def test_the_oldest_confirmations_are_forgotten_and_asked_again() -> None:
     done, known = asyncio.run(used())
     assert done == ["x"]
     assert not known.is_asked("first") and known.is_asked(str(MOST - 1))
-
-
-def test_what_failed_and_changed_nothing_is_tried_again() -> None:
-    async def used() -> tuple[list[str], str]:
-        known, tried = Confirmations(), list[str]()
-
-        async def work() -> str:
-            tried.append("x")
-            if len(tried) == 1:
-                raise ConfigError("the disk is full")
-            return "/"
-
-        known.asked("first")
-        with pytest.raises(ConfigError):
-            await known.once("first", work)
-        return tried, await known.once("first", work)
-
-    assert asyncio.run(used()) == (["x", "x"], "/")

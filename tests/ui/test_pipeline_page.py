@@ -39,6 +39,9 @@ def test_a_pipeline_is_listed_and_shows_its_stages_and_their_gains(folder: Path,
     page = get("/pipelines/r1", folder.parent).text
     assert "+25 points [10, 40]" in page
     assert 'href="/runs/r1~stages~rl"' in page
+    assert "report.html" not in page
+    (folder / "report.html").touch()
+    assert str(folder / "report.html") in get("/pipelines/r1", folder.parent).text
     stage = get("/runs/r1~stages~rl", folder.parent).text
     assert 'href="/pipelines/r1"' in stage
     assert "alert(1)" in page

@@ -50,12 +50,13 @@ def stages_of(
         stages["show"] = {"kind": "sft", "config": config}
     stages = {name: one for name, one in stages.items() if name not in section.skip}
     begin = "stages.show.checkpoint" if "show" in stages else first
-    inner = _round(section, folder, f"${{previous.rl.checkpoint|{begin}}}", words)
-    improve: dict[str, Any] = {"repeat": section.rounds, "stages": inner}
-    if section.rounds > 1:
-        improve["stop"] = {"rounds_without_gain": section.patience, "min_gain": section.min_gain}
+    inner = dict[str, Any]()
     if "improve" not in section.skip:
-        stages["improve"] = improve
+        inner = _round(section, folder, f"${{previous.rl.checkpoint|{begin}}}", words)
+        stages["improve"] = {"repeat": section.rounds, "stages": inner}
+        if section.rounds > 1:
+            gain = {"rounds_without_gain": section.patience, "min_gain": section.min_gain}
+            stages["improve"]["stop"] = gain
     lora = model.get("lora") if isinstance(model, Mapping) else None
     is_merged = bool(lora) if section.merge is None else section.merge
     last = last_model(stages)

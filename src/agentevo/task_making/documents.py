@@ -16,7 +16,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ def tasks_from(
     """Sentences with gaps. Raises ConfigError where no sentence can be asked for."""
     made, order = Read(), _shuffled(passages, seed)
     for passage in order:
+        if not _is_wanted(made, passage, train, held_out):
+            continue
         draw = random.Random(f"gaps-{seed}-{passage.id}")
         gaps = list(_gaps(passage.text))
         for sentence, answer in draw.sample(gaps, min(per_passage, len(gaps))):
@@ -122,7 +124,7 @@ async def asked_from(
     """Questions of a model. Raises AgentEvoError where it answers nothing at all, and ConfigError
     where none of them can be taken."""
     made, reasons = Read(), Counter[str]()
-    failures: list[AgentEvoError] = []
+    failures, num_asked = list[AgentEvoError](), 0
     order = _shuffled(passages, seed)
 
     async def one(number: int, passage: Passage) -> list[dict[str, Any]]:
@@ -153,7 +155,8 @@ async def asked_from(
             if _is_wanted(made, passage, train, held_out)
         ]
         answers = await asyncio.gather(*(one(first + n, each) for n, each in enumerate(batch)))
-        if len(failures) >= AT_ONCE and len(failures) == reasons.total():
+        num_asked += len(batch)
+        if failures and len(failures) == num_asked:
             raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
         for passage, given in zip(batch, answers, strict=True):
             for pair in given:
@@ -239,27 +242,29 @@ def _shuffled(passages: Sequence[Passage], seed: int) -> list[Passage]:
 def _parts(text: str) -> Iterator[str]:
     """Passages of a text: paragraphs together, as long as they are short enough; longer ones are
     cut at ends of sentences, or where there is none, anywhere."""
-    held = ""
-    for paragraph in filter(None, (one.strip() for one in re.split(r"\n\s*\n", text))):
-        pieces = [paragraph] if len(paragraph) <= LONGEST_PASSAGE else _cut(paragraph)
-        for piece in pieces:
-            if held and len(held) + len(piece) + 2 > LONGEST_PASSAGE:
-                yield held
-                held = ""
-            held = f"{held}\n\n{piece}" if held else piece
-    if held:
-        yield held
+    paragraphs = filter(None, (one.strip() for one in re.split(r"\n\s*\n", text)))
+    pieces = (
+        piece
+        for one in paragraphs
+        for piece in ([one] if len(one) <= LONGEST_PASSAGE else _packed(_sentences(one), " "))
+    )
+    return _packed(pieces, "\n\n")
 
 
-def _cut(paragraph: str) -> Iterator[str]:
-    held = ""
+def _sentences(paragraph: str) -> Iterator[str]:
     for sentence in _SENTENCE.split(paragraph):
         for first in range(0, len(sentence), LONGEST_PASSAGE):
-            piece = sentence[first : first + LONGEST_PASSAGE]
-            if held and len(held) + len(piece) + 1 > LONGEST_PASSAGE:
-                yield held
-                held = ""
-            held = f"{held} {piece}" if held else piece
+            yield sentence[first : first + LONGEST_PASSAGE]
+
+
+def _packed(pieces: Iterable[str], joint: str) -> Iterator[str]:
+    """Neighbours together, as long as they are short enough."""
+    held = ""
+    for piece in pieces:
+        if held and len(held) + len(joint) + len(piece) > LONGEST_PASSAGE:
+            yield held
+            held = ""
+        held = f"{held}{joint}{piece}" if held else piece
     if held:
         yield held
 

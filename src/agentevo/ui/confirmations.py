@@ -1,8 +1,7 @@
 """Confirmations, each of which is good for one time, however often its form is sent.
 
 A page asks (`asked`), its form confirms (`once`). What comes a second time, by a double click or by
-a browser that sends it again, meanwhile or later, gets what the first one has come to; where that
-was an error, which left nothing changed, what comes later tries again. Of more than
+a browser that sends it again, meanwhile or later, gets what the first one has come to. Of more than
 MOST the oldest are forgotten, whether they were used or not: such a one is asked again.
 """
 
@@ -36,6 +35,6 @@ class Confirmations:
         """What `work` returns, or raises; it is called for the first only, and goes on if that
         visitor is gone. It has deadlines of its own."""
         task = self._known.get(seal)
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
+        if task is None:
             task = self._known[seal] = asyncio.ensure_future(work())
         return await asyncio.shield(task)

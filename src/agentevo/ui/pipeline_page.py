@@ -33,6 +33,8 @@ class Shown(NamedTuple):
     """Of the runs of stages."""
     measured: dict[str, str]
     """Of the results on the held-out tasks, by stage."""
+    report: Path | None
+    """The pipeline's, once it has ended: of several seeds it lies beside their folders."""
 
     @property
     def now(self) -> list[str]:
@@ -66,7 +68,7 @@ async def pipeline(request: Request, key: str) -> HTMLResponse:
         rows=shown.rows,
         urls=shown.urls,
         measured=shown.measured,
-        report=str(folder / REPORT) if state.status != "running" else "",
+        report="" if shown.report is None else str(shown.report),
     )
 
 
@@ -86,4 +88,6 @@ def _read(sources: Sources, folder: Path) -> Shown:
         if (place := folder / HELD_OUT / name) in results
     }
     rows = stage_rows([state]) if state.stages else []
-    return Shown(state, rows, urls, measured)
+    places = (folder / REPORT, folder.parent / REPORT)
+    report = next((one for one in places if one.is_file()), None)
+    return Shown(state, rows, urls, measured, report)
