@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-examples | test-vllm | test-trackers | soak | hosts | bench | lint | venv
+# make quickstart | test | test-all | test-examples | test-gpu | test-vllm | test-trackers | soak | hosts | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-examples test-vllm test-trackers soak hosts bench lint venv
+.PHONY: quickstart test test-all test-examples test-gpu test-vllm test-trackers soak hosts bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -24,7 +24,7 @@ quickstart: $(VENV)/.core
 
 # Minutes: all but what is marked `slow`.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
 # As CI runs it: whole runs, killed processes, measured memory.
 test-all: $(VENV)/.dev
@@ -33,6 +33,10 @@ test-all: $(VENV)/.dev
 # The examples, for a step each. Those of other frameworks have fifteen environments (build/frameworks), which take minutes, so CI does without.
 test-examples: $(VENV)/.dev
 	$(PYTEST) -m examples
+
+# What needs a CUDA GPU: kernels, steps, the engine and runs there against the CPU. Minutes, most of which PyTorch compiles.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 # vLLM as an engine, and what it makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
 test-vllm: $(VENV)/.dev build/vllm/.agentevo

@@ -1,10 +1,15 @@
-"""What engines of others cost behind our doors.
+"""What engines of others cost behind our doors, and what more engine processes bring.
 
     build/vllm/bin/python benchmarks/scale.py [--only vllm] [--at-once 16] [--repeats 3] [--save]
+    .venv/bin/python benchmarks/scale.py --only engines
 
-`make test-vllm` makes that environment. `vllm_through_serve` is tokens/s of `agentevo serve` with
-`engine.type=vllm`, asked by our client, over those of vLLM's own server on the same weights, asked
-at its token-in, token-out route by aiohttp (as vLLM's own benchmark does). Both keep the same
+`engines_2` and `engines_4` are tokens/s of so many `agentevo serve` processes of our own engine,
+one thread each, `--at-once` requests at each, over those of one times so many or, if these are
+fewer, times the cores: 1 is linear. All are up throughout, those that are not asked idle.
+
+`make test-vllm` makes the other environment. `vllm_through_serve` is tokens/s of `agentevo serve`
+with `engine.type=vllm`, asked by our client, over those of vLLM's own server on the same weights,
+asked at its token-in, token-out route by aiohttp (as vLLM's own benchmark does). Both keep the same
 log-probs, cache and limits (no prompt is cut into pieces, at which vLLM's worker ends on a CPU when
 requests have seeds), take the same prompts and seeds in turns, and are idle while the other
 is timed; both must complete every request to its last token, else there is no figure.
@@ -89,10 +94,13 @@ def started(command: list[str], log: Path, is_up: Callable[[], bool]) -> Iterato
 
 
 @contextmanager
-def our_server(config: RunConfig, loaded: LoadedModel, scratch: Path) -> Iterator[None]:
+def our_server(
+    config: RunConfig, loaded: LoadedModel, scratch: Path, tree: dict[str, Any] = RECIPE
+) -> Iterator[None]:
     """`agentevo serve` of the recipe, with these weights."""
+    scratch.mkdir(exist_ok=True)
     recipe = scratch / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
+    recipe.write_text(yaml.safe_dump(tree))
     ensure_run_folder(config)
     WeightsFolder(config.run_dir / "weights").write(0, loaded.model, keep=3)
     command = [sys.executable, "-m", "agentevo", "serve", str(recipe), f"run.dir={config.run_dir}"]
@@ -147,6 +155,15 @@ async def timed(ask: Ask, batch: list[list[int]], at_once: int, seed: int) -> di
     }
 
 
+def asking(remote: RemoteEngine) -> Ask:
+    async def ask(prompt: list[int], seed: int) -> int:
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed)
+        found = await remote.generate(prompt, sampling, deadline_s=1200)
+        return len(found.logprobs)
+
+    return ask
+
+
 async def compare(config: RunConfig, url: str, at_once: int, repeats: int) -> Figure:
     """`repeats` rounds after one that warms up."""
     import aiohttp
@@ -154,11 +171,7 @@ async def compare(config: RunConfig, url: str, at_once: int, repeats: int) -> Fi
     remote = RemoteEngine(EngineDirectory(config.run_dir / "engines"))
     timeout = aiohttp.ClientTimeout(total=1200)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-
-        async def ours(prompt: list[int], seed: int) -> int:
-            sampling = SamplingParams(max_new_tokens=NEW_TOKENS, seed=seed)
-            found = await remote.generate(prompt, sampling, deadline_s=1200)
-            return len(found.logprobs)
+        ours = asking(remote)
 
         async def bare(prompt: list[int], seed: int) -> int:
             params = {
@@ -211,7 +224,57 @@ def vllm_through_serve(at_once: int, repeats: int) -> list[Figure]:
         return [asyncio.run(compare(config, url, at_once, repeats))]
 
 
-PARTS = {"vllm": vllm_through_serve}
+def more_engines(at_once: int, repeats: int) -> list[Figure]:
+    """The figures of `--only engines`."""
+    tree = {**RECIPE, "engine": {"kv_cache_gb": 0.5, "max_running": 64}}
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentevo-scale-")))
+        runs = []
+        for number in range(max(COUNTS)):
+            place = scratch / str(number)
+            config = build_config(tree, [f"run.dir={place / 'run'}"])
+            loaded = load_policy(config)
+            stack.enter_context(our_server(config, loaded, place, tree))
+            runs.append(config.run_dir)
+        return asyncio.run(linearity(runs, at_once, repeats))
+
+
+async def linearity(runs: list[Path], at_once: int, repeats: int) -> list[Figure]:
+    """`repeats` rounds after one that warms up, in each of which all COUNTS have their turn."""
+    remotes = [RemoteEngine(EngineDirectory(run / "engines")) for run in runs]
+    rounds: dict[int, list[float]] = {count: [] for count in COUNTS}
+    try:
+        for turn in range(repeats + 1):
+            for count in COUNTS if turn % 2 else COUNTS[::-1]:
+                parts = [prompts(REQUESTS, turn * 10 + number) for number in range(count)]
+                started_at = time.perf_counter()
+                asked = zip(remotes, parts, strict=False)
+                await asyncio.gather(
+                    *(timed(asking(one), part, at_once, turn * REQUESTS) for one, part in asked)
+                )
+                seconds = time.perf_counter() - started_at
+                if turn:
+                    rounds[count].append(count * REQUESTS * NEW_TOKENS / seconds)
+    finally:
+        for one in remotes:
+            await one.close()
+    medians = {str(count): statistics.median(found) for count, found in rounds.items()}
+    cores = len(os.sched_getaffinity(0))
+    raw = {"unit": "tokens/s", "rounds": rounds, "medians": medians, "cores": cores}
+    return [
+        Figure(
+            f"engines_{count}",
+            medians[str(count)] / medians["1"] / min(count, cores),
+            f"tokens/s of {count} engine processes over those of one, times {min(count, cores)}",
+            raw,
+        )
+        for count in COUNTS[1:]
+    ]
+
+
+COUNTS = (1, 2, 4)
+"""Engine processes that are asked at once."""
+PARTS = {"vllm": vllm_through_serve, "engines": more_engines}
 
 
 def main() -> int:
@@ -219,7 +282,7 @@ def main() -> int:
     parser.add_argument("--only", default="vllm", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--at-once", type=int, default=16, help="requests at once")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
-    parser.add_argument("--save", action="store_true", help="write results/DATE-MACHINE-scale.json")
+    parser.add_argument("--save", action="store_true", help="write the raw numbers, too")
     given = parser.parse_args()
     before, figures = describe_machine(), []
     for part in given.only.split(","):
@@ -231,8 +294,9 @@ def main() -> int:
     for figure in figures:
         print(figure.line(), flush=True)
         print(figure.details(), file=sys.stderr, flush=True)
+    names = f"scale_{given.only.replace(',', '_')}"
     if given.save:
-        print(f"raw numbers: {write_results(figures, {}, {}, before, 'scale')}", file=sys.stderr)
+        print(f"raw numbers: {write_results(figures, {}, {}, before, names)}", file=sys.stderr)
     return 0
 
 

@@ -7,9 +7,10 @@ share of a run.
                a tracer: microseconds of CPU for a span in the thread that plays (the difference)
                and in the tracer's thread, without contents (jsonl), with contents of 2,000
                characters a message (contents), over OTLP to a collector in another process (otlp)
-    run        ratio tracing_share_of_run: CPU seconds of the tracer's thread of a training of
-               `frozen_lake`, and of its spans in the thread that plays, over all CPU seconds of
-               that process from the tracer's beginning to its end. Lower is better; at most 0.01
+    run        ratios tracing_share_of_run and tracing_share_of_run_otlp: CPU seconds of the
+               tracer's thread of a training of `frozen_lake`, and of its spans in the thread that
+               plays, over all CPU seconds of that process from the tracer's beginning to its end,
+               as JSON lines and to a collector in another process. Lower is better; at most 0.01
     --pairs N  N runs with tracing and N without in turns, the same seed: their CPU seconds are in
                the raw numbers beside the share, which they are too noisy to show
 
@@ -55,6 +56,7 @@ ATTEMPTS = 1500
 MOST = 0.01
 """Of a step, says the issue."""
 KINDS = ("jsonl", "contents", "otlp")
+RUNS = ("jsonl", "otlp")
 WORDS = "word " * 400
 
 
@@ -210,12 +212,14 @@ def train_here(words: Sequence[str], told: Path) -> None:
     main()
 
 
-def train(folder: Path, number: int, traced: bool, steps: int, seed: int) -> dict[str, float]:
-    """CPU seconds of one run in a process of its own, and what its tracer says."""
-    run, told = folder / f"run-{number}-{traced}", folder / f"told-{number}"
+def train(folder: Path, traced: Sequence[str], steps: int, seed: int) -> dict[str, float]:
+    """CPU seconds of one run in a process of its own, and what its tracer says. `traced`: the keys
+    that ask for one."""
+    run = Path(tempfile.mkdtemp(prefix="run-", dir=folder)) / "run"
+    told = run.parent / "told"
     words = ["train", "frozen_lake", f"run.dir={run}", f"trainer.steps={steps}", f"run.seed={seed}"]
     words += ["evaluation.tasks=8", "tracking.report=false"]
-    words += ["tracing.backend=jsonl"] if traced else []
+    words += traced
     program = [sys.executable, __file__, "--train-here", str(told), *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(program, check=True, capture_output=True, cwd=folder)
@@ -224,24 +228,27 @@ def train(folder: Path, number: int, traced: bool, steps: int, seed: int) -> dic
     return {"whole_s": whole, **(json.loads(told.read_text()) if traced else {})}
 
 
-def share(folder: Path, arguments: argparse.Namespace, player_us: float) -> Figure:
+def share(folder: Path, arguments: argparse.Namespace, kind: str, player_us: float) -> Figure:
     """Tracing's CPU seconds over a run's."""
     raw: dict[str, list[float]] = {"share": [], "spans_per_s": [], "traced_s": [], "plain_s": []}
-    for number in range(max(arguments.pairs, 1)):
-        order = (True, False) if number % 2 else (False, True)
-        for traced in order if arguments.pairs else (True,):
-            found = train(folder, number, traced, arguments.steps, number)
-            raw["traced_s" if traced else "plain_s"].append(found["whole_s"])
-            if traced:
-                assert not found["lost"], found
-                tracing_s = found["tracer_s"] + 1e-6 * player_us * found["spans"]
-                raw["share"].append(tracing_s / found["process_s"])
-                raw["spans_per_s"].append(found["spans"] / found["process_s"])
-            print({"traced": traced, **found}, file=sys.stderr, flush=True)
+    with collector() if kind == "otlp" else _nothing() as url:
+        keys = [f"tracing.backend={kind}", *([f"tracing.endpoint={url}"] if url else [])]
+        for number in range(max(arguments.pairs, 1)):
+            order = (keys, []) if number % 2 else ([], keys)
+            for traced in order if arguments.pairs else (keys,):
+                found = train(folder, traced, arguments.steps, number)
+                raw["traced_s" if traced else "plain_s"].append(found["whole_s"])
+                if traced:
+                    assert not found["lost"], found
+                    tracing_s = found["tracer_s"] + 1e-6 * player_us * found["spans"]
+                    raw["share"].append(tracing_s / found["process_s"])
+                    raw["spans_per_s"].append(found["spans"] / found["process_s"])
+                print({"traced": traced, **found}, file=sys.stderr, flush=True)
     medians = {name: statistics.median(values) for name, values in raw.items() if values}
-    meaning = f"CPU seconds of tracing over those of frozen_lake; at most {MOST}"
+    meaning = f"CPU seconds of tracing ({kind}) over those of frozen_lake; at most {MOST}"
     content = {**raw, "player_us": player_us, "medians": medians, "unit": "CPU s"}
-    return Figure("tracing_share_of_run", medians["share"], meaning, content)
+    name = "tracing_share_of_run" + ("" if kind == "jsonl" else f"_{kind}")
+    return Figure(name, medians["share"], meaning, content)
 
 
 def main() -> None:
@@ -258,17 +265,17 @@ def main() -> None:
         folder = Path(name)
         found = {
             kind: spans(kind, folder, arguments.repeats)
-            for kind in (KINDS if "span" in only else ("jsonl",))
+            for kind in (KINDS if "span" in only else RUNS)
         }
         for kind, raw in found.items() if "span" in only else ():
             both = raw["medians"]["player_us"] + raw["medians"]["tracer_us"]
             meaning = f"CPU milliseconds of a span in both threads, {kind}"
             figures.append(Figure(f"tracing_span_ms_{kind}", both / 1000, meaning, raw))
         if "run" in only:
-            player_us = max(
-                found["jsonl"]["medians"]["player_us"], 0.0
-            )  # a difference: it has noise
-            figures.append(share(folder, arguments, player_us))
+            for kind in RUNS:
+                # A difference has noise.
+                player_us = max(found[kind]["medians"]["player_us"], 0.0)
+                figures.append(share(folder, arguments, kind, player_us))
     for figure in figures:
         print(figure.line())
         print(figure.details(), file=sys.stderr)

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "in two parts, shorter micro-batches": {"shard": 2, "parts": 2},
     "the same, checkpointing=full": {"shard": 2, "parts": 2, "checkpointing": "full"},
+    "first of two stages, in 4 parts": {"pipeline": 2, "parts": 4, "which": 0},
+    "last of two stages, in 4 parts": {"pipeline": 2, "parts": 4},
 }
 """Options of `measure` beside the sizes."""
 
@@ -51,10 +53,13 @@ def measure(
     rank: int = 0,
     dtype: str = "float32",
     shard: int = 1,
+    pipeline: int = 1,
+    which: int = -1,
     plain_malloc: bool = False,
 ) -> tuple[float, float]:
     """(predicted, measured) bytes, in a process of its own. parts: micro-batches per step. shard:
-    processes that each have a part of the weights (FSDP over gloo); bytes are those of the last."""
+    processes that each have a part of the weights (FSDP over gloo); pipeline: stages. Bytes are
+    those of one of these processes (`which`), by default of the last."""
     given = {key: value for key, value in locals().items() if key != "plain_malloc"}
     environment = os.environ if plain_malloc else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(given)]
@@ -65,14 +70,14 @@ def measure(
             command,
             env={
                 **environment,
-                **{"RANK": str(rank), "WORLD_SIZE": str(shard)},
+                **{"RANK": str(rank), "WORLD_SIZE": str(shard * pipeline)},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(shard)
+        for rank in range(shard * pipeline)
     ]
     try:
         said = [process.communicate(timeout=600) for process in processes]
@@ -82,7 +87,7 @@ def measure(
     for process, (_, errors) in zip(processes, said, strict=True):
         if process.returncode:
             raise RuntimeError(f"{given} failed:\n{errors[-2000:]}")
-    predicted, measured = json.loads(said[-1][0].splitlines()[-1])
+    predicted, measured = json.loads(said[which][0].splitlines()[-1])
     return predicted, measured
 
 
@@ -102,7 +107,7 @@ def _model(given: dict[str, Any]) -> Any:
     config = LlamaConfig(
         hidden_size=hidden,
         vocab_size=given["vocabulary"],
-        tie_word_embeddings=True,
+        tie_word_embeddings=given["pipeline"] == 1,
         **heads,
         **shape,
     )
@@ -127,7 +132,7 @@ def _sample(
     )
 
 
-def _sharded_child(given: dict[str, Any]) -> tuple[float, float]:
+def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     """One process of several. Every token is trained on, as `doctor --devices` supposes."""
     from datetime import timedelta
 
@@ -135,17 +140,18 @@ def _sharded_child(given: dict[str, Any]) -> tuple[float, float]:
 
     from agentevo.config import AlgorithmSection, MemorySection, ParallelSection, build_config
     from agentevo.doctor.memory_estimate import FLOAT, LIBRARIES, total
-    from agentevo.doctor.mesh_estimate import fit, sizes_of_model
+    from agentevo.doctor.mesh_estimate import sizes_of_model, stage_parts
     from agentevo.models.activations import keep_activations
     from agentevo.models.attention import prepare
-    from agentevo.models.sharded import shard
     from agentevo.training.mesh import make_meshes
+    from agentevo.training.sharding.layouts import local
+    from agentevo.training.spread import spread
     from agentevo.training.trainer import Trainer
     from memory import peak_bytes
 
     distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
     size, most = given["shard"], given["length"] * given["samples"] // given["parts"]
-    parallel = ParallelSection(shard=size)
+    parallel = ParallelSection(shard=size, pipeline=given["pipeline"])
     memory = MemorySection(checkpointing=given["checkpointing"])
     model = keep_activations(prepare(_model(given)), memory)
     sizes = sizes_of_model(model)
@@ -153,8 +159,9 @@ def _sharded_child(given: dict[str, Any]) -> tuple[float, float]:
     keys += ["sampling.max_new_tokens=1", "model.device=cpu"]
     keys.append(f"memory.checkpointing={given['checkpointing']}")
     config = build_config({"environment": {"type": "coins"}}, keys)
-    found = fit(config, sizes, parallel, size)
-    shard(model, make_meshes(parallel, "cpu").data)
+    stage = distributed.get_rank() % given["pipeline"]
+    parts = stage_parts(config, sizes, parallel, stage)
+    spread(model, make_meshes(parallel, "cpu"))
     trainer = Trainer(
         model, config.trainer.model_copy(update={"minibatches": 1}), AlgorithmSection(),
         memory=memory,
@@ -165,11 +172,12 @@ def _sharded_child(given: dict[str, Any]) -> tuple[float, float]:
     items = [
         _sample(n, given["length"], rng, vocabulary, 0) for n in range(given["samples"] * size)
     ]
-    resident = FLOAT * sizes.numbers / size + found.parts["optimizer"]
+    held = sum(local(parameter).numel() for parameter in model.parameters())
+    resident = FLOAT * held + parts["optimizer"]
     measured = float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
     distributed.barrier()
     distributed.destroy_process_group()
-    return total(found.parts) - resident + LIBRARIES, measured
+    return total(parts) - resident + LIBRARIES, measured
 
 
 def _child(given: dict[str, Any]) -> tuple[float, float]:
@@ -192,8 +200,8 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     from agentevo.training.trainer import Trainer
     from memory import peak_bytes
 
-    if given["shard"] > 1:
-        return _sharded_child(given)
+    if max(given["shard"], given["pipeline"]) > 1:
+        return _spread_child(given)
     rng, model = random.Random(0), _model(given)
     if given["rank"]:
         model = add_adapter(model, LoraSection(rank=given["rank"]), seed=0)

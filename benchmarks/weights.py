@@ -24,8 +24,9 @@ import torch
 
 from agentevo.config import ModelSection
 from agentevo.inference.object_store import ObjectStoreWeights
+from agentevo.inference.version_manifest import Manifest
 from agentevo.inference.weight_delta import changed
-from agentevo.inference.weight_versions import Manifest, WeightVersions
+from agentevo.inference.weight_versions import WeightVersions
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.load import load_model
 from agentevo.models.parameters import trained_weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -54,7 +55,10 @@ pytest_plugins = ["run_fixtures", "server_fixtures"]
 hypothesis.settings.register_profile(
     "any-machine", deadline=None, derandomize="AGENTEVO_RANDOM" not in os.environ
 )
-hypothesis.settings.load_profile("any-machine")
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("any-machine"), max_examples=20
+)
+hypothesis.settings.load_profile("any-machine")  # `make test` says --hypothesis-profile quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,6 +67,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests/ui/test_screenshots.py writes its pictures into docs/images",
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is searched for garbage no more: half a second each time, which every
+    training would begin with (agentevo/heap.py)."""
+    gc.collect()
+    gc.freeze()
 
 
 VOCABULARY = 97

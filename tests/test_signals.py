@@ -28,14 +28,12 @@ def send(number):
 
 def test_signals_are_collected_and_what_they_did_before_comes_back():
     before, calls = handlers(), []
-    with collect_signals(
-        signal.SIGINT, signal.SIGTERM, on_first=lambda: calls.append(1)
-    ) as received:
+    with collect_signals(signal.SIGINT, signal.SIGTERM, on_first=calls.append) as received:
         assert received == []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             send(number)
         assert received == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
-    assert calls == [1]
+    assert calls == [signal.SIGTERM]
     assert handlers() == before
 
 
@@ -58,17 +56,28 @@ def test_a_service_is_asked_by_signals_or_by_the_death_of_its_parent(monkeypatch
         assert stop()
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_command_says_that_it_stops_and_is_interrupted_the_second_time(first):
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (
+            signal.SIGINT,
+            "stopping after this step or within this evaluation; Ctrl-C again stops at once",
+        ),
+        (
+            signal.SIGTERM,
+            "the process was asked to stop (SIGTERM): stopping after this step or within this "
+            "evaluation; Ctrl-C stops at once",
+        ),
+    ],
+)
+def test_a_command_says_why_it_stops_and_is_interrupted_by_ctrl_c_after_that(first, said):
     told = []
     with stop_on_interrupt(told.append) as received:
         assert not received
         end_stopped(received)
         send(first)
         assert received == [first]
-        assert told == [
-            "stopping after this step or within this evaluation; Ctrl-C (again) stops at once"
-        ]
+        assert told == [said]
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert len(told) == 1

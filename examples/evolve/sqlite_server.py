@@ -14,7 +14,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from tiny import arguments, evolve
+from tiny import arguments, evolve, rows_of
 
 OWNERS = ("customers", "members", "patients", "players", "tenants")
 THINGS = ("orders", "visits", "rentals", "parcels", "tickets")
@@ -64,4 +64,4 @@ if __name__ == "__main__":
         "session": "shared",
         "include": ["read_query", "list_tables", "describe_table"],
     }
-    sys.exit(evolve(given, server, TASKS))
+    sys.exit(evolve(given, [server], TASKS, rows_of(server, TASKS)))

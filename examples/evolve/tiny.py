@@ -2,7 +2,7 @@
 
 The policy is a tiny Llama with random weights, in which what is said of a word begins as what is
 read of it (examples/frameworks/cold_start.py). Its tokenizer has the words of other tasks for the
-same server, so it is made before, from a making of its own with another seed.
+same server, so it is made before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,13 @@ def arguments(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=1e-4, help="of learning from reward")
     parser.add_argument("--hidden", type=int, default=128)
     return parser
 
 
-def base(folder: Path, tool: Mapping[str, Any], tasks: Mapping[str, Any], hidden: int) -> str:
-    """A policy that has learnt nothing."""
+def rows_of(tool: Mapping[str, Any], tasks: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Conversations about other tasks for the same server."""
     given = {
         key: tuple(one) if isinstance(one, list) else one
         for key, one in tasks.items()
@@ -57,9 +58,14 @@ def base(folder: Path, tool: Mapping[str, Any], tasks: Mapping[str, Any], hidden
     }
     wanted = Wanted(**{**given, "train": 150, "held_out": 0, "seed": 999})
     made = asyncio.run(make_tasks([_entry.validate_python(tool)], wanted))
-    rows = [demonstration(row, made.known.specs) for row in made.train]
+    return [demonstration(row, made.known.specs) for row in made.train]
+
+
+def base(folder: Path, rows: Sequence[dict[str, Any]], hidden: int) -> str:
+    """A policy that has learnt nothing, with a tokenizer that has the words of `rows`."""
+    words = _texts(rows) | {json.dumps(row, ensure_ascii=False) for row in rows}
     shape = TinyModel(hidden_size=hidden, num_layers=2, num_heads=4, context_length=CONTEXT)
-    model, tokenizer = make_tiny(shape, _texts(rows), seed=0)
+    model, tokenizer = make_tiny(shape, words, seed=0)
     tokenizer.chat_template = CHAT_TEMPLATE
     _prepare_to_repeat(model, tokenizer.get_vocab())
     model.save_pretrained(folder)
@@ -68,9 +74,13 @@ def base(folder: Path, tool: Mapping[str, Any], tasks: Mapping[str, Any], hidden
 
 
 def recipe(
-    given: argparse.Namespace, tool: Mapping[str, Any], tasks: Mapping[str, Any], model: str
+    given: argparse.Namespace,
+    tools: Sequence[Mapping[str, Any]],
+    tasks: Mapping[str, Any],
+    model: str,
+    **more: Any,
 ) -> dict[str, Any]:
-    """What `agentevo evolve` reads."""
+    """What `agentevo evolve` reads. `more`: further keys of its section `evolve`."""
     fine_tuning = {
         "sft": {
             "epochs": given.epochs,
@@ -92,10 +102,11 @@ def recipe(
             "rounds": given.rounds,
             "new_tasks": 0 if "new_tasks" in given.without else given.tasks // 4,
             "seeds": given.seeds,
+            **more,
         },
         "run": {"dir": str((given.out / "evolved").absolute())},
         "model": {"name": model},
-        "agent": {"tools": [dict(tool)], "max_turns": 6},
+        "agent": {"tools": [dict(tool) for tool in tools], "max_turns": 6},
         "tasks": {"curriculum": None} if "curriculum" in given.without else {},
         "sampling": {"max_new_tokens": 128},
         "algorithm": {"name": "grpo"},
@@ -103,18 +114,24 @@ def recipe(
             "steps": given.steps,
             "groups_per_step": 8,
             "group_size": 8,
-            "learning_rate": 1e-4,
+            "learning_rate": given.rate,
         },
         "evaluation": {"tasks": given.held_out, "samples": 0, "every": 0},
         "tracking": {"report": False, "tensorboard": False},
     }
 
 
-def evolve(given: argparse.Namespace, tool: Mapping[str, Any], tasks: Mapping[str, Any]) -> int:
-    """Makes the policy and runs the command."""
+def evolve(
+    given: argparse.Namespace,
+    tools: Sequence[Mapping[str, Any]],
+    tasks: Mapping[str, Any],
+    rows: Sequence[dict[str, Any]],
+    **source: Any,
+) -> int:
+    """Makes the policy, which has the words of `rows`, and runs the command."""
     given.out.mkdir(parents=True, exist_ok=True)
-    model = base((given.out / "base").absolute(), tool, tasks, given.hidden)
+    model = base((given.out / "base").absolute(), rows, given.hidden)
     file = given.out / "evolve.yaml"
-    tree = recipe(given, tool, tasks, model)
+    tree = recipe(given, tools, tasks, model, **source)
     file.write_text(yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False))
     return agentevo(["evolve", str(file)])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agentevo.api.prompts import optimize
     from agentevo.config.agents import AgentSection, agent
     from agentevo.config.credit import credit
+    from agentevo.config.self_play import question_family
     from agentevo.config.tools import tool
     from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
     from agentevo.environments.episode import ActionResult, EpisodicEnvironment
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from agentevo.loop.local import open_model
     from agentevo.loop.rollout import gather, rollout
     from agentevo.rewards.reward import RewardConfig, Score, Unscored, register_scorer, reward
+    from agentevo.rollout.questions import Question
     from agentevo.tools.tool import ToolResult
     from agentevo.types import Message, Outcome, Task
 
@@ -45,6 +47,7 @@ _HOMES = {
     "Group": "agentevo.loop.group",
     "Message": "agentevo.types",
     "Outcome": "agentevo.types",
+    "Question": "agentevo.rollout.questions",
     "RewardConfig": "agentevo.rewards.reward",
     "Score": "agentevo.rewards.reward",
     "Task": "agentevo.types",
@@ -61,6 +64,7 @@ _HOMES = {
     "load_run": "agentevo.api",
     "open_model": "agentevo.loop.local",
     "optimize": "agentevo.api.prompts",
+    "question_family": "agentevo.config.self_play",
     "register_scorer": "agentevo.rewards.reward",
     "reward": "agentevo.rewards.reward",
     "rollout": "agentevo.rollout",
@@ -81,6 +85,7 @@ __all__ = [
     "Group",
     "Message",
     "Outcome",
+    "Question",
     "RewardConfig",
     "Score",
     "Task",
@@ -98,6 +103,7 @@ __all__ = [
     "load_run",
     "open_model",
     "optimize",
+    "question_family",
     "register_scorer",
     "reward",
     "rollout",

@@ -6,7 +6,8 @@ import copy
 
 import msgspec
 
-from agentevo.types import TURN_COLUMNS, Task, Trajectory, Turn
+from agentevo.turn_columns import TURN_COLUMNS
+from agentevo.types import Task, Trajectory, Turn
 
 
 def copy_of_task(task: Task) -> Task:

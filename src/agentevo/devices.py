@@ -36,8 +36,8 @@ _WHOSE = {
 _AUTOCASTS = ("cpu", *_WHOSE)
 _PINNED = AUTOMATIC
 """Kinds to which pinned memory of the host is copied while the CPU goes on."""
-_COMPILED_FLEX = (CUDA,)
-"""Kinds for which this package computes attention with a compiled FlexAttention."""
+_COMPILED = (CUDA,)
+"""Kinds for which PyTorch's compiler makes kernels: FlexAttention, log-probs, decoder layers."""
 
 
 def find(wanted: str, key: str = "model.device") -> torch.device:
@@ -135,9 +135,10 @@ def can_pin(device: torch.device) -> bool:
     return device.type in _PINNED
 
 
-def compiles_flex(kind: str) -> bool:
-    """Whether attention over trees is a compiled FlexAttention on such devices."""
-    return kind in _COMPILED_FLEX
+def compiles(kind: str) -> bool:
+    """Whether attention over trees is a compiled FlexAttention on such devices, and what else is
+    many operations one compiled kernel."""
+    return kind in _COMPILED
 
 
 def allows_tf32() -> bool:

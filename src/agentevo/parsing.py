@@ -49,13 +49,13 @@ class ParseError(ValueError):
     """A text is not what it should be; the message says in which line, and what is wrong."""
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
     """The text of a file that somebody wrote. Raises ConfigError for what is no file, can't be
-    read, is larger than MAX_BYTES, or is not UTF-8."""
+    read, has more than `at_most` bytes, or is not UTF-8."""
     size = check_file(path)
-    if size > MAX_BYTES:
+    if size > at_most:
         raise ConfigError(
-            f"{path}: has {size:,} bytes, and at most {MAX_BYTES:,} are read: give another file"
+            f"{path}: has {size:,} bytes, and at most {at_most:,} are read: give another file"
         )
     try:
         return path.read_text(encoding="utf-8")

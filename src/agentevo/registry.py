@@ -38,8 +38,7 @@ def _is_same(first: object, second: object) -> bool:
 def installed_points(group: str) -> Iterable[EntryPoint]:
     """Those of the packages that are installed. Reading what all packages say takes 10 ms, which is
     long where a recipe asks for ten kinds of names, so it is done once for the same folders."""
-    points: Iterable[EntryPoint] = _all_points(tuple(map(_with_time, sys.path))).select(group=group)
-    return points
+    return _points(tuple(map(_with_time, sys.path)), group)
 
 
 def _with_time(folder: str) -> tuple[str, int]:
@@ -48,6 +47,12 @@ def _with_time(folder: str) -> tuple[str, int]:
         return folder, os.stat(folder or os.curdir).st_mtime_ns
     except OSError:
         return folder, 0
+
+
+@lru_cache(maxsize=64)
+def _points(folders: tuple[tuple[str, int], ...], group: str) -> Iterable[EntryPoint]:
+    points: Iterable[EntryPoint] = _all_points(folders).select(group=group)
+    return points
 
 
 @lru_cache(maxsize=1)
@@ -98,6 +103,11 @@ class Registry(Generic[T]):
             ) from error
         return item
 
+    @property
+    def _singular(self) -> str:
+        stem = self.kind.removesuffix("ies")
+        return self.kind.rstrip("s") if stem == self.kind else f"{stem}y"
+
     def names(self) -> list[str]:
         return sorted({*self._items, *self._entry_points()})
 
@@ -115,7 +125,7 @@ class Registry(Generic[T]):
             guess = nearest(name, self.names())
             hint = f"did you mean {guess!r}? " if guess else ""
             raise UnknownNameError(
-                f"no {self.kind.rstrip('s')} is called {name!r}: {hint}known {self.kind}: "
+                f"no {self._singular} is called {name!r}: {hint}known {self.kind}: "
                 f"{', '.join(self.names()) or 'none'}"
             )
         return self._items[name]

@@ -12,6 +12,8 @@ from typing import Any
 
 LOOK_S = 0.05
 """How often to look whether to stop."""
+STOPPING = "stopping after this step or within this evaluation"
+"""What a command does that was asked to stop."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -22,13 +24,13 @@ class Interrupt(KeyboardInterrupt):
 @contextmanager
 def collect_signals(
     *numbers: signal.Signals,
-    on_first: Callable[[], None] = lambda: None,
+    on_first: Callable[[int], None] = lambda _: None,
     second_interrupts: bool = False,
 ) -> Iterator[list[int]]:
     """Yields the list of those of these signals that have come, which grows, instead of what they
     do otherwise. Python hears signals in the main thread only: elsewhere the list stays empty.
 
-    `on_first` is called at the first one. `second_interrupts`: Ctrl-C after another signal raises
+    `on_first` is called with the first one. `second_interrupts`: Ctrl-C after another signal raises
     KeyboardInterrupt at once.
     """
     received: list[int] = []
@@ -38,7 +40,7 @@ def collect_signals(
             raise Interrupt
         received.append(number)
         if len(received) == 1:
-            on_first()
+            on_first(number)
 
     hears = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handle) for number in numbers} if hears else {}
@@ -63,8 +65,11 @@ def stop_on_interrupt(tell: Callable[[str], None]) -> Iterator[list[int]]:
     """For a command. The list that it yields is empty until the first Ctrl-C or SIGTERM, which asks
     for a clean stop; a second Ctrl-C interrupts at once."""
 
-    def on_first() -> None:
-        tell("stopping after this step or within this evaluation; Ctrl-C (again) stops at once")
+    def on_first(number: int) -> None:
+        if number == signal.SIGTERM:  # of a launcher, say: nobody has pressed anything
+            tell(f"the process was asked to stop (SIGTERM): {STOPPING}; Ctrl-C stops at once")
+        else:
+            tell(f"{STOPPING}; Ctrl-C again stops at once")
 
     with collect_signals(
         signal.SIGINT, signal.SIGTERM, on_first=on_first, second_interrupts=True

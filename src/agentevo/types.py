@@ -12,7 +12,6 @@ is ever re-encoded from text.
 from __future__ import annotations
 
 import math
-import struct
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,6 +20,8 @@ import msgspec
 import numpy as np
 
 from agentevo.penalties import Penalties, TokenPenalties
+from agentevo.routed_experts import RoutedExperts
+from agentevo.turn_columns import TURN_COLUMNS, column_of
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: the token limit did."""
@@ -135,6 +136,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What is done to the logits before temperature and filters."""
     top_logprobs: int = 0
     """How many of the likeliest tokens a completion tells of at each of its places."""
+    routed_from: int = 0
+    """The first token whose routed experts a completion tells, where the engine records them."""
 
 
 class SamplingOverrides(
@@ -174,6 +177,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[Alternatives] = []
     """For each token the likeliest of the distribution that it was drawn from, the drawn one or
     not, those without probability left out; empty unless the request asks for it."""
+    routed_experts: RoutedExperts | None = None
+    """Of prompt and completion but its last token, from `routed_from` on; None where the engine
+    does not record them."""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +222,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar that the completion was drawn under, which the trainer applies as well."""
     penalties: Penalties | None = None
     """Likewise."""
+    routed_experts: RoutedExperts | None = None
+    """What the routers of a mixture chose, where the engine was to record it: see its module."""
     reward: float = 0.0
     """What the environment paid for this turn, penalties included."""
     messages: list[Message] = []
@@ -227,7 +235,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         for name, code in TURN_COLUMNS.items():
             values = getattr(self, name)
             if not isinstance(values, array):
-                column = _column(f"{name} of turn {self.index}", code, values)
+                column = column_of(f"{name} of turn {self.index}", code, values)
                 msgspec.structs.force_setattr(self, name, column)
 
 
@@ -242,27 +250,6 @@ def context_of(turns: Sequence[Turn], index: int) -> list[int]:
     for piece in reversed(pieces):
         ids.extend(piece)
     return ids.tolist()
-
-
-TURN_COLUMNS = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "f", "versions": "i"}
-"""A turn's columns -> type codes of their arrays."""
-
-
-def _column(what: str, code: str, values: Sequence[float]) -> array[Any]:
-    """Raises TypeError or OverflowError for a value that such an array can't hold."""
-    column: array[Any] = array(code)
-    try:
-        column.frombytes(struct.pack(f"={len(values)}{code}", *values))
-    except struct.error as error:
-        numbers = (int,) if code == "i" else (int, float)
-        wrong = next(x for x in values if not isinstance(x, numbers) or abs(x) >= 2**31)
-        kind = OverflowError if isinstance(wrong, int) else TypeError
-        name = "32-bit integer" if code == "i" else "number"
-        raise kind(f"{what}: {wrong!r} is no {name}") from error
-    except OverflowError as error:
-        largest = max((value for value in values if math.isfinite(value)), key=abs)
-        raise OverflowError(f"{what}: {largest} does not fit in a float32") from error
-    return column
 
 
 class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -441,6 +428,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Which tokens could be drawn, where a grammar decided that."""
     penalties: TokenPenalties | None = None
     """Where the logits were changed before a token was drawn."""
+    routed_experts: RoutedExperts | None = None
+    """T - 1 rows: of every token but the last. The policy's passes replay them."""
 
     def __post_init__(self) -> None:
         for name, dtype in SAMPLE_TYPES.items():

@@ -127,6 +127,7 @@ def test_models_are_asked_in_order_until_one_answers(told):
     assert (metrics["num_summaries"], metrics["num_failed_summaries"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_where_all_models_fail_the_policy_reads_the_result_and_that_it_does(told, capsys):
     with RemoteServer(fails(500, "no luck")) as broken, RemoteServer(sleeps(3.0)) as slow:
         servers = {"broken": broken, "slow": slow}

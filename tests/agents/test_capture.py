@@ -140,6 +140,7 @@ def test_only_the_gateways_own_url_counts(gateway):
             assert capture._key_for(other) is None
 
 
+@pytest.mark.slow
 def test_attempts_at_once_are_told_apart(gateway):
     url = f"{gateway.url}/v1/chat"
 

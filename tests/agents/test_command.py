@@ -237,6 +237,7 @@ def test_how_it_may_fail(program, played, text, expected):
         )
 
 
+@pytest.mark.slow
 def test_gigabytes_of_output_take_no_memory(program, played):
     before = psutil.Process().memory_info().rss
     trajectory = played(

@@ -180,6 +180,7 @@ class Mover:
         return Reply("Up", True, 0, Message("assistant", "Up"))
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_when_it_is_closed_is_counted_and_what_was_played_stays(
     monkeypatch,
 ):

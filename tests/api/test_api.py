@@ -300,6 +300,7 @@ def test_the_package_offers_its_names_lazily():
     assert loaded.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_sft_from_python(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"instruction": "say", "output": "ok"}\n' * 3)

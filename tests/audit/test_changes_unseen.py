@@ -79,6 +79,7 @@ def change_leaf(tree: Any, path: tuple[Any, ...]) -> Any:
     return tree
 
 
+@pytest.mark.slow
 def test_no_value_of_a_record_is_changed_unseen(run: Path) -> None:
     """Of the last one too, which no later one holds."""
     store = run / "store.sqlite"
@@ -131,6 +132,7 @@ FILES_NO_PART = {"store.sqlite", "trainer.lock"}
 """The store is gone through above."""
 
 
+@pytest.mark.slow
 def test_no_file_is_changed_or_deleted_unseen(run: Path) -> None:
     names = [path for path in run.rglob("*") if path.is_file() and path.name not in FILES_NO_PART]
     assert {"config.yaml", "metrics.jsonl", "checkpoint.json"} <= {path.name for path in names}

@@ -14,6 +14,7 @@ from agentevo.config import RunConfig, build_config
 from agentevo.types import Message, Task
 
 
+@pytest.mark.slow
 def test_an_agent_function_is_given_again_or_only_the_tokens_are_drawn(tmp_path, quiet_view):
     async def agent(task: Task, policy: Any) -> float:
         reply = await policy.generate([Message("user", task.query or "")])
@@ -38,6 +39,7 @@ def test_an_agent_function_is_given_again_or_only_the_tokens_are_drawn(tmp_path,
     assert found.difference is not None and found.difference.kind == "prompt"
 
 
+@pytest.mark.slow
 def test_turns_with_sampling_of_their_own_are_drawn_again_and_not_trained(tmp_path, quiet_view):
     """A greedy turn and a filtered one in a training attempt: replayed exactly, context in the
     loss."""
@@ -121,6 +123,7 @@ def test_an_agent_that_hangs_is_waited_for_as_long_as_in_the_run(tmp_path, quiet
     )
 
 
+@pytest.mark.slow
 def test_tasks_of_a_later_round_are_played_as_the_agent_knew_them(tmp_path, quiet_view):
     """Three tasks to train on, one a step: the fourth step's is called ID~1 in the store."""
     rollout = {"staleness": 1}

@@ -11,15 +11,9 @@ import pytest
 from slow import slow
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-QUICK = (
-    "deepseek_v3",
-    "diffllama",
-    "gemma4_text",
-    "hrm_text",
-    "phimoe, RoPE longrope",
-    "qwen2_moe, with windows",
-)
+QUICK = ("deepseek_v3", "diffllama", "qwen2_moe, with windows")
 SLOW = (
+    *("gemma4_text", "hrm_text", "phimoe, RoPE longrope"),
     *("afmoe", "apertus", "cohere2", "deepseek_v2", "ernie4_5", "exaone4", "gemma3_text", "glm4"),
     *("gpt2", "granite", "jetmoe", "longcat_flash", "minicpm3", "olmo2", "opt", "phi3", "smollm3"),
     *(f"llama, RoPE {kind}" for kind in ("default", "linear", "dynamic", "yarn", "llama3")),
@@ -36,6 +30,7 @@ def architectures(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
 def test_training_engine_and_adapters_are_what_transformers_computes(name, architectures):
     row = architectures.check(name)

@@ -68,6 +68,7 @@ def test_eval_of_a_run(agentevo, run_dir, words):
     assert ("agent, sampled" in out) == (words != ["evaluation.samples=0"])
 
 
+@pytest.mark.slow
 def test_eval_of_a_recipe_with_and_without_a_checkpoint(agentevo, run_dir):
     assert agentevo("eval", "small.yaml", *SMALL).code == 0
     (checkpoint,) = run_dir.glob("checkpoints/step-*")
@@ -90,6 +91,7 @@ def test_eval_refuses_a_checkpoint_that_is_none(agentevo, words, code, expected)
     assert expected in result.err
 
 
+@pytest.mark.slow
 def test_reading_a_run(agentevo, run_dir):
     assert agentevo("report", str(run_dir)).out == f"{run_dir}/report.html\n"
     shown = agentevo("trajectories", "show", str(run_dir), "--best")
@@ -99,6 +101,7 @@ def test_reading_a_run(agentevo, run_dir):
     assert len(Path("out.jsonl").read_text().splitlines()) >= 4
 
 
+@pytest.mark.slow
 def test_doctor_of_a_run_and_of_the_installation(agentevo, run_dir):
     code, out, _ = agentevo("doctor", str(run_dir))
     assert code in (0, 1)

@@ -149,6 +149,7 @@ def test_what_is_mended_in_the_recipe_counts_too(agentevo, mended):
     assert agentevo(*words, "agent.type=early", "trainer.steps=1", "--resume").code == 0
 
 
+@pytest.mark.slow
 def test_a_trainer_beside_samplers_begins_again_too(quiet_view, place, mended, tmp_path):
     """`learn` keeps the folder, which samplers use, and forgets the failed attempts."""
     config = build_config(

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import agentevo as package
 from agentevo.cli.main import main
+from agentevo.doctor import diagnostics
 from agentevo.errors import AgentEvoError, ConfigError
 
 
@@ -22,7 +24,7 @@ from agentevo.errors import AgentEvoError, ConfigError
         ),
         (
             ["train", "small.yaml", "sampling.top_k=5"],
-            "small.yaml: sampling.top_p, top_k and min_p cut",
+            "override: sampling.top_p, top_k and min_p cut",
         ),
         (
             ["train", "small.yaml", "environment.type=coin"],
@@ -188,3 +190,50 @@ def test_a_defect_is_not_dressed_up(monkeypatch):
     monkeypatch.setattr("agentevo.config.load_config", fail)
     with pytest.raises(ZeroDivisionError):
         main(["config", "show", "small.yaml"])
+
+
+@package.question_family("test_refused_sums")
+class Sums:
+    def __init__(self, largest=9): ...
+
+    def prompt(self, rng):
+        return "a sum"
+
+    def read(self, text, prompt):
+        return package.Question("1 + 1", "2")
+
+
+SELF_PLAY = """\
+tasks: {eval: held_out.jsonl, self_play: test_refused_sums}
+rewards: [exact_match]
+trainer: {groups_per_step: 4, group_size: 4}
+"""
+
+
+@pytest.mark.parametrize("words", [["train", "--dry-run"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["tasks.self_play.family=nope"], "tasks.self_play.family: no question_family is called"),
+        (["tasks.self_play.options.smallest=5"], "can't be made with the options {'smallest': 5}"),
+        (["algorithm={advantage: credit, credit: nope}"], "algorithm.credit: no credit is called"),
+        (["agent={type: command, command: [no-such-program]}"], "agent.command: there is no prog"),
+    ],
+)
+def test_names_that_need_no_model_are_refused_without_training(
+    agentevo, monkeypatch, words, overrides, expected
+):
+    monkeypatch.setattr(diagnostics, "open_components", None)  # nothing is built for it
+    Path("self_play.yaml").write_text(SELF_PLAY)
+    command, *options = words
+    code, out, err = agentevo(command, "self_play.yaml", *overrides, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert expected in err
+
+
+def test_a_dry_run_of_a_sweep_refuses_what_a_variant_names(agentevo):
+    variants = "sweep: {seeds: [0], variants: {one: {}, two: {tasks.self_play.family: nope}}}\n"
+    Path("self_play.yaml").write_text(SELF_PLAY + variants)
+    code, out, err = agentevo("train", "self_play.yaml", "--dry-run")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "two: tasks.self_play.family: no question_family is called" in err

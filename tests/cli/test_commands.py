@@ -235,6 +235,32 @@ def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
     assert lines[0]["turns"][0]["completion_ids"] == [3, 4]
 
 
+def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
+    Path("mine.jsonl").write_text("precious\n")
+    of_run, of_store = ["trajectories", "export", str(run_dir)], ["store", "export", str(run_dir)]
+    of_people = ["annotations", "export", str(run_dir)]
+    for words in (
+        of_run,
+        [*of_run, "--format", "spans"],
+        [*of_run, "--sft"],
+        [*of_run, "--pairs"],
+        of_store,
+        of_people,
+    ):
+        code, _, err = agentevo(*words[:3], "mine.jsonl", *words[3:])
+        assert (code, err) == (
+            2,
+            "error: mine.jsonl is there already: give another file, or replace it with "
+            "--overwrite\n",
+        )
+    assert Path("mine.jsonl").read_text() == "precious\n"
+    assert agentevo(*of_run, "mine.jsonl", "--overwrite").code == 0
+    trajectories = Path("mine.jsonl").read_text()
+    assert trajectories.count("\n") == 4
+    assert agentevo(*of_store, "mine.jsonl", "--overwrite").code == 0
+    assert Path("mine.jsonl").read_text() != trajectories
+
+
 def test_export_of_spans_reads_the_run_and_its_options_are_checked(agentevo, run_dir):
     words = ["trajectories", "export", str(run_dir), "spans.jsonl"]
     assert agentevo(*words, "--format", "otlp") == (0, "0 spans written to spans.jsonl\n", "")
@@ -329,6 +355,7 @@ def test_sft_dry_run_and_refusals(agentevo):
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_sft_of_a_file_by_command(agentevo):
     Path("chats.yaml").write_text(
         "data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte, num_layers: 1}}\n"

@@ -10,6 +10,7 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_server.py")]
 
 
+@pytest.mark.slow
 def test_tools_are_listed_with_their_parameters(agentevo):
     code, out, _ = agentevo("mcp", "inspect", *SERVER)
     assert code == 0
@@ -18,6 +19,7 @@ def test_tools_are_listed_with_their_parameters(agentevo):
     assert json.loads(out.splitlines()[0])["function"]["name"] == "add"
 
 
+@pytest.mark.slow
 def test_a_tool_is_called_by_hand(agentevo):
     code, out, _ = agentevo(
         "mcp", "inspect", "--call", "add", "--arguments", '{"number": 3}', *SERVER

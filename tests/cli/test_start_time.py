@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from slow import slow
 
 LIMIT_S = 0.5
 TIMES = 3.5
@@ -37,9 +38,8 @@ def best_of_5(words: list[str]) -> float:
     "words",
     [
         ["-c", "import agentevo"],
-        ["-m", "agentevo", "--help"],
         ["-m", "agentevo", "train", "--help"],
-        ["-m", "agentevo", "--version"],
+        *slow(["-m", "agentevo", "--help"], ["-m", "agentevo", "--version"]),
     ],
     ids=" ".join,
 )
@@ -51,11 +51,9 @@ def test_start_takes_under_half_a_second(words):
 @pytest.mark.parametrize(
     "code",
     [
-        "import agentevo",
-        "import agentevo.cli.main",
-        "import agentevo.config",
         "import agentevo.api",
         "from agentevo.cli.main import main; main(['config', 'explain', 'trainer.steps'])",
+        *slow("import agentevo", "import agentevo.cli.main", "import agentevo.config"),
     ],
 )
 def test_nothing_heavy_is_imported(code):
@@ -64,3 +62,15 @@ def test_nothing_heavy_is_imported(code):
         [sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=60
     )
     assert loaded.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_command_that_is_made_alone_leaves_the_others_as_they_were(capsys):
+    from agentevo.cli.main import main
+
+    assert main(["config", "--help"]) == 0
+    alone = capsys.readouterr().out
+    assert "explain" in alone and "quickstart" not in alone
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in ("train", "mcp-rl", "config", "eval", "launch"))
+    assert main(["confi"]) == 2

@@ -22,6 +22,7 @@ def recipe(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe, capsys):
     out = tmp_path / "hotel"
     words = ["tasks", "make", "--out", str(out), "--train", "12", "--held-out", "4"]

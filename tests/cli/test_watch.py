@@ -26,6 +26,7 @@ def play(url: str, playing: threading.Event, end: threading.Event, name: str) ->
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -373,6 +373,29 @@ def test_a_wrong_override_is_blamed_and_not_the_file(override, expected):
     assert line.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("written", "override", "expected"),
+    [
+        (DOORS, "tasks.self_play.options.largest=5", "override: tasks.self_play.family: missing"),
+        (
+            DOORS + "tasks: held_out.jsonl\n",
+            "tasks.self_play.options.largest=5",
+            "override: tasks.self_play.family: missing",
+        ),
+        ("trainer: {steps: 3}\n", "environment.size=3", "override: environment.type: missing"),
+        (
+            DOORS + "tasks: {self_play: {options: {smallest: 1}}}\n",
+            "tasks.self_play.options.largest=5",
+            "r.yaml: tasks.self_play.family: missing",
+        ),
+    ],
+)
+def test_what_a_section_lacks_is_blamed_on_who_wrote_the_section(written, override, expected):
+    lines = refusal(written, override)
+    assert any(line.startswith(expected) for line in lines), lines
+    assert not any("agent." in line for line in lines), "no keys of an agent that was not chosen"
+
+
 def test_the_file_is_blamed_for_what_the_file_says():
     assert refusal(f"{DOORS}trainer: {{grop_size: 3}}\n", "trainer.steps=5")[0].startswith(
         "r.yaml: trainer.grop_size"

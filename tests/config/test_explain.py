@@ -19,7 +19,7 @@ def test_every_key_is_explained(key):
             assert one.type
             assert (
                 one.default
-                or key in ("environment.type", "remote_models.NAME.model")
+                or key in ("environment.type", "remote_models.NAME.model", "tasks.self_play.family")
                 or key in ("rewards.name", "tracking.backends.name")
                 or (key.startswith(("environment.", "rewards.", "agent.")) and one.option_of)
             ), f"{key}: no default"

@@ -5,6 +5,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from agentevo.config.sources import packaged_recipes
 from agentevo.pipeline import packaged_pipelines
 
@@ -33,6 +35,7 @@ def test_no_two_recipes_share_a_name():
     assert len(files) == len({*packaged_recipes(), *packaged_pipelines()})
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_every_recipe_inside_the_package(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)

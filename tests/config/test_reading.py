@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentevo.config import build_config, load_config, to_tree, to_yaml
+from agentevo.config import build_config, load_config, sources, to_tree, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.runs.folder import run_config
 
@@ -204,3 +204,26 @@ def test_profile_is_yes_or_no_or_a_section():
         match=r"override: profile: got 3; it is a section, set its keys, such as profile\.enabled",
     ):
         build_config(DOORS, ["profile=3"])
+
+
+@pytest.mark.parametrize(
+    ("written", "override", "expected"),
+    [
+        ({"train": ["a"], "eval": ["b"]}, "tasks=c", {"train": "c", "eval": ["b"]}),
+        ({"train": ["a"], "eval": ["b"]}, "tasks=[c, d]", {"train": ["c", "d"], "eval": ["b"]}),
+        ({"curriculum": {"window": 9}}, "tasks.curriculum=true", {"curriculum": {"window": 9}}),
+        ({"curriculum": {"window": 9}}, "tasks.curriculum=false", {"curriculum": False}),
+        ({"train": ["a"], "eval": ["b"]}, "tasks=null", None),
+    ],
+)
+def test_a_short_form_over_a_section_sets_its_one_key(written, override, expected):
+    tree = {"tasks": written}
+    merged = sources.merge(tree, [override], where="r", is_text=lambda key: False)
+    assert merged == {"tasks": expected}
+    value = yaml.safe_load(override.partition("=")[2])
+    key = override.partition("=")[0]
+    nested = {"tasks": value} if key == "tasks" else {"tasks": {"curriculum": value}}
+    stages = sources.overlay(
+        {"stages": {"a": {"config": tree}}}, {"stages": {"a": {"config": nested}}}
+    )
+    assert stages == {"stages": {"a": {"config": merged}}}

@@ -15,6 +15,7 @@ from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advant
 
 from agentevo.algorithms.estimators import RECURSIONS, SCORES
 from agentevo.catalogue.advantages import ADVANTAGES
+from examples import examples
 
 NAMES = list(ADVANTAGES)
 NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns", "tree_returns", "credit")
@@ -181,7 +182,7 @@ def test_catalogue_and_functions_match_one_to_one() -> None:
 
 
 @each_name
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(data=st.data())
 def test_agrees_with_the_slow_version(name: str, data: st.DataObject) -> None:
     batch, hyper = drawn(data, name)
@@ -189,7 +190,7 @@ def test_agrees_with_the_slow_version(name: str, data: st.DataObject) -> None:
 
 
 @each_name
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_masked_places_padding_order_and_names_of_groups_do_not_matter(
     name: str, data: st.DataObject
@@ -254,7 +255,7 @@ def test_masked_places_padding_order_and_names_of_groups_do_not_matter(
 
 
 @each_name
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> None:
     """One row per turn gives what one row per trajectory gives."""
@@ -299,7 +300,7 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
 
 @each_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
     batch, hyper = drawn(data, name)
@@ -334,7 +335,7 @@ def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject
 
 
 @pytest.mark.parametrize("name", AGAINST_GROUP)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_group_of_one_has_advantage_0(name: str, data: st.DataObject) -> None:
     batch, hyper = drawn(data, name)

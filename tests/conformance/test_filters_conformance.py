@@ -212,6 +212,7 @@ def test_refusals_say_what_to_do(call, words):
         call()
 
 
+@pytest.mark.slow
 def test_the_catalogue_needs_no_torch():
     code = (
         "import sys, agentevo.catalogue.describe, agentevo.config; sys.exit('torch' in sys.modules)"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentevo.algorithms.importance import bind_importance
 from agentevo.catalogue.policy_losses import IMPORTANCE
+from examples import examples
 
 NAMES = [name for name in IMPORTANCE[0].choices if name != "none"]
 seeds = st.integers(0, 2**32)
@@ -32,7 +33,7 @@ def pair(seed: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     seed=seeds,
     scale=st.sampled_from([0.0, 0.3, 25.0]),
@@ -58,7 +59,7 @@ def test_agrees_with_the_slow_version(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds)
 def test_row_order_and_padding_change_nothing(name: str, seed: int) -> None:
     old, rollout, mask = pair(seed, 0.5)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentevo.algorithms.divergence import ESTIMATES, AdaptiveKL, FixedKL
 from agentevo.catalogue.kl import KL, KL_CONTROLLERS
+from examples import examples
 
 from . import slow_kl as slow
 
@@ -46,7 +47,7 @@ def test_values_and_gradients_equal_the_definitions(name, rows):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     st.sampled_from(list(ESTIMATES)),
     st.lists(st.tuples(st.floats(-6, -0.1), st.floats(-6, -0.1)), min_size=1, max_size=5),

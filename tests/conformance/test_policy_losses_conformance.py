@@ -17,6 +17,7 @@ from agentevo.algorithms import blocks
 from agentevo.algorithms.losses import LOSSES, STATISTICS
 from agentevo.catalogue import resolve
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
+from examples import examples
 
 HYPER = {
     "ppo_clip": [{}, {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}],
@@ -131,7 +132,7 @@ def test_catalogue_and_functions_match_one_to_one() -> None:
 
 
 @each_case
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), shape=shapes, extreme=st.booleans())
 def test_agrees_with_the_slow_version(
     name: str, hyper: dict[str, object], seed: int, shape: tuple[int, int], extreme: bool
@@ -160,7 +161,7 @@ def test_agrees_with_the_slow_version(
 
 
 @each_case
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
@@ -197,7 +198,7 @@ def test_finite_and_of_the_input_type(
 
 
 @each_case
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32), shape=st.tuples(st.integers(2, 5), st.integers(1, 6)))
 def test_padding_order_and_split_change_nothing(
     name: str, hyper: dict[str, object], seed: int, shape: tuple[int, int]
@@ -252,7 +253,7 @@ def test_empty_batches_give_zero(name: str, hyper: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "name", ["ppo_clip", "gspo", "gmpo", "sapo", "dro", "kl_cov", "decoupled_ppo"]
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
     inputs = batch(seed, (3, 4), garbage=False)

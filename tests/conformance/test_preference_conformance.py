@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentevo.algorithms.preference import LOSSES
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
+from examples import examples
 
 from . import slow_preference as slow
 
@@ -103,7 +104,7 @@ def test_equals_the_papers_formulas(case):
     assert name == "rft" or 0 <= metrics["accuracy"] <= 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(cases(spread=2.0))
 def test_gradients_equal_finite_differences(case):
     name, data = case

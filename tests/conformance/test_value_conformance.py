@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentevo.algorithms.value import explained_variance, value_loss
 from agentevo.catalogue.aggregations import AGGREGATIONS
+from examples import examples
 
 from . import slow_aggregation as slow
 
@@ -55,7 +56,7 @@ def test_equals_the_loops(batch, clip, aggregation):
     assert all(torch.isfinite(metric) for metric in metrics.values())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(batches(), st.sampled_from([None, 0.2]))
 def test_gradients_equal_finite_differences(batch, clip):
     v, target, before, bits = tensors(batch)

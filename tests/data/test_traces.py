@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from agentevo.cli.main import main
 from agentevo.data import RowReport, read_conversations
 from agentevo.data.traces import import_traces
+from examples import examples
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.",
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
@@ -399,7 +400,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(form=st.sampled_from(list(RECORDS)), data=st.data())
 def test_a_record_with_anything_anywhere_is_a_row_or_is_left_out(form, data):
     def broken(value):

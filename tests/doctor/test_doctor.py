@@ -85,6 +85,7 @@ def test_an_agent_that_edits_its_history():
     assert "is the first other one, after '" in drift.finding
 
 
+@pytest.mark.slow
 def test_turns_that_start_anew_need_little_context():
     def longest(found: dict[str, Check]) -> int:
         return int(found["context"].finding.split("longest conversation ")[1].split()[0])
@@ -128,6 +129,7 @@ def test_a_recipe_that_only_evaluates_needs_no_reward_spread():
     )
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_verdicts():
     play = ("attempts", "token ids", "rewards", "completions", "turns", "format", "context")
     first, second = by_name(check_recipe(recipe())), by_name(check_recipe(recipe()))

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from agentevo.config import LoraSection, MemorySection
 from agentevo.doctor.memory_estimate import (
@@ -21,19 +24,32 @@ from agentevo.doctor.memory_estimate import (
     training_bytes,
 )
 from agentevo.models.adapters import add_adapter
+from agentevo.models.compiled import compile_layers
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+GPU_RESULTS = BENCHMARKS / "results" / "2026-11-26-h200-gpu.json"
 SIZES = {"hidden": 256, "layers": 3, "vocabulary": 8192, "length": 512}
 
 
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "training_memory.py"
-    spec = importlib.util.spec_from_file_location("training_memory", path)
+def of_benchmarks(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return of_benchmarks("training_memory")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield of_benchmarks("gpu")
 
 
 @pytest.mark.slow
@@ -49,6 +65,16 @@ def benchmark() -> ModuleType:
         {"samples": 3, "kind": "sft"},
         {"samples": 8, "parts": 2, "shard": 2},
         {"samples": 8, "parts": 2, "shard": 2, "length": 1024, "checkpointing": "full"},
+        {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4, "which": 0},
+        {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4},
+        {
+            "samples": 32,
+            "parts": 8,
+            "pipeline": 4,
+            "layers": 4,
+            "which": 0,
+            "checkpointing": "full",
+        },
     ],
     ids=lambda case: " ".join(f"{key}={value}" for key, value in case.items()),
 )
@@ -124,3 +150,19 @@ def test_memory_grows_linearly_with_tokens(random_model):
             for n in (1e5, 2e5, 4e5)
         ]
         assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["0.5b", "0.6b", "1.5b", "7b"])
+def test_a_gpus_peak_was_foreseen(name, gpu):
+    """Peaks that `benchmarks/gpu.py` measured on an H200, layers compiled."""
+    results = json.loads(GPU_RESULTS.read_text())["results"]
+    found = next(one for one in results if one["part"] == "train" and one["model"] == name)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        model = gpu.SHAPES[name]()
+    torch.set_default_dtype(torch.float32)
+    tokens = found["micro"]
+    load = Load(tokens, tokens * 3 // 4, single=False, on_cpu=False)
+    parts = training_bytes(compile_layers(model), load, MemorySection())
+    bytes_ = total(parts) + sum(p.nbytes for p in model.parameters())
+    assert bytes_ == pytest.approx(found["peak_gib"] * 2**30, rel=0.15)

@@ -25,6 +25,7 @@ def recipe(url, folder):
     return build_config(tree, folder=folder)
 
 
+@pytest.mark.slow
 def test_a_database_that_is_away_is_wrong_and_no_group_is_played(tmp_path, monkeypatch):
     monkeypatch.setattr("agentevo.doctor.store_check.ANSWER_S", 1.0)
     monkeypatch.setenv("SECRET", "hunter22")

@@ -134,6 +134,7 @@ def test_solve_finds_exactly_what_exists(numbers: list[int], operations: str) ->
             assert made is not None and made[0] == target and sorted(made[1]) == sorted(numbers)
 
 
+@pytest.mark.slow
 def test_random_rate_is_exact() -> None:
     assert random_expression_success([2, 3], 5, "+-") == pytest.approx(1 / 2)
     assert random_expression_success([2, 3], 1, "+-*/") == pytest.approx(1 / 8)
@@ -174,6 +175,7 @@ def test_instances_keep_to_their_ranges(seed: int, count: int, operations: str) 
     assert shown == f"Numbers: {', '.join(map(str, made.numbers))}. Target: {made.target}."
 
 
+@pytest.mark.slow
 def test_an_impossible_range_is_refused_with_the_remedy() -> None:
     made = CountdownEnvironment(
         CountdownConfig(num_numbers=2, max_number=3, operations="+", min_target=50)

@@ -178,6 +178,7 @@ def test_rates_match_the_published_calibration() -> None:
             )
 
 
+@pytest.mark.slow
 def test_played_rates_match_the_tables() -> None:
     """The solver and a random player, played on 1000 lakes with their slips, against the exact
     means; 4 standard errors."""

@@ -36,6 +36,7 @@ def test_hopeless_for_want_of_time_still_goes_the_right_way() -> None:
     assert tables.optimal(0, 1) == 0.0 and tables.best_action(0, 1) == 1
 
 
+@pytest.mark.slow
 def test_random_play_agrees_with_the_exact_rate() -> None:
     config = SokobanConfig(max_actions=8)
     environment = SokobanEnvironment(config)

@@ -173,6 +173,7 @@ def test_the_solver_recovers_from_random_actions() -> None:
     assert recovered >= 40
 
 
+@pytest.mark.slow
 def test_difficulty_is_about_ragens() -> None:
     """6x6 with one box (shared/reference/recipes.md 1.9): random 12, 19, 27% in 5, 10, 20 actions;
     optimum 74-78% in 5, all in 10."""

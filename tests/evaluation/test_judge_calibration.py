@@ -97,6 +97,7 @@ def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, t
     assert "no report of `agentevo judge calibrate`" in refusal(config())
 
 
+@pytest.mark.slow
 def test_biased_judges_are_caught(calibrated):
     code, report, shown, _ = calibrated(ranks(likes_early))
     assert report["measured"]["max_position_bias"]["value"] == pytest.approx(-0.5) and code == 1

@@ -13,6 +13,7 @@ import pytest
 from served_model import served
 
 from agentevo.cli.main import main
+from agentevo.evaluation.results import ResultsFolder
 from agentevo.runs.folder import run_config
 
 RECIPE = (
@@ -109,3 +110,30 @@ def test_a_served_checkpoint_plays_as_it_does_here(run, tmp_path):
     assert plays["served"] == plays[str(run)]
     (difference,) = json.loads((out / "summary.json").read_text())["differences"]
     assert difference["reward"]["value"] == 0.0
+
+
+@pytest.mark.slow
+def test_what_a_policy_has_solved_in_an_evaluation_becomes_rows_in_its_own_words(
+    run, tmp_path, monkeypatch
+):
+    """Each turn as it was drawn; what the token limit cut off is read and not learnt, and every
+    attempt that is no row is in the account."""
+    monkeypatch.chdir(run.parent)
+    out, rows = tmp_path / "out", tmp_path / "rows.jsonl"
+    assert main(["eval", "run@2", "-k", "8", "--out", str(out)]) == 0
+    played = ResultsFolder(out).trajectories()
+    best = max(one.reward for one in played.values())
+    chosen = [one for one in played.values() if one.reward >= best]
+    export = ["trajectories", "export", str(out), str(rows), "--sft", "--min-reward", str(best)]
+    assert main([*export, "--per-task", "9"]) == 0
+    found = [json.loads(line) for line in rows.open()]
+    left_out = Path(f"{rows}.bad_rows.jsonl").read_text().splitlines()
+    assert found and len(found) + len(left_out) == len(played)
+    drawn = {(one.task_id, *(turn.messages[-1].text for turn in one.turns)): one for one in chosen}
+    for row in found:
+        answers = [one for one in row["messages"] if one["role"] == "assistant"]
+        attempt = drawn[(row["task_id"], *(one["content"] for one in answers))]
+        learnt = [one.get("weight", 1) == 1 for one in answers]
+        ended = [turn.finish_reason == "stop" for turn in attempt.turns]
+        assert any(learnt)
+        assert not [place for place, one in enumerate(learnt) if one and not ended[place]]

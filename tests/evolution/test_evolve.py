@@ -17,6 +17,7 @@ from agentevo.evolution.schema import EvolveSection
 from agentevo.evolution.stages import stages_of
 from agentevo.models.tiny import make_tiny
 from agentevo.pipeline import read_state
+from agentevo.pipeline.state import digest_of_path
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.files import made_rows
 
@@ -81,6 +82,11 @@ def test_stages_begin_with_what_the_stage_before_made():
         ("http://127.0.0.1:9/mcp", (), "which model is to learn"),
         ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.round=2"), "evolve.round"),
         ("http://127.0.0.1:9/mcp", ("model.name=tiny", "evolve.budget.days=2"), "no days"),
+        (
+            "http://127.0.0.1:9/mcp",
+            ("model.name=tiny", "evolve.tasks.train=x", "evolve.include=5"),
+            r"(?s)evolve\.include: got 5; needs a list.*evolve\.tasks\.train: got 'x'; needs",
+        ),
         ("http://u:p@127.0.0.1/mcp", ("model.name=tiny",), "evolve.server"),
         (" ", ("model.name=tiny",), "evolve.server"),
     ],
@@ -224,6 +230,96 @@ def test_a_teacher_shows_what_it_has_solved(tmp_path, recipe):
         calls = [call["function"]["name"] for one in said for call in one.get("tool_calls", ())]
         assert calls == [step["tool"] for step in row["solved_by_calls"]]
         assert taught[row["id"]]["tools"] and taught[row["id"]]["model"] == "big"
+
+
+@pytest.fixture
+def manual(tmp_path):
+    folder = tmp_path / "manual"
+    folder.mkdir()
+    for n in range(40):
+        text = f"The gauge of pump {n} shows {1000 + 7 * n} bars when Ada Berg{n} has opened it. "
+        (folder / f"pump{n}.txt").write_text(f"{text}It was built in {1900 + n} by the river.")
+    return folder
+
+
+OF_DOCUMENTS = ("evolve.tasks={train: 12, held_out: 3}", "evolve.demonstrations.count=4")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evolve.exclude=[search]"], "exclude is for a server"),
+        (["evolve.tasks.worlds=3"], r"tasks\.worlds is for a server"),
+        (["evolve.server=http://x/mcp"], "server is for a server"),
+        (["evolve.tasks.languages=[en, de]"], "in one language"),
+        (["evolve.tasks.writer=no-such-model"], r"evolve\.tasks\.writer: "),
+        (["evolve.tasks.writer=http://u:p@x/v1"], r"evolve\.tasks\.writer: "),
+    ],
+)
+def test_what_says_nothing_of_documents_is_refused(manual, words, message):
+    with pytest.raises(ConfigError, match=message):
+        read_evolution(str(manual), [*SMALL, *words])
+
+
+def test_documents_that_are_none_are_refused_before_anything_is_created(tmp_path, manual, capsys):
+    out = f"run.dir={tmp_path / 'out'}"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dull.txt").write_text("Nothing is here to be asked for, alas.")
+    for word, said in (
+        (tmp_path / "empty", "there is no text in it"),
+        (tmp_path / "away.md", "No such file"),
+        (tmp_path / "dull.txt", "no task to train on could be made"),
+    ):
+        assert main(["evolve", str(word), out, *SMALL]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["evolve", "http://127.0.0.1:9/mcp", str(manual), out, *SMALL]) == 2
+    assert "is no KEY=VALUE" in capsys.readouterr().err
+    assert main(["evolve", str(manual), str(tmp_path / "dull.txt"), out, *SMALL, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "41 documents, 41 passages" in told and "improve.1.rl" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_documents_become_rounds_of_questions_none_of_which_is_held_out(tmp_path, manual, capsys):
+    out = tmp_path / "out"
+    words = [str(manual), f"run.dir={out}", *SMALL, *OF_DOCUMENTS, "evolve.rounds=2"]
+    words += ["evolve.new_tasks=6"]
+    assert main(["evolve", *words]) == 0
+    held = [json.loads(line) for line in (out / "tasks/eval.jsonl").open()]
+    more = out / "run/stages/improve.1.more/made/train.jsonl"
+    rows = made_rows([str(out / "tasks/train.jsonl"), str(more)], ("passage", "content"))
+    assert len(made_rows([str(more)], ("passage",))) == 12 + 6, "unsolved ones stay"
+    assert not {row["passage"] for row in held} & {row["passage"] for row in rows}
+    shown = [json.loads(line) for line in (out / "tasks/demonstrations.jsonl").open()]
+    for row in shown:
+        call, found, said = row["messages"][-3:]
+        assert call["tool_calls"][0]["function"]["name"] == "search"
+        assert said["content"] in found["content"]
+    state = read_state(out / "run")
+    assert state.status == "finished"
+    rl = state.stages["improve.1.rl"]
+    corpus = digest_of_path(out / "tasks/corpus.jsonl")
+    assert rl.setting["file.agent.tools.corpus.jsonl"] == corpus
+    (manual / "pump3.txt").write_text("Else.")
+    assert main(["evolve", *words, "--resume"]) == 0
+    assert "pump3.txt changed since the tasks were made" in capsys.readouterr().err
+    assert read_state(out / "run").stages["improve.1.rl"].starts == rl.starts
+
+
+def test_a_search_that_could_only_compare_is_refused_before_anything_is_made(recipe):
+    few = {"attempts": 20, "config": {"optimize": {"tasks": 12}}}
+    with pytest.raises(ConfigError, match=r"evolve\.prompts\.attempts: .*takes 16 and"):
+        read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=few).check()
+    few["attempts"] = 28
+    read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=few).check()
+    ours = {"attempts": 20, "config": {"optimize": {"tasks": 12}, "evaluation": {"tasks": 4}}}
+    read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=ours).check()
+    ours["config"]["optimize"]["attempts"] = 3  # which is what would count
+    with pytest.raises(ConfigError, match=r"optimize\.attempts=3: "):
+        read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=ours).check()
+    few["attempts"] = 1
+    read_evolution(recipe, [*SMALL, "evolve.skip=[prompts]"], prompts=few).check()
 
 
 def test_a_teacher_that_is_not_there_is_refused(recipe):

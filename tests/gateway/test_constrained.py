@@ -119,6 +119,7 @@ def test_json_by_a_schema_and_calls_that_must_come(api, gateway_of):
     assert all(turn.overrides is None for turn in turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 def test_a_stream_says_the_same(api, gateway_of):
     body_of, _ = APIS[api]
@@ -135,6 +136,7 @@ def test_a_stream_says_the_same(api, gateway_of):
     assert streamed.constraint == whole.constraint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("api", "one"),
     [

@@ -266,6 +266,7 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_the_reason(gateway_of, l
     assert conversation.recorded({}) == []
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_given_up(gateway_of, loaded, monkeypatch):
     monkeypatch.setattr(delivery, "READER_S", 0.2)
     listen_on = http_server.open_socket

@@ -273,6 +273,7 @@ def fuzz(door, examples):
     answered()
 
 
+@pytest.mark.slow
 def test_no_body_is_a_500(door):
     fuzz(door, 100)
 

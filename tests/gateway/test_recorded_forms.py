@@ -24,6 +24,7 @@ def said_in(path, answer):
     return "".join(texts), [item for item in answer["output"] if item["type"] == "function_call"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_what_a_client_asks_of_the_form_is_what_it_gets(gateway_of, file):
     exchanges = json.loads(file.read_text())

@@ -144,6 +144,7 @@ def test_failures_are_the_clients_to_see(
     assert policy.remote.recorded() == []
 
 
+@pytest.mark.slow
 def test_what_a_client_did_not_wait_for_is_not_recorded(gateway_of):
     async def talk(remote):
         async with gateway_of([], remote) as opened:

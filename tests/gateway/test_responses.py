@@ -21,6 +21,7 @@ from agentevo.gateway.response_items import messages_of_items
 from agentevo.gateway.responses import request_of
 from agentevo.models.chat import ChatFormat
 from agentevo.types import Completion, Message, ToolCall
+from examples import examples
 
 TOOLS = [
     {
@@ -349,6 +350,7 @@ def test_a_stream_that_fails_says_why_where_it_ends(gateway_of, chat):
     assert events[-1].response.error.message == "it has gone"
 
 
+@pytest.mark.slow
 def test_openai_s_own_sum_of_a_stream_is_the_answer(gateway_of, chat):
     async def work(client, policy):
         async with client.responses.stream(model="m", input=QUESTION, tools=TOOLS) as stream:
@@ -440,7 +442,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.dictionaries(st.sampled_from(KEYS), json_values), st.lists(json_values, max_size=5))
 def test_whatever_is_asked_is_read_or_refused(body, items):
     for asked in (body, {**body, "input": items}, {"input": items}):

@@ -21,6 +21,7 @@ from agentevo.gateway.request import PromptSize
 from agentevo.models.chat import ChatFormat
 from agentevo.models.tool_calls import parser_named, parser_names
 from agentevo.types import Message, Turn
+from examples import examples
 
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
 BODIES = (
@@ -131,7 +132,7 @@ def is_json(text):
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_the_pieces_of_a_call_are_its_arguments_and_a_broken_one_is_no_json(data):
     name = data.draw(st.sampled_from(parser_names()))

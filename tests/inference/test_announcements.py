@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 
 import msgspec
@@ -111,3 +112,24 @@ def test_an_engine_is_announced_while_it_serves(board, tmp_path):
         assert board().living() == []
 
     asyncio.run(work())
+
+
+def test_an_announcement_that_is_being_written_does_not_outlive_its_engine(board, monkeypatch):
+    writes, writing, go_on = board(), threading.Event(), threading.Event()
+    announce = writes.announce
+
+    def slowly(announcement):
+        writing.set()
+        assert go_on.wait(30)
+        announce(announcement)
+
+    monkeypatch.setattr(writes, "announce", slowly)
+
+    async def work():
+        async with writes.announced(engine("one"), serves=lambda: 1):
+            while not writing.is_set():
+                await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_later(0.1, go_on.set)
+
+    asyncio.run(work())
+    assert board().living() == []

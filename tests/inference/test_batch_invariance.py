@@ -45,6 +45,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_alone_and_in_company(name, random_model, complete):
     model = random_model(name).model
@@ -63,6 +64,7 @@ def test_alone_and_in_company(name, random_model, complete):
             assert one.logprobs == other.logprobs, (section, len(prompt))
 
 
+@pytest.mark.slow
 def test_a_conversation_beside_others(random_model):
     """Turns of a session, whose cache is kept, dropped when memory is short, and dropped by new
     weights; against the same turns asked one by one."""
@@ -95,7 +97,7 @@ def test_a_conversation_beside_others(random_model):
     assert asyncio.run(interrupted(TorchEngine(model))) == alone
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [2, *slow(1, 3)])
 @pytest.mark.parametrize(
     ("num_inputs", "num_outputs"), [(64, 192), (100, 130), (576, 640), (1536, 576), (2200, 64)]
 )

@@ -60,6 +60,7 @@ def test_what_is_drawn_is_of_the_grammar_and_its_log_probs_are_those_of_the_allo
             assert completion.logprobs[place] == pytest.approx(float(logprob), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not linear.available(), reason="another library multiplies here")
 def test_company_changes_nothing_for_anybody():
     together = complete(engine(batch_invariant=True), REQUESTS)

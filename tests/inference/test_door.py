@@ -106,6 +106,7 @@ def test_the_oldest_stranger_makes_room_for_the_next(encrypted, tmp_path, monkey
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_client_that_is_in_stays_however_many_knock(tmp_path, hurried, monkeypatch):
     monkeypatch.setattr(admission, "MAX_STRANGERS", 8)
 

@@ -22,6 +22,7 @@ def test_the_embedded_engine(check, case):
     case.run(check(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=name_of)
 def test_the_embedded_engine_with_an_adapter(check):
     made = Case.of(engines.get("torch"), EngineSection(), rank=4, targets=["q_proj", "v_proj"])

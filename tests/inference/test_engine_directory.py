@@ -100,6 +100,7 @@ def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_p
     asyncio.run(serve())
 
 
+@pytest.mark.slow
 def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead(
     tmp_path, monkeypatch
 ):

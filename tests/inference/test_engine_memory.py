@@ -18,6 +18,7 @@ from agentevo.errors import RequestTooLongError
 from agentevo.inference.scheduler import _shared_beginnings, common_prefix
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
+from examples import examples
 
 
 def tokens_of(length: int, seed: int) -> list[int]:
@@ -147,9 +148,10 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral", *slow("llama")])
 def test_any_mix_of_requests(name, random_model, difference):
-    @settings(max_examples=30, deadline=None, derandomize=True)
+    @settings(max_examples=examples(30), deadline=None, derandomize=True)
     @given(
         st.lists(asks, min_size=1, max_size=14),
         st.integers(160, 640),
@@ -200,6 +202,7 @@ def test_one_request_may_fill_the_whole_memory(random_model, difference):
     check("llama", random_model, difference, mix, engine, 256)
 
 
+@pytest.mark.slow
 def test_a_small_budget_costs_time_and_not_answers(random_model, complete):
     model = random_model("llama").model
     prompts = [[*OPENINGS[2], *tokens_of(n, n)] for n in range(1, 17)]

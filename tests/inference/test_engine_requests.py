@@ -11,7 +11,8 @@ from engine_door import WRONG_SAMPLING
 from agentevo.config import EngineSection, ModelSection, TinyModel
 from agentevo.errors import DeadlineExceededError, EngineError, ModelError, RequestTooLongError
 from agentevo.inference import torch_engine
-from agentevo.inference.torch_engine import TorchEngine, kv_bytes_per_token
+from agentevo.inference.kv_cache import kv_bytes_per_token
+from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import load_model
 from agentevo.types import SamplingParams
 
@@ -33,6 +34,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, complete):
     model = random_model(name).model

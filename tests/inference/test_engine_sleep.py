@@ -123,6 +123,7 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
     assert [one.ids for one in found] == [one.ids for one in wanted]
 
 
+@pytest.mark.slow
 def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
     engine = TorchEngine(llama)
     step = engine._step

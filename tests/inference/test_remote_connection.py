@@ -279,6 +279,7 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
     assert logged_problems(caplog) == []
 
 
+@pytest.mark.slow
 def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
     """Its machine or network is: nothing else would ever say so."""
     monkeypatch.setattr(server, "PING_S", 0.1)

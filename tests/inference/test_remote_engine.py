@@ -36,6 +36,7 @@ def test_conversations_stay_where_their_cache_is_and_new_ones_go_where_there_is_
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_the_load_that_others_make_counts(tmp_path):
     async def work():
         async with some(tmp_path, 1, 2) as (engines, client):

@@ -39,6 +39,7 @@ async def by_url(tmp_path, monkeypatch, *, admin: str | None = "control"):
         await asyncio.gather(serving, return_exceptions=True)
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_halfway_is_undone_and_one_that_can_not_be_serves_nothing(
     tmp_path, monkeypatch
 ):
@@ -69,6 +70,7 @@ def test_a_load_that_fails_halfway_is_undone_and_one_that_can_not_be_serves_noth
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_nothing_is_served_over_keys_and_values_of_other_weights(tmp_path, monkeypatch):
     """The server's flush is what keeps them out: with one that does nothing the same test sees
     them."""

@@ -35,6 +35,7 @@ def new(number):
     return NewAttempt(task_id="t", group_id="t/train@1", number=number)
 
 
+@pytest.mark.slow
 def test_two_programs_share_the_attempts_that_there_may_be(tmp_path):
     """Neither is refused: they wait for each other. All the room is taken until both have asked."""
 
@@ -71,6 +72,7 @@ def test_a_request_that_comes_twice_is_done_once(tmp_path):
     at_a_server(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_gone_is_given_up_though_nobody_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "LOOK_S", 0.02)
 

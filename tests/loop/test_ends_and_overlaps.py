@@ -20,6 +20,7 @@ def results(trained):
     return sorted((getattr(one, "step", type(one).__name__) for one in trained), key=str)
 
 
+@pytest.mark.slow
 def test_what_two_submissions_share_is_trained_on_once(tmp_path):
     """At the same time: the second is refused, and the run goes on."""
 
@@ -73,6 +74,7 @@ def test_what_is_committed_while_a_submission_is_checked_is_not_submitted_again(
     loop(tmp_path / "run", work)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_so_to_everybody(tmp_path, monkeypatch, capfd):
     """Each gets an exception of its own, at once, and nothing else is said of it."""
     from agentevo.orchestration.submissions import SubmittedRollouts

@@ -158,6 +158,7 @@ def test_a_loop_equals_train(kind, where, trained, tmp_path):
     assert what_was_trained(tmp_path / "mine") == expected
 
 
+@pytest.mark.slow
 def test_only_the_chosen_agents_turns_move_only_its_own_weights(tmp_path, monkeypatch):
     policies = Policies(monkeypatch)
     agents = {"solver": {}, "writer": {}, "critic": {"train": False}}
@@ -223,6 +224,7 @@ def by_a_client(task, policy):
     return {"solver": 1.0, "critic": [0.0, 1.0]}
 
 
+@pytest.mark.slow
 def test_a_client_of_its_own_names_the_agent(tmp_path):
     async def work():
         agents = {"solver": {}, "critic": {"train": False}}
@@ -270,6 +272,7 @@ async def refusal(model, name):
     return answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "server"])
 def test_remote_models_are_asked_by_the_program(where, tmp_path, monkeypatch):
     monkeypatch.setenv("REMOTE_KEY", "sk-secret")

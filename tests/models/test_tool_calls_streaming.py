@@ -26,6 +26,7 @@ from agentevo.models.tool_calls import (
     parser_named,
     parser_names,
 )
+from examples import examples
 
 
 def deltas_of(parser: ToolCallParser, pieces: Sequence[str], opening: str = "") -> list[Delta]:
@@ -40,7 +41,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", parser_names())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_pieces_sum_up_to_the_whole(name: str, data: st.DataObject) -> None:
     parser, text = parser_named(name), data.draw(texts(name))
@@ -97,7 +98,7 @@ def check_calls(deltas: Sequence[Delta]) -> None:
 
 
 @pytest.mark.parametrize("name", parser_names())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_nothing_is_lost(name: str, data: st.DataObject) -> None:
     """Words are somewhere in what comes out, as long as no whole call leaves out what it does not

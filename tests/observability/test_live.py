@@ -34,6 +34,28 @@ def test_a_plain_step_is_one_line_that_stands_on_its_own(clock) -> None:
     )
 
 
+SELF_PLAY = {
+    "selfplay/proposed": 8.0,
+    "selfplay/valid": 0.75,
+    "selfplay/questions": 5.0,
+    "selfplay/success_rate": 0.41,
+    "selfplay/at_edge": 0.6,
+}
+
+
+def test_a_step_of_self_play_says_what_became_of_the_proposals(clock, terminal) -> None:
+    out = io.StringIO()
+    for more in (SELF_PLAY, {"selfplay/proposed": 8.0, "selfplay/questions": 0.0}):
+        with LiveView("run", stream=out, clock=clock) as view:
+            view.step(1, 2, METRICS | more, {})
+    first, second = out.getvalue().splitlines()
+    assert " | 8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge | " in first
+    assert " | 8 proposed, 0 questions | " in second
+    with LiveView("run", stream=terminal) as view:
+        view.step(1, 2, METRICS | SELF_PLAY, {})
+    assert "8 proposed, 75% valid, 5 questions, 41% solved" in terminal.getvalue()
+
+
 def test_a_stream_that_is_no_terminal_gets_plain_text_only(clock, rows: list[MetricsRow]) -> None:
     out = io.StringIO()
     with LiveView("run", stream=out, clock=clock) as view:

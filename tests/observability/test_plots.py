@@ -30,6 +30,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return int(width), int(height)
 
 
+@pytest.mark.slow
 def test_a_whole_run_gives_four_pictures_at_150_dpi(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any]
 ) -> None:
@@ -38,6 +39,7 @@ def test_a_whole_run_gives_four_pictures_at_150_dpi(
     assert all(png_size(path)[0] == 8 * 150 for path in written)
 
 
+@pytest.mark.slow
 def test_pictures_without_data_are_left_out(tmp_path: Path, rows: list[MetricsRow]) -> None:
     assert plots.write_plots([], {}, tmp_path) == []
     evaluations = [row for row in rows if "training/global_step" not in row]
@@ -51,6 +53,7 @@ def test_pictures_without_data_are_left_out(tmp_path: Path, rows: list[MetricsRo
     ]
 
 
+@pytest.mark.slow
 def test_a_run_of_broken_numbers_draws_nothing_and_one_step_draws_all(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any]
 ) -> None:

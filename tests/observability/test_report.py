@@ -92,6 +92,7 @@ class Page(HTMLParser):
             self.captions.append(data)
 
 
+@pytest.mark.slow
 def test_the_page_tells_the_whole_run(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
@@ -285,6 +286,7 @@ def make_run(
     asyncio.run(fill())
 
 
+@pytest.mark.slow
 def test_a_report_is_made_from_the_files_alone(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
@@ -331,6 +333,7 @@ def test_a_report_can_be_made_inside_a_running_event_loop(tmp_path: Path) -> Non
     assert "trajectory x," in Page(asyncio.run(caller()).read_text(encoding="utf-8")).text
 
 
+@pytest.mark.slow
 def test_a_run_draws_its_report_beside_its_event_loop_and_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from agentevo.observability.sweep_view import SweepView
 def test_a_log_has_a_line_for_each_beginning_and_end():
     stream = io.StringIO()
     with SweepView("zoo", stream=stream) as view:
-        view.plan(3, 1)
+        view.plan(3, ["leave-0"])
         view.started("ppo-0", "resumed")
         view.running({"ppo-0": (3.0, "step 1/4")})
         view.ended("ppo-0", "success 10.0% -> 60.0%", 31.0, ok=True)
@@ -22,6 +22,17 @@ def test_a_log_has_a_line_for_each_beginning_and_end():
     ]
 
 
+def test_what_had_finished_and_runs_again_is_counted_once():
+    stream = io.StringIO()
+    with SweepView("shop", stream=stream) as view:
+        view.plan(3, ["a", "b"])
+        for name in ("b", "c", "b"):
+            view.started(name, "started")
+            view.ended(name, "done", 1.0, ok=True)
+    counted = [line.partition("(")[2] for line in stream.getvalue().splitlines() if "(" in line]
+    assert counted == ["2 of 3)", "3 of 3)", "3 of 3)"]
+
+
 def drawn(view: SweepView, runs: dict[str, tuple[float, str]]) -> str:
     page = io.StringIO()
     Console(file=page, width=100).print(view._draw(runs))
@@ -30,7 +41,7 @@ def drawn(view: SweepView, runs: dict[str, tuple[float, str]]) -> str:
 
 def test_a_terminal_shows_the_runs_under_way_and_the_time_left(terminal, clock):
     with SweepView("zoo", stream=terminal, clock=clock) as view:
-        view.plan(6, 0)
+        view.plan(6, [])
         assert "left" not in drawn(view, {"a-0": (1.0, "step 1/4")})
         view.ended("a-0", "success", 20.0, ok=True)
         view.ended("a-1", "failed", 999.0, ok=False)

@@ -63,6 +63,7 @@ CASES = {
 QUICK = ("turn_ppo", "remax", "gdpo", "corrected")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
 def test_an_algorithm_trains_through_the_whole_loop(name, tmp_path, small_config, quiet_view):
     overrides, expected = CASES[name]
@@ -88,6 +89,7 @@ def test_value_pretraining_comes_first(tmp_path, small_config, quiet_view):
     assert "actor/grad_norm" in second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -229,6 +229,7 @@ def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_sampler_that_breaks_ends_the_run(tmp_path, small_config, quiet_view, monkeypatch):
     config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1")
 

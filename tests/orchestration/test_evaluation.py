@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from agentevo.config import build_config
+from agentevo.config.named_agents import NamedAgentSection
 from agentevo.environments import TextEnvironment, make
+from agentevo.observability.metrics import read_evaluations
 from agentevo.orchestration.evaluation import (
     evaluate,
     headline,
@@ -97,6 +100,28 @@ def test_greedy_only():
     found = asyncio.run(evaluate(parts, 0, samples=0, players=None)).metrics
     assert len(parts.sampler.asked) == 1
     assert not [key for key in found if "sampled" in key or key.endswith("/random")]
+
+
+@pytest.mark.parametrize("played", [["solver"], ["solver", "proposer"]])
+def test_an_agent_that_plays_alone_has_no_second_table(played):
+    parts = parts_of()
+    agents = {"solver": NamedAgentSection(), "proposer": NamedAgentSection(weights_of="solver")}
+    parts.config = parts.config.model_copy(update={"agents": agents})
+    alone = parts.sampler.sample
+
+    async def sample(tasks, **arguments):
+        found = await alone(tasks, **arguments)
+        return [
+            msgspec.structs.replace(one, group_id=f"{one.group_id}:{agent}")
+            for agent in played
+            for one in found
+        ]
+
+    parts.sampler.sample = sample
+    found = asyncio.run(evaluate(parts, 0, samples=0, players=None)).metrics
+    tables = {one.environment: one.success_greedy for one in read_evaluations(found)}
+    both = {"coins:solver": 1 / 3, "coins:proposer": 1 / 3}
+    assert tables == {"coins": 1 / 3} | (both if len(played) > 1 else {})
 
 
 def test_where_every_attempt_failed_there_is_neither_success_nor_reward():

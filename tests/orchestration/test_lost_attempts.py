@@ -16,7 +16,7 @@ from agentevo.orchestration.rollout_sources import Round, Stream
 from agentevo.rollout.sampler import group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store import open_store
-from agentevo.store.store import RetryPolicy
+from agentevo.store.records import RetryPolicy
 from agentevo.types import Task, Trajectory, Turn
 
 ONE_TRY = RetryPolicy(max_failures=1)

@@ -43,6 +43,7 @@ def test_there_are_hundreds_of_kinds():
     assert len({case.name for case in KINDS}) == len(KINDS) >= 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plays", [False, True], ids=["agent", "environment"])
 def test_many_kinds_in_one_run(plays, tmp_path):
     """A sample that differs by nothing but the seed: at most one attempt in two misbehaves."""

@@ -12,27 +12,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentevo.cli.main import main
-from agentevo.config import load_config
-from agentevo.errors import ConfigError
 from agentevo.inference.weights import WeightsFolder
-from agentevo.orchestration.checks import check_parts
 from agentevo.runs.chain import read_head
 from agentevo.training.checkpoint import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_ranks import SMALL, launched, rows
+from test_ranks import launched, rows
 
 APART = ["rollout.samplers=1", "rollout.staleness=1", "trainer.parallel.shard=2"]
 
 
 @pytest.mark.slow
-def test_what_no_process_has_whole_is_published_saved_and_resumed(tmp_path, capsys):
+@pytest.mark.parametrize("key", ["shard", "pipeline"])
+def test_what_no_process_has_whole_is_published_saved_and_resumed(key, tmp_path, capsys):
     """Checkpoints are written while steps go on; with the newest gone, one process does the last
     steps again from their plans and goes on."""
     run = tmp_path / "run"
     code, said = launched(
-        run, 2, *APART, "trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9",
-        "checkpoint.background=true",
+        run, 2, *APART[:2], f"trainer.parallel.{key}=2", "trainer.steps=3",
+        "checkpoint.every=1", "checkpoint.keep_last=9", "checkpoint.background=true",
     )  # fmt: skip
     assert code == 0, said
     checkpoints = Checkpoints(run / "checkpoints", 9)
@@ -57,9 +55,25 @@ def test_what_no_process_has_whole_is_published_saved_and_resumed(tmp_path, caps
     assert main(["audit", str(run)]) == 0
 
 
-def test_deltas_of_weights_in_parts_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    keys = ["rollout.weights.delta=true", "model.dtype=bfloat16"]
-    config = load_config("coins", [*SMALL, *APART, *keys])
-    with pytest.raises(ConfigError, match="published in full"):
-        check_parts(config, None, resume=False)
+@pytest.mark.slow
+def test_what_changed_is_all_that_is_published_of_weights_in_parts(tmp_path):
+    """Engines sample with it, a checkpoint has the same weights, and who resumes alone begins with
+    a full version."""
+    run = tmp_path / "run"
+    delta = ["rollout.weights.delta=true", "model.dtype=bfloat16", "rollout.keep_versions=9"]
+    code, said = launched(
+        run, 2, *APART, *delta, "trainer.steps=3", "trainer.learning_rate=1e-6",
+        "checkpoint.every=1", "checkpoint.keep_last=9",
+    )  # fmt: skip
+    assert code == 0, said
+    versions = WeightsFolder(run / "weights")
+    chains = {n: versions._manifest(n, None).chain for n in versions.versions()}
+    assert [len(chains[n]) for n in range(4)] == [0, 1, 2, 3]
+    assert versions._manifest(3, None).grids
+    saved = AutoModelForCausalLM.from_pretrained(Checkpoints(run / "checkpoints", 9).path(3))
+    published = versions.read(3)
+    assert all(torch.equal(published[name], p) for name, p in saved.named_parameters())
+    assert main(["audit", str(run)]) == 0
+    code, said = launched(run, 1, *APART[:2], *delta, "trainer.steps=4", "--resume")
+    assert code == 0, said
+    assert not versions._manifest(4, None).chain

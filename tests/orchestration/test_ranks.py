@@ -16,6 +16,7 @@ from agentevo.config import load_config
 from agentevo.errors import ConfigError
 from agentevo.orchestration.checks import check_processes, load_checked
 from agentevo.runs.control import Action, answer_to, ask, read_session
+from agentevo.training.token_numbers import largest_moves, name_of
 
 SMALL = [
     "model.name=tiny",
@@ -27,6 +28,7 @@ SMALL = [
     "trainer.group_size=4",
     "trainer.steps=2",
 ]
+STAGES = ["trainer.parallel.pipeline=2"]
 
 
 def launch(
@@ -68,15 +70,24 @@ def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single") / "run"
     code, said = launched(folder, 1, "trainer.steps=3")
     assert code == 0, said
-    norms = rows(folder, "actor/grad_norm")
-    assert len(norms) > 1
-    return pytest.approx(norms, rel=1e-2)  # oneDNN's layers round differently
+    return Single(folder)
+
+
+class Single:
+    """What a run is to be equal to."""
+
+    def __init__(self, folder: Path) -> None:
+        norms = rows(folder, "actor/grad_norm")
+        assert len(norms) > 1
+        self.norms = pytest.approx(norms, rel=1e-2)  # oneDNN's layers round differently
+        self.work = rows(folder, "trainer/logical_flops")
+        self.moves = pytest.approx(largest_moves(folder / name_of(2)), abs=2e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
-    [["shard=2"], ["tensor=2"], ["context=2"]],
+    [["shard=2"], ["tensor=2"], ["context=2"], ["pipeline=2"]],
     ids=" ".join,
 )
 def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path):
@@ -86,7 +97,9 @@ def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path
     assert code == 0, said
     code, said = launched(tmp_path / "run", 1, "trainer.steps=3", "--resume")
     assert code == 0, said
-    assert single == rows(tmp_path / "run", "actor/grad_norm")
+    assert single.norms == rows(tmp_path / "run", "actor/grad_norm")
+    assert single.work == rows(tmp_path / "run", "trainer/logical_flops")
+    assert single.moves == largest_moves(tmp_path / "run" / name_of(2))
 
 
 @pytest.mark.slow
@@ -123,11 +136,13 @@ def test_conversations_and_preferences_are_trained_by_several(tmp_path):
 
 DYING = """
 import os, signal
-import agentevo.training.trainer as trainer
+from agentevo.training.optimization import Optimization
+from agentevo.training.trainer import Trainer
 
 what, name, count = os.environ.get("DIES", "nothing none 0").split()
 if what != "nothing" and os.environ.get("RANK") == "1":
-    plain, calls = getattr(trainer.Trainer, name), []
+    owner = Optimization if name == "backward" else Trainer
+    plain, calls = getattr(owner, name), []
 
     def dying(self, *given, **options):
         calls.append(1)
@@ -137,19 +152,27 @@ if what != "nothing" and os.environ.get("RANK") == "1":
             raise ValueError("words of its own")
         return plain(self, *given, **options)
 
-    setattr(trainer.Trainer, name, dying)
+    setattr(owner, name, dying)
 """
 
 
+DEATHS = {
+    "shard": ("kill prepare 1", "raise step 1", "kill step 2", "kill state_dict 1"),
+    "pipeline": ("raise backward 2", "kill backward 2"),
+}
+"""Of the last of two stages, while the first one waits for a gradient."""
+
+
 @pytest.mark.slow
-def test_a_process_that_dies_ends_all_and_the_run_goes_on(single, tmp_path):
+@pytest.mark.parametrize("key", DEATHS)
+def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path):
     """Killed while samples are prepared, in an update, while a checkpoint is saved; or one that
     raises; each time the run is resumed."""
     file, folder = tmp_path / "dying.py", tmp_path / "run"
     file.write_text(textwrap.dedent(DYING))
-    words = [f"import=[{file}]", "trainer.parallel.shard=2", "trainer.steps=3"]
-    deaths = ("kill prepare 1", "raise step 1", "kill step 2", "kill state_dict 1")
-    for death in deaths:
+    words = [f"import=[{file}]", f"trainer.parallel.{key}=2", "trainer.steps=3"]
+    words += ["trainer.micro_batch_tokens=64"] if key == "pipeline" else []
+    for death in DEATHS[key]:
         resumed = ["--resume"] if (folder / "config.yaml").is_file() else []
         started = time.monotonic()
         code, said = launched(folder, 2, *words, *resumed, DIES=death)
@@ -163,7 +186,7 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(single, tmp_path):
             assert "is gone without a word" in said, said
     code, said = launched(folder, 2, *words, "--resume")
     assert code == 0, said
-    assert single == rows(folder, "actor/grad_norm")
+    assert single.norms == rows(folder, "actor/grad_norm")
 
 
 @pytest.mark.slow
@@ -212,7 +235,7 @@ def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_pat
         (["trainer.parallel.shard=2"], "1", "does not divide the 1 processes"),
         (["trainer.parallel.tensor=3"], "2", "is 3, which does not divide the 2 processes"),
         (["profile.enabled=true"], "2", "a profile .* 2 processes can't train on that"),
-        (["trainer.parallel.shard=2", "memory.optimizer=adamw_8bit"], "2", "moments of 8 bits"),
+        (["trainer.parallel.pipeline=3"], "2", "pipeline=3 is 3, which does not divide the 2"),
     ],
 )
 def test_what_several_processes_can_not_do_is_refused(words, world, message, monkeypatch):
@@ -227,6 +250,7 @@ def test_what_several_processes_can_not_do_is_refused(words, world, message, mon
         (["trainer.parallel.context=3"], "context=3 does not divide the model's 4 attention"),
         (["trainer.parallel.tensor=3"], "tensor is not possible with 4 attention heads"),
         (["trainer.parallel.expert=2"], "has no experts that lie stacked"),
+        (["trainer.parallel.pipeline=5"], "pipeline=5 does not divide the model's . layers"),
     ],
 )
 def test_a_model_that_can_not_be_shared_so_is_refused_before_its_run_has_a_folder(words, message):

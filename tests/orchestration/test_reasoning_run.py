@@ -82,6 +82,7 @@ def test_a_tool_agent_is_trained_on_policy(model, tmp_path, quiet_view):
         assert "2" in prompts[1] and "sure?" in prompts[2]
 
 
+@pytest.mark.slow
 def test_rows_with_and_without_thoughts_are_learned(model, tmp_path, quiet_view):
     _, folder = model
     asked = {"role": "user", "content": "one"}

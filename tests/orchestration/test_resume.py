@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from agentevo.agents import Outcome
 from agentevo.api.run import train
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
+from agentevo.observability import LiveView
 from agentevo.orchestration.training_run import TrainingRun
 from agentevo.runs.chain import End, HeadFile, link
 from agentevo.training.checkpoint import Checkpoints
@@ -111,9 +113,10 @@ def test_a_resume_of_a_finished_run_changes_nothing(
 ):
     config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
     train(config, view=quiet_view())
-    before = outcome_of(config.run_dir)
-    train(config, resume=True, view=quiet_view())
+    before, told = outcome_of(config.run_dir), io.StringIO()
+    train(config, resume=True, view=LiveView("test", stream=told, plain=True))
     assert_same(outcome_of(config.run_dir), before)
+    assert "1 step is committed and trainer.steps=1 is no more, so nothing" in told.getvalue()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from agentevo.errors import CheckpointError, ConfigError, EngineError, MissingEx
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import read_metrics
 from agentevo.runs.lock import only_trainer
-from agentevo.store.store import RetryPolicy
+from agentevo.store.records import RetryPolicy
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
@@ -177,6 +177,7 @@ def test_a_folder_with_something_else_is_refused_even_with_overwrite(
     assert len(list((tmp_path / "run").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_an_empty_folder_is_fine_and_an_old_run_can_be_overwritten(
     tmp_path, small_config, quiet_view
 ):

@@ -119,6 +119,7 @@ def test_a_torn_checkpoint_is_passed_over(
     assert_same(whole["weights"], again["weights"])  # every step replayed from the first weights
 
 
+@pytest.mark.slow
 def test_sft_then_rl_then_evaluation(tmp_path, small_config, quiet_view):
     """RAGEN's flow. A run's folder as model.name is its best checkpoint."""
     first = sft(small_config(tmp_path / "sft", *SFT), view=quiet_view())
@@ -185,6 +186,7 @@ def test_files_of_which_some_rows_are_bad(tmp_path, quiet_view):
         run.eval()
 
 
+@pytest.mark.slow
 def test_held_out_files_are_not_trained_on(tmp_path, quiet_view):
     held = tmp_path / "eval.jsonl"
     held.write_text(json.dumps(conversation("say", "held")) + "\n")
@@ -289,6 +291,7 @@ def test_what_is_missing_is_refused_before_anything_is_created(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_each_command_resumes_its_own_runs(tmp_path, small_config, quiet_view):
     config = small_config(tmp_path / "run", *SFT)
     with pytest.raises(KeyboardInterrupt):
@@ -303,6 +306,7 @@ def test_each_command_resumes_its_own_runs(tmp_path, small_config, quiet_view):
         sft(small_config(tmp_path / "none", *SFT), resume=True, view=quiet_view())
 
 
+@pytest.mark.slow
 def test_data_that_has_changed_is_not_resumed(tmp_path, quiet_view):
     config = files_config(tmp_path, [conversation("say", "ok")] * 9, "checkpoint.every=1")
     with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from byte_policy import byte_policy
 
@@ -27,6 +29,33 @@ def test_a_healthy_run_has_nothing_to_say():
 
 def test_a_run_that_was_stopped_says_nothing_yet():
     assert progress(2, updated=0.0).shortcomings(3) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "num_steps", "command", "expected"),
+    [
+        (
+            105,
+            6,
+            "train",
+            "105 steps are committed and trainer.steps=6 is less, so nothing is "
+            "trained: give trainer.steps above 105 to go on",
+        ),
+        (
+            6,
+            6,
+            "train",
+            "6 steps are committed and trainer.steps=6 is no more, so nothing is "
+            "trained: give trainer.steps above 6 to go on",
+        ),
+        (6, 7, "train", None),
+        (0, 0, "train", None),
+        (6, math.inf, "loop", None),
+        (3, 3, "sft", "3 steps are committed of 3, so nothing is trained"),
+    ],
+)
+def test_a_run_without_steps_left_says_so(step, num_steps, command, expected):
+    assert Progress(step=step).nothing_left(num_steps, command) == expected
 
 
 def test_a_run_that_trained_on_nothing():

@@ -39,6 +39,7 @@ def test_ctrl_c_within_an_evaluation_stops_within_it(tmp_path, small_config, qui
     assert not any(key.startswith("val-core/") for row in rows for key in row)
 
 
+@pytest.mark.slow
 def test_the_step_whose_evaluation_is_broken_off_is_done_again(
     tmp_path, small_config, quiet_view, capsys
 ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agentevo.config import sources
 from agentevo.errors import ConfigError
 from agentevo.pipeline import Pipeline, build_pipeline
 from agentevo.pipeline.references import Reference, ReferenceProblem, parsed, replaced
@@ -156,9 +157,52 @@ def test_held_out_tasks_that_another_stage_trains_on_are_refused(tmp_path: Path)
     taught = {"warm": {"kind": "sft", "config": {"data": {"train": str(leaky)}}}, **stages}
     with pytest.raises(ConfigError, match=r"trains on 1 task that .* holds out"):
         build_pipeline({"config": common, "stages": taught}, where="p.yaml")
+    for more in ({"rl": {}}, {"rl": {}, "again": {}, "third": {}}):
+        with pytest.raises(ConfigError) as caught:
+            build_pipeline(
+                {"config": common, "stages": {"warm": taught["warm"], **more}}, where="p.yaml"
+            )
+        (line,) = str(caught.value).splitlines()  # not one for each stage that has them
+        assert line.startswith("p.yaml: stages.warm: trains on 1 task that ")
     swapped = {"rl": {}, "more": {"config": {"tasks": {"train": other, "eval": own}}}}
     with pytest.raises(ConfigError, match="trains on 20 tasks"):
         build_pipeline({"config": common, "stages": swapped}, where="p.yaml")
+
+
+def test_an_override_lies_over_the_short_form_in_the_recipes_of_a_pipeline(tmp_path: Path):
+    own, other = (write_tasks(tmp_path / f"{n}.jsonl", n, 20) for n in (0, 100))
+    given = {"model": LAKE["model"] | {"tiny": {"tokenizer": "byte"}}, "rewards": ["exact_match"]}
+    tree = {"config": given | {"tasks": own}, "stages": {"s": {"config": {"tasks": own}}}}
+    words = [f"config.tasks.eval={other}", f"s.tasks.eval={other}"]
+    read = build_pipeline(tree, words, where="p.yaml").config
+    assert read.config["tasks"] == {"train": own, "eval": other} == read.stages["s"].config["tasks"]
+
+
+def test_only_a_recipes_own_section_has_a_short_form():
+    def stage(tasks):
+        return {"stages": {"s": {"config": {"environment": {"config": {"tasks": tasks}}}}}}
+
+    assert sources.overlay(stage("x"), stage({"y": 1})) == stage({"y": 1})
+
+
+def test_values_of_the_wrong_kind_are_refused_in_plain_words():
+    def refusal(stage, **more):
+        with pytest.raises(ConfigError) as caught:
+            build_pipeline({"config": LAKE, "stages": {"s": stage}, **more}, where="p.yaml")
+        return str(caught.value)
+
+    for options, words in (
+        ({"tasks": 5}, "options.tasks: got 5; needs a list of texts (default [])"),
+        ({"tasks": "a b"}, "options.tasks: got 'a b'; needs a list of texts, as in [a, b]"),
+        ({"attempts": 0}, "options.attempts: got 0; needs a whole number, at least 1, at most"),
+        ({"frob": 1}, "options.frob: is no option of the kind evaluate, which has attempts"),
+    ):
+        stage = {"kind": "evaluate", "options": options}
+        assert f"p.yaml: stages.s: {words}" in refusal(stage)
+    assert refusal({"repeat": "x"}).startswith("p.yaml: stages.s.repeat: got 'x'; needs a whole")
+    grouped = {"repeat": 2, "stages": {"inner": {"needs": 3}}}
+    assert "p.yaml: stages.s.stages.inner.needs: got 3; needs a list of texts" in refusal(grouped)
+    assert "p.yaml: parallel: got 'many'; needs a whole number" in refusal({}, parallel="many")
 
 
 def test_references_stand_for_values_within_texts_and_alone():

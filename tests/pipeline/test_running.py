@@ -64,6 +64,7 @@ def ran(log: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+@pytest.mark.slow
 def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Path):
     log, folder = tmp_path / "log", tmp_path / "p"
     run(folder, chain(log))
@@ -91,6 +92,7 @@ def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Pa
     assert ran(log)[6:] == ["a"]
 
 
+@pytest.mark.slow
 def test_only_from_and_skip(tmp_path: Path):
     log, folder = tmp_path / "log", tmp_path / "p"
     run(folder, chain(log), choice=Choice(only=("a",)))
@@ -143,6 +145,7 @@ def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: P
         run(folder, stages, resume=True)
 
 
+@pytest.mark.slow
 def test_a_budget_of_time_stops_and_more_of_it_goes_on(tmp_path: Path):
     log, folder = tmp_path / "log", tmp_path / "p"
     slow = program(log, "a", code=f"import time; time.sleep(0.5); {ADD}")
@@ -181,6 +184,7 @@ run_pipeline(build_pipeline(tree), resume=len(sys.argv) > 2)
 """
 
 
+@pytest.mark.slow
 def test_after_kills_at_any_moment_every_stage_has_been_run_to_its_end_once(tmp_path: Path):
     """The runner is killed again and again; a stage that it leaves behind ends by itself."""
     import yaml

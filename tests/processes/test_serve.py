@@ -276,6 +276,7 @@ def test_what_is_wrong_is_said_before_anything_is_created(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "encrypts"),
     [({}, False), ({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "tls": False}, False)],
@@ -324,6 +325,7 @@ def test_an_engine_of_another_recipe_is_refused(run):
     assert names(run) == []
 
 
+@pytest.mark.slow
 def test_an_engine_ends_with_the_process_that_started_it(run, engines):
     process = engines.start(
         "orphan", parent=os.getpid()
@@ -333,6 +335,7 @@ def test_an_engine_ends_with_the_process_that_started_it(run, engines):
     assert names(run) == []
 
 
+@pytest.mark.slow
 def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(
     run, engines, monkeypatch
 ):

@@ -33,6 +33,7 @@ def trained(small_config, tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_a_usual_client_gets_answers_of_the_checkpoint(trained):
     def work(base, key):
         client = OpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0)

@@ -9,6 +9,7 @@ from session_doors import TASK, asked, opened
 from agentevo.event_loop import run_coroutine
 
 
+@pytest.mark.slow
 def test_the_page_has_the_session_routes_with_the_forms_of_their_answers(doors):
     async def work():
         async with doors(["left"]) as door:
@@ -42,6 +43,7 @@ def test_the_page_has_the_session_routes_with_the_forms_of_their_answers(doors):
         assert route["security"] == [{"bearer": []}]
 
 
+@pytest.mark.slow
 def test_a_session_s_key_and_wrong_keys_are_limited_and_the_gateway_s_is_not(doors):
     async def work():
         async with doors([], "gateway.requests_per_s=0.01") as door:

@@ -14,6 +14,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.types import Task
 
 
+@pytest.mark.slow
 def test_a_group_of_sessions_is_what_a_trainer_finds(doors):
     async def work():
         async with doors(["left", "right", "left"]) as door:
@@ -114,6 +115,7 @@ def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward
     assert (counts["trajectories/eval/failed"], counts["trajectories/eval/ready"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_keys_open_what_is_theirs_alone(doors):
     async def work():
         async with doors(["left"]) as door:
@@ -257,6 +259,7 @@ def test_a_run_without_tasks_of_its_own_has_none_to_hand_out(doors):
     assert (answer.status_code, "no tasks of its own" in answer.text) == (400, True)
 
 
+@pytest.mark.slow
 def test_a_group_s_name_serves_once_whatever_the_weights_and_the_task(doors):
     async def work():
         async with doors(["left"] * 4) as door:

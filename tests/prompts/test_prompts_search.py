@@ -21,12 +21,14 @@ from remote_server import RemoteServer, chat, fails, gives
 
 from agentevo.agents.texts import as_examples, examples_of
 from agentevo.cli.main import main
+from agentevo.config import build_config
 from agentevo.config.agents import agents
 from agentevo.config.optimize import OptimizeSection
 from agentevo.errors import ConfigError
 from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of
 from agentevo.prompts.examples import best_attempts, chosen_examples
 from agentevo.prompts.folder import Begun, Candidate, OptimizeFolder, Played, Session
+from agentevo.prompts.optimize import _tasks_of
 from agentevo.prompts.phrases import edited
 from agentevo.prompts.writing import Writer, fenced, shown_attempts
 from agentevo.types import Message, Task
@@ -228,6 +230,7 @@ def _words(folder: Path, server: Any, remote: dict[str, Any], *more: str) -> lis
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["apo", "gepa"])
 def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     words: Any, method: str, capsys: pytest.CaptureFixture[str]
@@ -256,6 +259,27 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     assert json.loads((out / "summary.json").read_text())["winner"] == summary["winner"]
 
 
+def test_a_twin_of_a_held_out_task_is_left_out_and_the_same_query_about_something_else_is_not(
+    tmp_path: Path,
+) -> None:
+    def row(name: str, thing: int, left: int) -> str:
+        query = f"How many of thing {thing}?"
+        return json.dumps({"id": name, "query": query, "answer": left, "stock": left}) + "\n"
+
+    (tmp_path / "held_out.jsonl").write_text("".join(row(f"h{n}", n, 5) for n in range(4)))
+    twins = [row(f"twin{n}", n, 5) for n in range(4)]
+    others = [row(f"other{n}", n % 4, 6 + n) for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(twins + others))
+    files = {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "held_out.jsonl")}
+    agent = {"type": "single_turn"}
+    tree = {"agent": agent, "tasks": files, "rewards": ["exact_match"]}
+    told: list[str] = []
+    tasks = _tasks_of(build_config(tree), None, told.append)
+    searched = {task.id for task in (*tasks.learning, *tasks.judging)}
+    assert searched == {f"other{n}" for n in range(8)}
+    assert len(told) == 1 and "left out" in told[0]
+
+
 def _is_writers(body: dict[str, Any]) -> bool:
     return bool(body["messages"][0]["role"] != "system")
 
@@ -279,6 +303,7 @@ def test_refusals_come_before_anything_is_played(
     assert not (out / "optimize.json").exists()
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_used_up_ends_the_search_and_a_greater_one_goes_on(
     words: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +320,7 @@ def test_a_budget_that_is_used_up_ends_the_search_and_a_greater_one_goes_on(
     assert len([one for one in server.received if one]) > num_heard
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_away_ends_the_search_and_is_told(
     words: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,13 @@ def test_a_chat_completion_is_asked_and_read(tmp_path):
     assert (line["prompt_tokens"], line["cached_tokens"], line["cost"]) == (1000, 400, reply.cost)
 
 
+def test_no_proxy_sees_what_is_asked_of_this_machine(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with RemoteServer(gives(chat("hi"))) as server:
+        assert asked(server).text == "hi"
+
+
 def test_anthropics_messages_are_asked_and_read():
     answer = {
         "content": [
@@ -223,6 +230,7 @@ def test_a_retry_after_holds_the_other_calls_back_too():
     assert server.times[1] - server.times[0] >= 0.4
 
 
+@pytest.mark.slow
 def test_no_call_outlives_its_deadline_and_no_more_than_max_at_once_are_under_way():
     async def many(remote):
         calls = (remote.generate(QUESTION) for _ in range(12))

@@ -14,6 +14,7 @@ from agentevo.errors import ConfigError
 from agentevo.orchestration.step_metrics import rollout_metrics
 from agentevo.remote_models.ledger import RemoteModelError
 from agentevo.rewards import Score, make_reward, reward, rewards
+from agentevo.rewards.judging import NoScoreError
 from agentevo.rewards.llm_judge import question
 from agentevo.rewards.reward import RewardConfig, reward_config
 from agentevo.rollout.scoring import Scoring
@@ -266,7 +267,7 @@ def test_a_judge_that_hangs_leaves_time_for_the_next():
     models = {"hanging": Hanging(), "fine": Judge("<score>1</score>")}
     assert asyncio.run(judge.score(said("4"), task(), models)).value == 1.0
     models["fine"] = Judge("none")
-    with pytest.raises(ValueError, match=r"hanging: no answer within its share of timeout_s, 0"):
+    with pytest.raises(NoScoreError, match=r"hanging: no answer within its share of timeout_s, 0"):
         asyncio.run(judge.score(said("4"), task(), models))
 
 

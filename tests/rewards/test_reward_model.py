@@ -96,6 +96,7 @@ def test_it_is_what_transformers_says_of_the_whole_conversation(ours):
     assert squashed == pytest.approx(torch.tensor(wanted[0]).sigmoid().item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_an_attempt_gets_does_not_depend_on_those_beside_it(ours):
     attempts = [attempt("Up Up " * (7 * i % 31), number=i) for i in range(16)]
     alone = [scored(scorer(ours[0]), one)[0] for one in attempts]

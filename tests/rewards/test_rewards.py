@@ -246,6 +246,7 @@ def test_a_group_is_compared(own_rewards):
     assert Scoring(config).compares(task()) and not Scoring([]).compares(task())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["plain", "async", "class"])
 @pytest.mark.parametrize("problem", ["raises", "nan", "text", "exits", "hangs"])
 def test_a_reward_that_fails_fails_its_attempt_only(own_rewards, form, problem):

@@ -4,8 +4,10 @@ sent: ranking, votes, orders, bounds, failures, fences, and what of it is kept."
 import asyncio
 import json
 import random
+import statistics
 from collections import Counter
 
+import msgspec
 import pytest
 from judge_endpoint import (
     attempts_in,
@@ -21,6 +23,7 @@ from judged_attempts import ASKED, TASK, attempt, group, said, turn
 from remote_server import RemoteServer, breaks_off, chat, fails, gives, sleeps
 
 from agentevo.config.remote_models import RemoteModelSection
+from agentevo.evaluation.judge_statistics import spearman
 from agentevo.remote_models import RemoteModels
 from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.ruler import order_of_vote
@@ -80,6 +83,33 @@ def test_votes_cancel_a_liking_for_places_and_one_vote_does_not():
         assert sorted(one, key=one.get) != [one.id for one in trajectories]
     orders = Counter(order_of_vote(3, vote, "g") for vote in range(400))
     assert len(orders) == 6, "every order comes"
+
+
+@pytest.mark.slow
+def test_shuffled_votes_rank_where_a_fixed_order_does_not(monkeypatch):
+    """The ablation of docs/judges.md: `pytest -s` prints its numbers."""
+    draw = random.Random(0)
+    worths = [[round(draw.uniform(0.3, 0.7), 3) for _ in range(6)] for _ in range(10)]
+    tasks = [msgspec.structs.replace(TASK, id=f"t{number}") for number in range(10)]
+
+    def agreement(votes):
+        """Spearman's rank correlation with the truth, the mean over groups."""
+        told = []
+        with RemoteServer(ranks(likes_early)) as server:
+            for task, truths in zip(tasks, worths, strict=True):
+                options = {"task": task, "votes": votes, "max_spread": 1.0}
+                found = rewards(scored([server], group(*truths), **options))
+                told.append(spearman(truths, [found[f"a{n}"] for n in range(6)]))
+        return round(statistics.mean(told), 3)
+
+    found = {f"{votes} shuffled": agreement(votes) for votes in (1, 2, 4)}
+    monkeypatch.setattr(
+        "agentevo.rewards.ruler.order_of_vote", lambda num, *others: tuple(range(num))
+    )
+    found |= {f"{votes} in one order": agreement(votes) for votes in (1, 4)}
+    print(found)
+    assert found["4 in one order"] == found["1 in one order"] < found["2 shuffled"]
+    assert found["4 shuffled"] >= 0.9
 
 
 def test_a_judge_that_disagrees_with_itself_gives_no_score_and_its_evidence_is_kept():
@@ -155,6 +185,7 @@ def test_models_are_asked_in_order_and_an_outage_is_a_failure_with_its_reasons()
         assert words in judged[0].error
 
 
+@pytest.mark.slow
 def test_a_rate_limit_is_waited_out_and_a_slow_judge_leaves_time_for_the_next():
     busy = fails(429, "slow down", retry_after="0.05")
     with RemoteServer(busy, breaks_off, ranks()) as server:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 import agentevo
+from agentevo.agents import Agent
 from agentevo.config import build_config
 from agentevo.config.agents import agents
 from agentevo.errors import ConfigError
@@ -79,6 +82,71 @@ def test_tasks_or_an_environment_beside_them_are_refused(registered, tmp_path):
         config_of("brings", environment={"type": "coins"})
     with pytest.raises(ConfigError, match="brings tasks of its own: leave out `tasks`"):
         config_of("brings", tasks="some.jsonl")
+
+
+class Bare:
+    brings_tasks = True
+
+    def tasks(self):
+        return ROWS[:3], ROWS[3:]
+
+    async def run(self, task, policy):
+        return 0.0
+
+
+class OfAProtocol(Bare, Agent):
+    pass
+
+
+@dataclass
+class WithoutFields(Bare):
+    pass
+
+
+class InitWithoutOptions(Bare):
+    def __init__(self):
+        self.made = True
+
+
+class Taking(Bare):
+    def __init__(self, config):
+        assert config.type == "plain"
+
+
+class _Meta(type):
+    def __call__(cls, config):
+        assert config.type == "plain"
+        return super().__call__()
+
+
+class MadeByMeta(Bare, metaclass=_Meta):
+    pass
+
+
+@pytest.mark.parametrize(
+    "cls", [Bare, OfAProtocol, WithoutFields, InitWithoutOptions, Taking, MadeByMeta]
+)
+def test_a_class_is_made_with_options_where_it_takes_them(cls):
+    agentevo.agent("plain")(cls)
+    try:
+        for _ in range(2):
+            source = TaskSource(config_of("plain"), None)
+            assert [task.id for task in source.held_out()] == ["3"]
+    finally:
+        agents._items.pop("plain")
+
+
+def test_a_class_that_takes_more_is_refused_in_its_own_words():
+    class Greedy(Bare):
+        def __init__(self, config, more):
+            pass
+
+    agentevo.agent("plain")(Greedy)
+    try:
+        with pytest.raises(ConfigError, match="missing 1 required positional argument: 'more'"):
+            TaskSource(config_of("plain"), None)
+    finally:
+        agents._items.pop("plain")
 
 
 def test_a_class_without_the_method_is_refused():

@@ -99,6 +99,7 @@ def test_policy_tools_and_scorers_are_calls_of_their_attempt(record, registered)
             assert search.attributes == {"depth": 1, "results": 3}
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_waited_for_is_a_call(record) -> None:
     section = EnvironmentAgentSection(max_turns=1)
 

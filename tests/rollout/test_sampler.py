@@ -23,7 +23,8 @@ from agentevo.event_loop import run_coroutine
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import open_components
 from agentevo.rollout.sampler import Sampler
-from agentevo.store.store import RetryPolicy, open_store
+from agentevo.store.records import RetryPolicy
+from agentevo.store.store import open_store
 from agentevo.training.trainer import Trainer
 from agentevo.types import Message, Task
 

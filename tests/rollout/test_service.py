@@ -13,7 +13,7 @@ from agentevo.errors import (
     StoreUnavailableError,
 )
 from agentevo.processes import sample as sample_module
-from agentevo.store.store import RetryPolicy, open_store
+from agentevo.store import RetryPolicy, open_store
 from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory
 
 pytestmark = pytest.mark.timeout(120)
@@ -290,6 +290,7 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(
     url, make_service, moving_engine, two_turns
 ):
@@ -422,6 +423,7 @@ def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, t
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_what_is_being_written(url, make_service, moving_engine, monkeypatch):
     """Longer than it waits for a service that does not stop, as `agentevo sample` does it."""
     monkeypatch.setattr(sample_module, "GRACE_S", 0.5)

@@ -18,7 +18,8 @@ from agentevo.errors import (
     StoreUnavailableError,
 )
 from agentevo.rollout import service as service_module
-from agentevo.store.store import RetryPolicy, open_store
+from agentevo.store.records import RetryPolicy
+from agentevo.store.store import open_store
 from agentevo.types import Message
 
 pytestmark = pytest.mark.timeout(120)
@@ -172,6 +173,7 @@ def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engine):
     """Every other call of the store fails, before or after it has happened: all groups are written
     once."""

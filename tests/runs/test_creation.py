@@ -124,6 +124,7 @@ SFT = (
 )
 
 
+@pytest.mark.slow
 def test_sft_is_resumed_without_a_checkpoint(tmp_path, small_config, quiet_view):
     """Its steps are replayed from the first weights; also where nothing is held out."""
     config = small_config(tmp_path / "run", *SFT, "data.eval_share=0", "cold_start.episodes=0")

@@ -58,6 +58,7 @@ def test_it_says_why_the_run_ended(
     assert last is not None and (last.ended, last.reason) == (ended, reason)
 
 
+@pytest.mark.slow
 def test_it_is_written_once_a_second_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

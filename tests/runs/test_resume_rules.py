@@ -130,6 +130,7 @@ OLD = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_from_before_some_keys_existed_goes_on(
     tmp_path, quiet_view, small_config, outcome_of, assert_same
 ):

@@ -125,6 +125,27 @@ def test_attempts_are_chosen_by_reward_and_the_rest_is_accounted_for(tmp_path):
     assert report.counts()["beyond_per_task"] == 3
 
 
+def test_of_a_task_the_best_that_can_be_taught_are_taken(tmp_path):
+    def said(name, text, reward):
+        return attempt(
+            name, reward=reward, remote_turns=[remote(0, USER, Message("assistant", text))]
+        )
+
+    cut = remote(0, USER, Message("assistant", "4 and"), finish_reason="length")
+    attempts = [
+        attempt("cut", reward=3.0, remote_turns=[cut]),
+        said("best", "four", 2.5),
+        said("same", "four", 2.0),
+        said("other", "4", 1.5),
+        said("beyond", "IV", 1.0),
+    ]
+    rows, report = exported(attempts, tmp_path / "o.jsonl", per_task=2)
+    assert [row["messages"][1]["content"] for row in rows] == ["four", "4"]
+    assert {row.where: row.reason for row in report.bad} == {
+        "cut": "cut_off", "same": "duplicate", "beyond": "beyond_per_task"
+    }  # fmt: skip
+
+
 def test_nothing_to_export_says_why_and_leaves_the_file(tmp_path):
     out = tmp_path / "o.jsonl"
     out.write_text("old")
@@ -159,7 +180,7 @@ def test_the_command_writes_rows_and_the_account_beside_them(tmp_path, monkeypat
         (["--split", "test"], "there are train, eval"),
         ([], "2 of the split eval"),
     ):
-        assert main([*words, *wrong]) == 2
+        assert main([*words, "--overwrite", *wrong]) == 2
         assert said in capsys.readouterr().err
     assert main(["trajectories", "export", "run", "o.jsonl", "--min-reward", "1"]) == 2
     assert "add --sft" in capsys.readouterr().err

@@ -84,6 +84,7 @@ def test_another_run_s_store_is_refused_and_left_alone_whatever_is_overwritten(
     assert counts(url) == before
 
 
+@pytest.mark.slow
 def test_the_store_of_another_run_is_refused_by_every_part_of_a_run(
     tmp_path, small_config, quiet_view
 ):

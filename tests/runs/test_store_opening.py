@@ -19,7 +19,7 @@ from agentevo.processes import sample
 from agentevo.runs import store_opening
 from agentevo.runs.store_opening import open_run_store
 from agentevo.store import open_store, sql, sqlite
-from agentevo.store.store import RETRIES
+from agentevo.store.records import RETRIES
 
 pytest.importorskip("asyncpg")
 postgresql = importlib.import_module("agentevo.store.postgresql")  # not while the tests wait
@@ -32,6 +32,7 @@ def closed_port():
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_closed_port(closed_port):
     told = []
     with pytest.raises(
@@ -50,6 +51,7 @@ def test_a_closed_port(closed_port):
     )
 
 
+@pytest.mark.slow
 def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
     monkeypatch.setattr(patience, "SILENT_S", 0.2)
     told, begun = [], time.monotonic()

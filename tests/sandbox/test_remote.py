@@ -90,6 +90,7 @@ def is_running(pid):
     return state not in "ZX"
 
 
+@pytest.mark.slow
 def test_it_is_a_sandbox_as_those_of_this_machine(secret, tmp_path):
     async def search(arguments):
         if arguments["query"] == "broken":
@@ -222,6 +223,7 @@ def test_a_client_that_hears_nothing_any_more_is_found_out(secret):
     run(work)
 
 
+@pytest.mark.slow
 def test_a_full_server_says_so(secret):
     async def work():
         small = NONE.model_copy(update={"max_sandboxes": 1})

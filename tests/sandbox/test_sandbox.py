@@ -313,6 +313,7 @@ def test_a_cancelled_call_ends_the_sandbox_and_the_next_has_another() -> None:
     assert (again.value, again.is_new) == ("False", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_kind")
 def test_more_sandboxes_than_allowed_wait_for_one_another() -> None:
     async def use() -> int:

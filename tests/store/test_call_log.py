@@ -136,6 +136,7 @@ def test_how_a_call_ended(store: MemoryStore, make_log: Callable[..., CallLog]) 
     assert (small["share"], small["big"]) == ("nan", str(2**70)) and len(str(small["text"])) < 999
 
 
+@pytest.mark.slow
 def test_a_call_is_seen_within_a_second(sqlite_url: str) -> None:
     """By another process as well: through the store's file."""
 

@@ -143,6 +143,7 @@ def test_calls_are_kept_as_long_as_their_trajectory(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_calls_travel_between_stores(
     new_url: Callable[[], str], sqlite_url: str, tmp_path: Path
 ) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentevo.errors import StoreError
+from agentevo.routed_experts import RoutedExperts, joined, rows_of_turn
 from agentevo.store import open_store
 from agentevo.store.blobs import pack_turns, unpack_turns
 from agentevo.store.codec import encode_trajectories
@@ -27,6 +30,7 @@ from agentevo.types import (
     Trajectory,
     Turn,
 )
+from examples import examples
 
 Make = Callable[..., Trajectory]
 
@@ -51,15 +55,27 @@ constraints = st.none() | st.builds(
 
 
 @st.composite
+def routings(draw: st.DrawFn, tokens: int) -> RoutedExperts:
+    experts = draw(st.sampled_from([1, 4, 256, 257, 2**15]))
+    shape = tokens, draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    seed = draw(st.integers(0, 2**32 - 1))
+    return RoutedExperts.of(np.random.default_rng(seed).integers(experts, size=shape), experts)
+
+
+@st.composite
 def turn_lists(draw: st.DrawFn) -> list[Turn]:
     turns = []
     for index in range(draw(st.integers(0, 4))):
         tokens = draw(st.lists(st.tuples(int32, float32, int32), max_size=6))
+        parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        prompt_ids = draw(st.lists(int32, max_size=6))
+        computed = rows_of_turn(len(prompt_ids), len(tokens), is_root=parent is None)
         turns.append(
             Turn(
                 index=index,
-                parent=draw(st.none() | st.integers(0, index - 1)) if index else None,
-                prompt_ids=draw(st.lists(int32, max_size=6)),
+                parent=parent,
+                prompt_ids=prompt_ids,
+                routed_experts=draw(st.none() | routings(computed)),
                 completion_ids=[token for token, _, _ in tokens],
                 logprobs=[logprob for _, logprob, _ in tokens],
                 versions=[version for _, _, version in tokens],
@@ -108,8 +124,11 @@ trajectories = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(trajectory=trajectories)
 def test_a_trajectory_comes_back_equal(trajectory: Trajectory, url: str) -> None:
@@ -373,6 +392,29 @@ def test_counts_name_every_state(
             }
 
     asyncio.run(scenario())
+
+
+def test_routed_experts_are_stored_with_their_turns_or_refused(make_trajectory):
+    """They count as content; a record that is not of the turn's tokens is never written; one that
+    was cut is never read."""
+    (plain,) = encode_trajectories([make_trajectory("a", num_turns=1)], "train", 1)
+    rows = RoutedExperts.of(np.arange(8).reshape(4, 2, 1), 8)
+    (turn,) = make_trajectory("a", num_turns=1).turns
+    told = msgspec.structs.replace(turn, routed_experts=rows)
+    (encoded,) = encode_trajectories([make_trajectory("a", turns=[told])], "train", 1)
+    assert encoded.digest != plain.digest
+    assert unpack_turns(encoded.data) == [told]
+    for wrong in (rows.within(0, 3), joined([rows, rows])):
+        misfit = msgspec.structs.replace(turn, routed_experts=wrong)
+        with pytest.raises(StoreError, match=r"routed experts of . tokens, and 4 were computed"):
+            encode_trajectories([make_trajectory("a", turns=[misfit])], "train", 1)
+    parts = msgspec.msgpack.decode(encoded.data[1:])
+    shapes, data = msgspec.msgpack.decode(zlib.decompress(parts[-1]))
+    for broken in ([shapes, data[:-1]], [[*shapes, None], data], [[[2, 1, 3, 4]], data]):
+        packed = zlib.compress(msgspec.msgpack.encode(broken))
+        blob = encoded.data[:1] + msgspec.msgpack.encode([*parts[:-1], packed])
+        with pytest.raises(StoreError, match="tokens of a trajectory can't be read"):
+            unpack_turns(blob)
 
 
 def test_tokens_of_another_format_are_refused() -> None:

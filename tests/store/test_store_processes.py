@@ -255,6 +255,7 @@ def test_a_postgresql_server_that_stays_away_is_called_unavailable(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_postgresql_urls_and_foreign_schemas_are_refused(postgresql: PostgreSQL) -> None:
     async def scenario() -> None:
         for url, message in [
@@ -305,6 +306,7 @@ def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -
         asyncio.run(scenario(server))
 
 
+@pytest.mark.slow
 def test_mongodb_urls_and_foreign_databases_are_refused(mongodb: MongoDB) -> None:
     async def scenario() -> None:
         with pytest.raises(StoreError, match="names a database"):

@@ -21,6 +21,7 @@ MakeTask = Callable[..., Task]
 Make = Callable[..., Trajectory]
 
 
+@pytest.mark.slow
 def test_a_row_that_another_connection_lets_go_is_no_second_lease(
     postgresql: PostgreSQL, clock: Any, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

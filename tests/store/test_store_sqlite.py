@@ -367,6 +367,7 @@ def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_late_write_is_rolled_back_though_it_succeeds(
     sqlite_url: str, make_trajectory: Make
 ) -> None:

@@ -8,6 +8,7 @@ import gzip
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -77,6 +78,8 @@ class Collector:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 if self.headers.get("content-encoding") == "gzip":
                     body = gzip.decompress(body)
+                elif self.headers.get("content-encoding") == "deflate":
+                    body = zlib.decompress(body)
                 status = collector.answer()
                 if status == 200 and self.path == "/v1/traces":
                     is_json = self.headers["content-type"].startswith("application/json")

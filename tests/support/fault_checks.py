@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from agentevo.audit.audit import Audit, audit
 from agentevo.config import RunConfig
-from agentevo.store.store import StepRecord, StoredTask, StoredTrajectory, open_store
+from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory
+from agentevo.store.store import open_store
 from agentevo.training.checkpoint import Checkpoints
 
 

@@ -78,6 +78,9 @@ class _Now:
 
     cases: list[Case] = field(default_factory=list)
     moment: str = "check"
+    run: int = 0
+    """Counts the runs: an environment that hung in an earlier one is closed late, and does nothing
+    in this one."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def due(self, *places: str) -> Deed | None:
@@ -186,10 +189,11 @@ class Environment(agentevo.TextEnvironment):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        self._run = NOW.run
         self._do("make")
 
     def _do(self, place: str) -> Any:
-        deed = NOW.due(place)
+        deed = NOW.due(place) if self._run == NOW.run else None
         return None if deed is None else (deed.do(None, None), deed)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -220,7 +224,7 @@ def played(
 ) -> tuple[Run, Watch]:
     """A run in which these cases happen. `plays` an environment, or else it is an agent function
     with the scorers that the cases need. When it is resumed, nothing happens."""
-    NOW.cases, NOW.moment = [] if resume else list(wanted), "check"
+    NOW.cases, NOW.moment, NOW.run = [] if resume else list(wanted), "check", NOW.run + 1
     hangs = any(case.deed.hangs for case in wanted)
     tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "context_length": 256}
     timeout_s = TIMEOUT_S if hangs else 120.0

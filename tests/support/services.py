@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentevo.rollout.service import SamplerService
-from agentevo.store.store import Store, StoredTask
+from agentevo.store.records import StoredTask
+from agentevo.store.store import Store
 
 Condition = Callable[[], Awaitable[bool]]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from agentevo.store.store import SPLITS, TASK_STATES, TRAJECTORY_STATES
+from agentevo.store.records import SPLITS, TASK_STATES, TRAJECTORY_STATES
 from agentevo.store.tables import metadata
 from agentevo.types import Status
 

@@ -13,10 +13,13 @@ import pytest
 import agentevo
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.task_making import databases
+from agentevo.task_making.calls import World, asked
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
 from agentevo.task_making.questions import Condition, Link, Question
 from agentevo.task_making.scenario import CALLS, steps_of
+from agentevo.task_making.survey import survey
 
 WANTED = Wanted(train=40, held_out=10)
 SHOP = """
@@ -54,6 +57,7 @@ def made(shop):
     return made_for(sections(shop))
 
 
+@pytest.mark.slow
 def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop):
     rows = [*made.train, *made.held_out]
     with closing(sqlite3.connect(shop)) as connection:
@@ -73,6 +77,7 @@ def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop)
     assert 'FROM "order"' in sql and '"home city"' in sql and "nobody" not in sql
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_tasks_and_no_content_is_on_both_sides(made, shop):
     assert made_for(sections(shop)).train == made.train
     contents = [{row["content"] for row in side} for side in (made.train, made.held_out)]
@@ -99,6 +104,50 @@ def test_harder_variants_have_a_further_condition(made, shop):
         assert (question.what, question.column) == (before.what, before.column)
 
 
+def surveyed(monkeypatch, *known):
+    """What is known of a database, and how many questions that took."""
+    answers = []
+
+    async def counted(*arguments):
+        answers.append(await asked(*arguments))
+        return answers[-1]
+
+    async def work():
+        world = World(known)
+        try:
+            return (await survey(world, {}, seed=0)).databases
+        finally:
+            await world.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(databases, "asked", counted)
+        return asyncio.run(work()), len(answers)
+
+
+def test_a_table_is_asked_for_its_values_once_as_long_as_they_fit_into_a_result(shop, monkeypatch):
+    (section,) = sections(shop)
+    found, asked_for = surveyed(monkeypatch, section)
+    (tables,) = (one.tables for one in found.values())
+    assert asked_for == 3 + 2 * 3, "a number, the tables, a first count; of each, SQL and values"
+    assert {column.name: len(column.values) for column in tables[0].columns} == {
+        "id": 15, "name": 15, "home city": 3, "age": 15,
+    }  # fmt: skip
+    short = section.model_copy(update={"max_result_chars": 700})
+    in_parts, asked_in_parts = surveyed(monkeypatch, short)
+    assert in_parts == found and asked_in_parts > asked_for
+
+
+def test_a_column_that_can_not_be_asked_for_costs_its_own_values_alone(tmp_path, monkeypatch):
+    with closing(sqlite3.connect(tmp_path / "x.db")) as connection:
+        connection.execute("CREATE TABLE t (a TEXT, b BLOB, c INT)")
+        connection.execute("INSERT INTO t VALUES ('x', x'00ff', 7)")
+        connection.commit()
+    found, _ = surveyed(monkeypatch, *sections(tmp_path / "x.db"))
+    (table,) = (table for one in found.values() for table in one.tables)
+    assert [column.values for column in table.columns] == [("x",), (), (7,)]
+
+
+@pytest.mark.slow
 def test_many_tables_with_long_statements_and_short_names(tmp_path):
     """A result holds `max_result_chars` at most, which all statements together pass."""
     file = tmp_path / "many.db"
@@ -109,12 +158,13 @@ def test_many_tables_with_long_statements_and_short_names(tmp_path):
             rows = [(f"w{one}", 7 * one + number) for one in range(12)]
             connection.executemany(f"INSERT INTO t{number} VALUES (?, ?)", rows)
         connection.commit()
-    made = made_for(sections(file))
+    made = made_for(sections(file), Wanted(train=20, held_out=5))
     asked = [steps_of(row)[-1].question for row in made.train]
     assert len(made.known.databases["query"].tables) == 20
     assert {("value", "E"), ("value", "S")} <= {(one.what, one.column) for one in asked}
 
 
+@pytest.mark.slow
 def test_a_question_of_another_database_has_no_harder_variant(made, shop, tmp_path):
     other = tmp_path / "other.db"
     with closing(sqlite3.connect(other)) as connection:
@@ -181,6 +231,7 @@ def failing(query: str) -> str:
     return f"Database error: near {query!r}"
 
 
+@pytest.mark.slow
 def test_servers_that_lie_about_databases_are_no_databases():
     """What one says its tables are is read without running anything of it."""
     with pytest.raises(AgentEvoError):

@@ -4,6 +4,7 @@ split, and a model's questions are checked."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -14,15 +15,12 @@ import pytest
 
 from agentevo.cli.main import main
 from agentevo.config import load_config
+from agentevo.config.remote_models import RemoteModelSection
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.models.resolve import fetch
 from agentevo.remote_models.ledger import RemoteModelError
-from agentevo.task_making.documents import (
-    GAP,
-    LONGEST_PASSAGE,
-    asked_from,
-    read_documents,
-    tasks_from,
-)
+from agentevo.task_making.document_files import LONGEST_PASSAGE, read_documents
+from agentevo.task_making.documents import GAP, asked_from, check_made, tasks_from
 from agentevo.task_making.scenario import is_held_out
 from agentevo.tools.corpus import Passage
 
@@ -63,9 +61,42 @@ def made(seed: int) -> Any:
     return tasks_from(PASSAGES, train=200, held_out=200, per_passage=2, seed=seed)
 
 
+def test_a_sentence_that_stands_on_both_sides_is_not_asked_for_nor_what_was_asked() -> None:
+    shared = "The bridge over the river Aller was built by Karl Otto Holm in the year 1871."
+    both = [Passage(one.id, "", f"{one.text} {shared}") for one in PASSAGES]
+    found = tasks_from(both, train=400, held_out=400, per_passage=9, seed=0)
+    rows = [*found.train, *found.held_out]
+    assert rows and not [row for row in rows if "river Aller" in row["query"]]
+    alone = [one for one in both if not is_held_out(found_content(one))]
+    asked = tasks_from(alone, train=400, held_out=0, per_passage=9, seed=0)
+    assert [row for row in asked.train if "river Aller" in row["query"]], "on one side it is"
+    first = tasks_from(both, train=400, held_out=400, per_passage=1, seed=0)
+    known = {row["query"] for row in first.train}
+    again = tasks_from(both, train=400, held_out=0, per_passage=1, seed=0, asked=known)
+    assert again.train and not {row["query"] for row in again.train} & known
+    with pytest.raises(ConfigError, match="no task held out could be made"):
+        check_made(again, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nor_is_one_with_which_passages_of_different_titles_begin(seed: int) -> None:
+    shared = "The main pump delivers 4711 litres at 38 bar with 12 valves, 7 motors and 95 seals."
+    both = [
+        Passage(f"d{n}#0", f"chapter {n}", f"{shared} Here is text {7 * n} of a chapter.")
+        for n in range(12)
+    ]
+    found = tasks_from(both, train=60, held_out=20, per_passage=1, seed=seed)
+    rows = [*found.train, *found.held_out]
+    assert rows and not [row for row in rows if "main pump" in row["query"]]
+
+
+def found_content(passage: Passage) -> str:
+    return hashlib.sha256(passage.text.encode()).hexdigest()[:16]
+
+
 def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# Head\n\n" + "Short. " * 400 + "\n\n" + "x" * 3000)
-    passages = read_documents([tmp_path / "a.md"])
+    passages = read_documents([tmp_path / "a.md"]).passages
     assert max(len(one.text) for one in passages) <= LONGEST_PASSAGE
     assert "".join("".join(one.text.split()) for one in passages) == "".join(
         (tmp_path / "a.md").read_text().split()
@@ -73,18 +104,23 @@ def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ConfigError, match="it is empty"):
         read_documents([tmp_path / "empty.txt"])
-    with pytest.raises(ConfigError, match="two passages have the id"):
-        read_documents([tmp_path / "a.md", tmp_path / "a.md"])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/a.md").write_text("Short.")
+    names = [one.id for one in read_documents([tmp_path / "a.md", tmp_path / "b/a.md"]).passages]
+    assert names[-1] == "b/a.md#0" and len(set(names)) == len(names)
 
 
 class Model:
     """Asks for the people of a town, and four questions that can't be taken."""
 
+    section = RemoteModelSection(base_url="http://127.0.0.1:1", model="m")
+
     def __init__(self, *, fails: bool = False, after: int = 0) -> None:
         self.fails, self.after, self.asked = fails, after, list[str]()
 
     async def generate(self, messages: Any, **options: Any) -> Any:
-        self.asked.append(messages[0]["content"])
+        assert options["form"] is None
+        self.asked.append(messages[1]["content"])
         if self.fails and len(self.asked) > self.after:
             raise RemoteModelError("nobody is there")
         passage = next(one for one in PASSAGES if one.text in self.asked[-1])
@@ -94,7 +130,10 @@ class Model:
             (f"What is known of {passage.title}?", "that it burnt down"),
             (f"Who is Ada in {passage.title}?", "Ada"),
             ("", people),
-            ("x" * 2000, people),
+            ("x" * 2000 + "?", people),
+            (f"The people of {passage.title}", people),
+            (f"Since when, {passage.title}?", str(1900)),
+            (f"Since when, {passage.title}?", "Ada"),
         ]
         listed = [{"question": question, "answer": answer} for question, answer in pairs]
         return SimpleNamespace(text=f"Here: {json.dumps({'questions': listed})}")
@@ -102,7 +141,7 @@ class Model:
 
 def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage() -> None:
     model: Any = Model()
-    counts = COUNTS | {"per_passage": 5}
+    counts = COUNTS | {"per_passage": 8}
     found = asyncio.run(asked_from(PASSAGES, model, **counts))
     for row in [*found.train, *found.held_out]:
         town = row["query"].removeprefix("How many people live in Town ").rstrip("?")
@@ -112,6 +151,8 @@ def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage()
         "a question holds its answer",
         "a question or an answer is missing",
         "a question or an answer is too long",
+        "a question has no question mark",
+        "a question has two answers",
     }
     assert len(model.asked) <= len(PASSAGES)
     marks = {text.partition("<<<")[2].split("\n")[0] for text in model.asked}
@@ -135,6 +176,7 @@ def test_a_model_that_goes_away_later_costs_the_questions_that_it_did_not_write(
     assert found.reasons == {"the model did not answer": len(model.asked) - 16}
 
 
+@pytest.mark.slow
 def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,3 +216,27 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     assert main(["tasks", "from-documents", str(few), "--out", str(tmp_path / "no")]) == 2
     assert "no task to train on" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+@pytest.mark.timeout(1800)
+def test_a_model_that_is_computed_here_writes_questions_in_the_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    fetch("smollm2-135m-instruct")
+    for number, one in enumerate(PASSAGES[:6]):
+        (tmp_path / f"{number}.txt").write_text(one.text)
+    out = tmp_path / "out"
+    words = ["tasks", "from-documents", str(tmp_path), "--out", str(out), "--held-out", "0"]
+    assert main([*words, "--writer", "smollm2-135m-instruct", "--per-passage", "1"]) == 0
+    rows = [json.loads(line) for line in (out / "train.jsonl").open()]
+    texts = {json.loads(line)["id"]: line for line in (out / "corpus.jsonl").open()}
+    assert rows and all(row["answer"] in texts[row["passage"]] for row in rows)
+    assert all(row["query"].endswith("?") for row in rows)
+    account = json.loads((out / "made.json").read_text())
+    assert len(rows) + sum(account["writer"].values()) <= 6
+    assert "no JSON object with a list under `questions`" not in account["writer"]
+    assert main([*words[:4], str(tmp_path / "no"), "--writer", "no-such-model"]) == 2
+    assert "--writer: " in capsys.readouterr().err

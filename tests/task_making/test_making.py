@@ -14,9 +14,9 @@ from agentevo.task_making import making
 from agentevo.task_making.calls import World, asked
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
-from agentevo.task_making.scenario import CALLS, is_held_out
+from agentevo.task_making.scenario import CALLS, Scenario, Step, is_held_out
 from agentevo.task_making.solvability import graded
-from agentevo.task_making.survey import survey
+from agentevo.task_making.survey import Survey, survey
 from agentevo.task_making.values import Values, described_values, mined
 from agentevo.task_making.wording import deed, gerund, named_tools
 from agentevo.tools import toolbox
@@ -52,6 +52,7 @@ async def carried_out(row, calls):
         await box.close()
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_task_solve_it_and_doing_nothing_does_not(hotel):
     rows = [*hotel.train, *hotel.held_out]
     assert {"state_checks" in row for row in rows} == {True, False}
@@ -66,6 +67,7 @@ def test_the_calls_of_a_task_solve_it_and_doing_nothing_does_not(hotel):
             assert row["scorer"] == "contains" and row["answer"] in results[-1]
 
 
+@pytest.mark.slow
 def test_held_out_tasks_follow_from_their_content(hotel):
     trained = {row["content"] for row in hotel.train}
     held = {row["content"] for row in hotel.held_out}
@@ -176,6 +178,7 @@ class Empty:
         return None
 
 
+@pytest.mark.slow
 def test_servers_that_can_not_be_asked_are_told_of_in_plain_words(monkeypatch):
     told: list[str] = []
     found = made_for("liar", Wanted(train=3, held_out=1), told=told)
@@ -201,10 +204,27 @@ def test_what_varies_is_left_to_a_judge_where_that_is_wanted():
     assert found.train[0]["query"].endswith("Say in a few words what came of it.")
 
 
+@pytest.mark.slow
 def test_a_run_of_misses_ends(monkeypatch):
     monkeypatch.setattr(making, "MAX_MISSES", 40)
     found = made_for("liar", Wanted(train=500, held_out=0))
     assert 0 < len(found.train) < 500
+
+
+def test_looking_for_other_difficulties_in_vain_costs_walks_once():
+    class OneCall(making._Maker):
+        walks = 0
+
+        async def _walked(self, number):
+            self.walks += 1
+            step = Step(tool="greet", arguments={"name": f"N{number}"}, changes=True)
+            return Scenario(steps=[step], world=0), []
+
+    known = Survey(schemas={}, descriptions={"greet": "Greet somebody."}, specs=[], values=Values())
+    maker = OneCall(None, known, Wanted(train=100, held_out=0), frozenset(), (), lambda done: None)
+    made = asyncio.run(maker.make())
+    assert len(made.train) == 100 and {row["difficulty"] for row in made.train} == {1}
+    assert 100 + making.MAX_MISSES // 2 < maker.walks < 150 + making.MAX_MISSES
 
 
 @pytest.mark.parametrize(

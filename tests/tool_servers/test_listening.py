@@ -80,6 +80,7 @@ async def sent(port, *parts):
     return told, time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_slow_headers_slow_bodies_and_silence_are_cut_off(monkeypatch):
     monkeypatch.setattr(admission, "ADMISSION_S", 1.0)
     monkeypatch.setattr(listening, "BODY_S", 1.0)
@@ -138,6 +139,7 @@ def test_bodies_arrive_whole(size):
     assert served(ask)[0].count(b"x") == size
 
 
+@pytest.mark.slow
 def test_who_does_not_take_an_answer_is_cut_off(monkeypatch):
     monkeypatch.setattr(listening, "TAKEN_S", 1.0)
     app = Echo()
@@ -156,6 +158,7 @@ def test_who_does_not_take_an_answer_is_cut_off(monkeypatch):
     assert served(ask, app=app) < 32 * LARGE
 
 
+@pytest.mark.slow
 def test_who_takes_a_large_answer_gets_all_of_it():
     head = (REQUEST % b"").replace(b"Host", b"Connection: close\r\nHost")
 

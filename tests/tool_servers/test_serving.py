@@ -106,6 +106,7 @@ def section(served, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_every_session_over_http_has_a_state_of_its_own(section):
     done = played(section, *[(shop(number), READ, STEP, READ) for number in range(8)])
     assert [texts for texts, _ in done] == [
@@ -146,6 +147,7 @@ def test_a_path_without_a_server_is_told(section, served):
         played(without, (shop(0), READ))
 
 
+@pytest.mark.slow
 def test_strangers_and_nonsense_are_refused(served):
     hello = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
     accepts = {"accept": "application/json, text/event-stream"}

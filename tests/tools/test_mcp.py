@@ -143,6 +143,7 @@ def test_attempts_may_share_a_server():
     assert (first[0], second[0]) == (["2"], ["5"])
 
 
+@pytest.mark.slow
 def test_a_server_that_breaks_costs_its_call():
     ((texts, outcome, metrics, _),) = played(
         [
@@ -177,6 +178,7 @@ def test_a_server_that_breaks_costs_its_call():
     }
 
 
+@pytest.mark.slow
 def test_arguments_that_no_message_can_hold_leave_the_server_alone():
     deep = '{"value": ' + "[" * 400 + "]" * 400 + "}"
 

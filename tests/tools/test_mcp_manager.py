@@ -107,6 +107,7 @@ def test_an_error_inside_of_a_good_answer_is_an_error():
     assert metrics["num_tool_errors"] == 7 and metrics["num_wrong_arguments"] == 1
 
 
+@pytest.mark.slow
 def test_a_manager_that_breaks_costs_its_call(monkeypatch):
     monkeypatch.setattr(manager_api, "MAX_ANSWER", 2**20)
     given = ["half", "no json", "no object", "proxy", "flood", "text"]
@@ -126,6 +127,7 @@ def test_a_manager_that_breaks_costs_its_call(monkeypatch):
     assert counted["num_tool_timeouts"] == 1
 
 
+@pytest.mark.slow
 def test_a_manager_that_starts_is_waited_for_and_one_that_is_not_there_is_told():
     with Manager(asleep=1) as manager:
         assert played([("count", {})], url=manager.node_url)[0][0] == ["1"]
@@ -182,6 +184,7 @@ def test_a_node_may_be_told_by_two_cookies(monkeypatch):
     assert made == ("n2", "http://h/container/n2/mcpapi")
 
 
+@pytest.mark.slow
 def test_a_node_that_is_made_for_nobody_any_more_is_released():
     async def work(section):
         box = Toolbox([section], [].append)

@@ -90,6 +90,7 @@ def test_it_reaches_nothing_of_the_host(needs_bubblewrap, port, tmp_path, monkey
     assert not any("bwrap" in one.name() for one in psutil.Process().children(recursive=True))
 
 
+@pytest.mark.slow
 def test_it_has_what_it_was_given(needs_bubblewrap, port, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()

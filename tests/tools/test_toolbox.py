@@ -172,6 +172,7 @@ def test_each_attempt_has_an_object_of_its_own():
     assert closed == [3, 3]  # the end of a process waits for them
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_costs_itself_alone():
     goes_on = threading.Event()
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from collector import Collector, received, request_of_json
+from otel_encoder import request_of_sdk
 
 from agentevo.store.call_log import AttemptCalls, CallLog, asked_by, record_call
 from agentevo.store.trace_context import Place, Said, read_traceparent
 from agentevo.trace_header import traceparent
 from agentevo.tracing import tracer as tracer_module
-from agentevo.tracing.otlp import OTLP, proto_request
+from agentevo.tracing.otlp import OTLP
 from agentevo.tracing.otlp_json import JsonLines, encoded
 from agentevo.tracing.span import Source, Span
 from agentevo.tracing.spans import RunFacts, Spans
@@ -201,6 +202,7 @@ def raises() -> None:
     raise RuntimeError("no such collector: postgresql://me:letmein@host/db\x1b[2J" + "and on" * 999)
 
 
+@pytest.mark.slow
 def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> None:
     lines: list[str] = []
     tracer = make(Kept(raises), tell=lines.append, limits=Limits(delay_s=0.01))
@@ -247,7 +249,8 @@ def test_a_run_shorter_than_the_opening_of_its_exporter_loses_no_span() -> None:
             await one_attempt(log, f"t/train@3#{number}")
 
     played(make(slow, tell=lines.append, limits=Limits(batch=50)), play)
-    assert (len(slow.spans), slow.opened, lines) == (600, 1, [])
+    told = ["tracing: 600 spans were exported"]
+    assert (len(slow.spans), slow.opened, lines) == (600, 1, told)
 
 
 def test_an_exporter_is_opened_while_the_run_goes_on() -> None:
@@ -278,10 +281,11 @@ def test_a_collector_that_fails_for_a_while_costs_no_span(monkeypatch, failing: 
     tracer = make(kept, tell=lines.append, limits=Limits(delay_s=0.01))
     played(tracer, lambda log: asyncio.wait_for(play(log), 60))
     assert len({span.span_id for span in kept.spans}) == len(kept.spans) == 6
-    assert len(lines) == 1
     assert "tried 3 times" in lines[0]
+    assert lines[1:] == ["tracing: 6 spans were exported"]
 
 
+@pytest.mark.slow
 def test_an_exporter_that_can_not_be_opened_fails_as_one_that_takes_nothing() -> None:
     lines: list[str] = []
 
@@ -399,13 +403,14 @@ def test_a_collector_gets_what_the_file_says(tmp_path: Path) -> None:
         played(make(both, contents=True), one_attempt)
     lines = [request_of_json(line) for line in path.read_bytes().splitlines()]
     assert [span for line in lines for span in received(line)] == collector.spans
-    assert collector.spans == received(proto_request(both.spans, SOURCE))
+    assert collector.spans == received(request_of_sdk(both.spans, SOURCE))
     assert len(collector.spans) == 6
     failed = next(span for span in collector.spans if span.name == "execute_tool broken")
     assert failed.error == "ToolError: the secret words"
     assert failed.resource["service.name"] == "test"
 
 
+@pytest.mark.slow
 def test_a_collector_that_refuses_is_told_of_with_its_reason() -> None:
     lines: list[str] = []
     with Collector(answer=lambda: 400) as collector:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from agentevo.trackers import Begun, Row, TrackedRun, Tracker, TrackerConfig, Tracking
 from agentevo.trackers import delivery as delivery_module
 
@@ -124,6 +126,7 @@ def test_a_tracker_that_is_back_has_every_step(tmp_path: Path) -> None:
     assert len(warnings) == 1
 
 
+@pytest.mark.slow
 def test_one_that_cannot_begin_is_given_up(tmp_path: Path) -> None:
     class Closed(Heard):
         def begin(self, run: TrackedRun) -> Begun:

@@ -35,12 +35,12 @@ SECTION = TrainerSection(
 )
 
 
-def model_of(seed: int) -> LlamaForCausalLM:
+def model_of(seed: int, layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }

@@ -10,9 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from sharding_runs import SHAPE, difference, model_of, plain, samples_of
+from sharding_runs import SHAPE, VOCABULARY, difference, model_of, plain, samples_of
+from tensor_memory import TensorMemory
 from torch import distributed
 from transformers import LlamaConfig, LlamaForTokenClassification, PreTrainedModel
 
@@ -28,16 +30,19 @@ from agentevo.config import (
 )
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
+from agentevo.models.routers import routed, routers_of
 from agentevo.models.sharded import changed, make_plain
-from agentevo.training.batching.passes import token_tables
+from agentevo.routed_experts import RoutedExperts
+from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels import output_layer
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.mesh import make_meshes
 from agentevo.training.optimization import Optimization
 from agentevo.training.pairs import Answer, Pair
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.token_rewards import TokenRewardModel
-from agentevo.training.sharding.layouts import local, whole_tensors
+from agentevo.training.sharding.layouts import layouts_of, local, whole_tensors
 from agentevo.training.spread import spread
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
@@ -136,19 +141,40 @@ def prime(model: PreTrainedModel, memory: MemorySection) -> Trained:
     return {"process reward": reward.model}, metrics, [reward.optimization]
 
 
+def replay(model: PreTrainedModel, memory: MemorySection) -> Trained:
+    """By advantages, over experts that no router has chosen."""
+    routers = routers_of(model)
+    assert routers is not None
+    keys = {"learning_rate": GRPO_RATE, "routing_replay": "rollout"}
+    trainer = Trainer(model, SECTION.model_copy(update=keys), AlgorithmSection(), memory=memory)
+    trainer.begin()
+    draws = np.random.default_rng(5)
+    samples = []
+    for sample in of_groups():
+        shape = len(sample.ids) - 1, routers.layers, routers.num_experts
+        rows = draws.random(shape).argsort(-1)[..., : routers.top_k]
+        rows = RoutedExperts.of(rows, routers.num_experts)
+        samples.append(msgspec.structs.replace(sample, routed_experts=rows))
+    metrics = [trainer.step(samples) for _ in range(STEPS // 2)]
+    return {"": model}, metrics, [trainer.optimization]
+
+
 KINDS: dict[str, Callable[[PreTrainedModel, MemorySection], Trained]] = {
-    "grpo": grpo, "ppo": ppo, "dpo": dpo, "sft": sft, "prime": prime,
+    "grpo": grpo, "ppo": ppo, "dpo": dpo, "sft": sft, "prime": prime, "replay": replay,
 }  # fmt: skip
 
 
 def made(name: str) -> PreTrainedModel:
-    """A model of sharding_runs, with adapters where its name says so."""
+    """A model of sharding_runs, with adapters, routers that replay or more layers where its name
+    says so."""
     base, _, extra = name.partition("+")
-    model = model_of(base)
+    model = model_of(base, **(DEEP if extra == "deep" else {}))
     if extra == "lora":
         torch.manual_seed(3)
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config).eval()
+    if extra == "routed":
+        model = routed(model)
     if extra == "bfloat16":
         model = model.to(torch.bfloat16)
     return model
@@ -161,6 +187,8 @@ MEMORY = {
     "offload": MemorySection(offload_optimizer=True),
     "8bit": MemorySection(optimizer="adamw_8bit"),
 }
+DEEP = {"num_hidden_layers": 4, "tie_word_embeddings": False}
+"""For stages of a pipeline."""
 Case = tuple[str, str, str, dict[str, int]]
 """Model, kind of training, key of MEMORY, sizes."""
 CASES: dict[int, list[Case]] = {
@@ -171,6 +199,11 @@ CASES: dict[int, list[Case]] = {
         ("gemma2", "dpo", "full", {"tensor": 2}),
         ("qwen3 tied", "ppo", "", {}),
         ("llama", "prime", "selective", {"context": 2}),
+        ("moe+routed", "replay", "full", {"context": 2}),
+        ("moe+routed", "replay", "", {"shard": 2}),
+        ("llama+deep", "grpo", "", {"pipeline": 2}),
+        ("gemma2+deep", "sft", "full", {"pipeline": 2}),
+        ("moe+deep", "sft", "offload", {"pipeline": 2}),
     ],
     4: [
         ("gemma2", "grpo", "", {"shard": 4}),
@@ -189,6 +222,12 @@ CASES: dict[int, list[Case]] = {
         ("moe", "sft", "", {"expert": 4}),
         ("qwen3 tied", "prime", "", {"tensor": 2}),
         ("llama+lora", "dpo", "", {"shard": 2, "context": 2}),
+        ("moe+routed", "replay", "selective", {"tensor": 2, "expert": 2}),
+        ("llama+deep", "sft", "", {"pipeline": 4}),
+        ("moe+deep", "grpo", "full", {"pipeline": 4}),
+        ("gemma2+deep", "grpo", "", {"pipeline": 4}),
+        ("llama+deep", "dpo", "selective", {"pipeline": 2}),
+        ("moe+deep", "grpo", "", {"pipeline": 2}),
     ],
 }
 
@@ -255,6 +294,31 @@ def rewards_apart(section: ParallelSection) -> float:
     return difference(*found)
 
 
+def long_samples(count: int) -> list[Sample]:
+    """So many, of 256 tokens each and no common beginning."""
+    draws, mask = np.random.default_rng(0), [place > 0 for place in range(256)]
+    rows = [draws.integers(1, VOCABULARY, 256).tolist() for _ in range(count)]
+    return [Sample.given(f"t{n}", f"g{n}", row, mask) for n, row in enumerate(rows)]
+
+
+def peaks_of_stages(count: int) -> list[int]:
+    """The most bytes of tensors that this stage makes in a step of as many micro-batches as there
+    are stages, and in steps of more."""
+    model = made("llama+deep")
+    spread(model, make_meshes(ParallelSection(pipeline=count), "cpu"))
+    optimization = Optimization(model.parameters(), SECTION, layouts=layouts_of(model))
+    found = []
+    for times in (1, 1, 2, 5):
+        batches = micro_batches(long_samples(times * count), 256, CPU)
+        optimization.begin()
+        with TensorMemory() as memory:
+            while batches:  # each is let go with the masks that it keeps
+                optimization.backward(-token_logprobs(model, batches.pop()[1])[0].sum())
+            optimization.finish()
+        found.append(memory.peak)
+    return found[1:]  # the first step has made moments
+
+
 def compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
     """Largest differences to one process, and shares of what it keeps."""
     assert found["weights"].keys() == alone["weights"].keys()
@@ -305,5 +369,5 @@ if __name__ == "__main__":
         key: rewards_apart(ParallelSection(**{key: int(count)}))
         for key in ("shard", "tensor", "context")
     }
-    torch.save((found, rewards), out)
+    torch.save((found, rewards, peaks_of_stages(int(count))), out)
     distributed.destroy_process_group()

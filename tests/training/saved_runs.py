@@ -1,6 +1,7 @@
-"""Checkpoints of a sharded trainer. As a program, one process of several: WHAT SHARD PROCESS WORLD
-MEETING_FILE FOLDER OUT_FILE, where WHAT is `save` (train, save, go on) or `load` (go on from the
-checkpoints in the folder); or `kill FOLDER ROUNDS OUT_FILE`."""
+"""Checkpoints of a trainer that lies in parts. As a program, one process of several: WHAT KEY SIZE
+PROCESS WORLD MEETING_FILE FOLDER OUT_FILE, where WHAT is `save` (train, save, go on) or `load` (go
+on from the checkpoints in the folder) and KEY is one of trainer.parallel; or `kill FOLDER ROUNDS
+OUT_FILE`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,6 @@ from data_parallel_runs import SECTION, model_of
 from fsdp_runs import with_reference
 from tensor_memory import TensorMemory
 from torch import distributed
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import AlgorithmSection, ParallelSection
@@ -27,12 +27,14 @@ from agentevo.inference.weights import WeightsFolder
 from agentevo.models.attention import prepare
 from agentevo.models.in_parts import InParts, lies_in_parts
 from agentevo.models.parts import Part, give
-from agentevo.models.sharded import make_plain, shard, skeleton_of
+from agentevo.models.sharded import make_plain, skeleton_of
 from agentevo.training import state_parts
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
-from agentevo.training.mesh import make_meshes
+from agentevo.training.mesh import Meshes, make_meshes
+from agentevo.training.sharding.layouts import layouts_of, whole_of, whole_tensors
 from agentevo.training.sharding.saving import saved_parts, weight_parts
+from agentevo.training.spread import spread
 from agentevo.training.state_parts import split_state
 from agentevo.training.trainer import Trainer
 
@@ -51,46 +53,45 @@ class Silent:
             raise OSError(28, "No space left on device")
 
 
-def started(mesh: Any, weights: Path | None = None) -> Trainer:
-    model = model_of(1) if weights is None else LlamaForCausalLM.from_pretrained(weights)
+def started(meshes: Meshes | None, weights: Path | None = None) -> Trainer:
+    model = model_of(1, 4) if weights is None else LlamaForCausalLM.from_pretrained(weights)
     if weights is not None:
         prepare(model.eval())
     make_plain(model)
-    if mesh is not None:
-        shard(model, mesh)
+    if meshes is not None:
+        spread(model, meshes)
         lies_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
     return Trainer(model, SECTION, ALGORITHM)
 
 
-def taught(mesh: Any) -> Trainer:
-    trainer = started(mesh)
+def taught(meshes: Meshes | None) -> Trainer:
+    trainer = started(meshes)
     trainer.begin()
     for _ in range(STEPS):
         trainer.step(with_reference(trainer))
     return trainer
 
 
-def resumed(mesh: Any, path: Path) -> Trainer:
-    trainer = started(mesh, path)
-    state, _ = Checkpoints(path.parent, 9, alone=True).load(path, mapped=mesh is not None)
+def resumed(meshes: Meshes | None, path: Path) -> Trainer:
+    trainer = started(meshes, path)
+    state, _ = Checkpoints(path.parent, 9, alone=True).load(path, mapped=meshes is not None)
     trainer.load_state_dict(state)
     return trainer
 
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Moments, reference and weights as plain tensors."""
-    optimizer = trainer.optimization.optimizer.state_dict()["state"]
+    optimizer, layouts = trainer.optimization.optimizer, layouts_of(trainer.model)
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
     found = {
-        f"{index}.{name}": value
-        for index, of_one in optimizer.items()
-        for name, value in of_one.items()
+        f"{index}.{name}": whole_of(value, p, layouts.get(p)) if value.dim() else value
+        for index, p in enumerate(stepped)
+        for name, value in optimizer.state[p].items()
     }
-    found |= {f"reference.{n}": p for n, p in trainer.roles.reference.weights.items()}
-    found |= {f"policy.{n}": p for n, p in trainer.model.named_parameters()}
-    return {
-        name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
-        for name, v in found.items()
-    }
+    for role, model in (("reference", trainer.roles.reference.model), ("policy", trainer.model)):
+        whole = whole_tensors(model, dict(model.named_parameters()))
+        found |= {f"{role}.{n}": tensor for n, tensor in whole.items()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def contribution(trainer: Trainer) -> Contribution:
@@ -115,27 +116,27 @@ def save(trainer: Trainer, folder: Path, step: int, *, full: bool = False) -> st
     return "saved"
 
 
-def larger(mesh: Any) -> LlamaForCausalLM:
+def larger(meshes: Meshes) -> LlamaForCausalLM:
     """Of many layers, each far smaller than the whole."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    return shard(prepare(LlamaForCausalLM(config).eval()), mesh)
+    return spread(prepare(LlamaForCausalLM(config).eval()), meshes)
 
 
-def memory_of_writing(mesh: Any, folder: Path) -> dict[str, Any]:
+def memory_of_writing(meshes: Meshes, folder: Path) -> dict[str, Any]:
     """Bytes of tensors that this process makes while a model is saved and published, beside those
     of the whole model and of a layer."""
-    model = larger(mesh)
+    model = larger(meshes)
     parts = weight_parts(model)
     sizes = {name: part.spec.num_bytes for name, part in parts.items()}
     found: dict[str, Any] = {
         "whole": sum(sizes.values()),
         "layer": sum(size for name, size in sizes.items() if ".layers.3." in name),
     }
-    expected = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    expected = whole_tensors(model, dict(model.named_parameters()))
     lies_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
     first = distributed.get_rank() == 0
     versions = WeightsFolder(folder / "weights")
@@ -232,16 +233,16 @@ def _save_for_ever(process: int, place: Path) -> int:
     return 0
 
 
-def main(what: str, shards: int, folder: Path) -> dict[str, Any]:
-    mesh = make_meshes(ParallelSection(shard=shards), "cpu").data
+def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
+    meshes = make_meshes(section, "cpu")
     if what == "load":
         found: dict[str, Any] = {}
         for name in ("of-2", "of-1"):
-            trainer = resumed(mesh, folder / name / f"step-{STEPS:06d}")
+            trainer = resumed(meshes, folder / name / f"step-{STEPS:06d}")
             found[name] = {"state": whole_state(trainer)}
             found[name]["metrics"] = trainer.step(with_reference(trainer))
         return found
-    trainer = taught(mesh)
+    trainer = taught(meshes)
     found = {"state": whole_state(trainer), "said": save(trainer, folder / "of-2", STEPS)}
     found["full"] = save(trainer, folder / "of-2", 9, full=True)
     writer = state_parts.dcp.FileSystemWriter
@@ -259,7 +260,7 @@ def main(what: str, shards: int, folder: Path) -> dict[str, Any]:
         Checkpoints(folder / "late", 9, alone=True).save(
             STEPS, trainer.model, Silent(), {}, {}, None, contribution=late
         )
-    return found | {"memory": memory_of_writing(mesh, folder)}
+    return found | {"memory": memory_of_writing(meshes, folder)}
 
 
 def _no_room(*args: Any) -> None:
@@ -270,7 +271,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "kill":
         torch.save(killed(Path(sys.argv[2]), int(sys.argv[3])), sys.argv[4])
         sys.exit()
-    what, shards, process, world, meeting, folder, out = sys.argv[1:]
+    what, key, size, process, world, meeting, folder, out = sys.argv[1:]
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",
@@ -278,5 +279,5 @@ if __name__ == "__main__":
         world_size=int(world),
         timeout=timedelta(seconds=120),
     )
-    torch.save(main(what, int(shards), Path(folder)), out)
+    torch.save(main(what, ParallelSection(**{key: int(size)}), Path(folder)), out)
     distributed.destroy_process_group()

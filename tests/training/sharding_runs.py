@@ -62,21 +62,22 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3 tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)),
-    "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**{**SHAPE, "pad_token_id": 0}, query_pre_attn_scalar=8, sliding_window=6)
+WINDOW = {"pad_token_id": 0, "query_pre_attn_scalar": 8, "sliding_window": 6}
+MODELS: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE | more)),
+    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SHAPE | more)),
+    "qwen3 tied": lambda **more: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE | more, tie_word_embeddings=True)
     ),
-    "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+    "gemma2": lambda **more: Gemma2ForCausalLM(Gemma2Config(**SHAPE | WINDOW | more)),
+    "moe": lambda **more: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS | more)),
 }
 
 
-def model_of(name: str) -> PreTrainedModel:
-    """Prepared, with the weights that every process has."""
+def model_of(name: str, **more: Any) -> PreTrainedModel:
+    """Prepared, with the weights that every process has. `more`: of its configuration."""
     torch.manual_seed(7)
-    model = MODELS[name]().eval()
+    model = MODELS[name](**more).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms are made as constants

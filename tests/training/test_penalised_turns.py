@@ -27,7 +27,7 @@ from agentevo.store.codec import _encode_turn
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.samples import trajectory_rows
-from agentevo.training.kernels import linear_logprobs
+from agentevo.training.kernels import cells, linear_logprobs
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
 from agentevo.training.trainer import Trainer
 from agentevo.types import Constraint, SamplingParams, Trajectory, Turn
@@ -160,8 +160,8 @@ def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, me
         for one in (model, plain):
             one.lm_head.weight.requires_grad_(False)
     elif path == "small cells":
-        monkeypatch.setattr(linear_logprobs, "CELL_BYTES", {})
-        monkeypatch.setattr(linear_logprobs, "OTHER_CELL_BYTES", 64)
+        monkeypatch.setattr(cells, "CELL_BYTES", {})
+        monkeypatch.setattr(cells, "OTHER_CELL_BYTES", 64)
         monkeypatch.setattr(linear_logprobs, "CELL_ROWS", {"cpu": 3})
     batch = pack(samples_of(), CPU, merge=merge)
     logp, entropy = token_logprobs(model, batch)

@@ -367,6 +367,7 @@ def test_the_base_under_the_adapters_can_be_the_reference(random_model):
         ).begin()
 
 
+@pytest.mark.slow
 def test_process_rewards_are_learnt_from_outcomes(random_model):
     """First r = 0 everywhere; then phi tells success from failure, and its gradient is that of the
     cross-entropy."""

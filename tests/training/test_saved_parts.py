@@ -16,11 +16,11 @@ import saved_runs as runs
 pytestmark = pytest.mark.slow
 
 
-def together(folder: Path, what: str, shards: int, world: int) -> list[dict]:
+def together(folder: Path, what: str, key: str, size: int, world: int) -> list[dict]:
     outs = [folder / f"{what}-{process}.pt" for process in range(world)]
     processes = [
         subprocess.Popen(
-            [sys.executable, runs.__file__, what, str(shards), str(process), str(world),
+            [sys.executable, runs.__file__, what, key, *map(str, (size, process, world)),
              str(folder / f"meeting-{what}"), str(folder), str(out)],
             stderr=subprocess.PIPE,
             text=True,
@@ -33,15 +33,20 @@ def together(folder: Path, what: str, shards: int, world: int) -> list[dict]:
     return [torch.load(out) for out in outs]
 
 
+@pytest.fixture(scope="module", params=["shard", "pipeline"])
+def key(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(key, tmp_path_factory):
     return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
-def two(folder):
+def two(key, folder):
     """Saved by two processes."""
-    return together(folder, "save", 2, 2)
+    return together(folder, "save", key, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +58,9 @@ def alone(folder):
 
 
 @pytest.fixture(scope="module")
-def four(folder, two, alone):
-    """Two shards on each of two replicas, which go on from either."""
-    return together(folder, "load", 2, 4)
+def four(key, folder, two, alone):
+    """Two shards on each of two replicas, or four stages, which go on from either."""
+    return together(folder, "load", key, 2 if key == "shard" else 4, 4)
 
 
 def same_bits(found: dict, expected: dict) -> None:
@@ -106,8 +111,8 @@ def test_the_first_process_makes_no_whole_model(two):
         assert other[what] < first["layer"], what
 
 
-def test_a_kill_leaves_whole_checkpoints(folder):
-    out = folder / "killed.pt"
-    command = [sys.executable, runs.__file__, "kill", str(folder), "8", str(out)]
+def test_a_kill_leaves_whole_checkpoints(tmp_path):
+    out = tmp_path / "killed.pt"
+    command = [sys.executable, runs.__file__, "kill", str(tmp_path), "8", str(out)]
     subprocess.run(command, check=True, timeout=500)
     assert torch.load(out) == []

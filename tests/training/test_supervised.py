@@ -105,6 +105,7 @@ def test_an_update_has_the_gradient_of_the_mean_loss_per_token(loaded, chat, gra
         assert float((gradient(model) - gradient(alone)).norm() / gradient(alone).norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_is_demonstrated_is_learned(loaded, chat):
     samples = [conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER))]
     losses = train(

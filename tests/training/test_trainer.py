@@ -208,6 +208,7 @@ def test_weights_that_are_not_finite_are_noticed(model, samples_of):
         Trainer(model, WHOLE_GRADIENT, GRPO).step(batch_of(samples_of))
 
 
+@pytest.mark.slow
 def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samples_of, referred):
     samples = batch_of(samples_of)
     distances = {}

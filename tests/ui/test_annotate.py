@@ -32,6 +32,7 @@ def names_of(folder: Path) -> list[str]:
     return [one.id for one in summaries]
 
 
+@pytest.mark.slow
 def test_a_verdict_a_note_and_an_edited_reply_are_kept_and_shown(shown: Path) -> None:
     name, before = names_of(shown)[0], (shown / KEY / "store.sqlite").read_bytes()
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from agentevo.store import open_store
-from agentevo.store.store import Store, TrajectorySummary
+from agentevo.store.records import TrajectorySummary
+from agentevo.store.store import Store
 from agentevo.types import Message, Trajectory, Turn
 from agentevo.ui.index import database
 from agentevo.ui.index import indexer as indexer_module
@@ -320,6 +321,7 @@ def test_a_damaged_index_is_made_again_and_one_of_two_writes(
     assert len(before) <= (tmp_path / "store.sqlite").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_long_first_look_does_not_hide_what_is_written_after_it(
     sqlite_url: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,7 +179,7 @@ def pages(
     async def work() -> None:
         async with asyncio.timeout(200), browse(store_url) as client:
             key = (await client.get("/")).text.split('href="/runs/')[1].split('"')[0]
-            while "1 attempts" not in (await client.get(f"/runs/{key}/attempts?q=unicorn")).text:
+            while "<h2>1 attempt" not in (await client.get(f"/runs/{key}/attempts?q=unicorn")).text:
                 await asyncio.sleep(0.05)
             for title, path in paths.items():
                 found[title] = await client.get(f"/runs/{key}/{path}")

@@ -34,7 +34,7 @@ def compared(one: int, other: int) -> str:
 
 def number_of(page: Any) -> int:
     """How many attempts the list says it has."""
-    heading = page.locator("h2", has_text="attempts").first.inner_text()
+    heading = page.locator("h2", has_text="attempt").first.inner_text()
     return int(heading.split()[0].replace(",", ""))
 
 
@@ -107,7 +107,7 @@ def test_every_bar_of_a_histogram_leads_to_the_attempts_that_it_counts(listed: V
     titles = {label.split(" ")[0] for _, label in bars}
     assert titles == {"Reward", "Tokens", "Age"}
     for href, label in bars:
-        many = int(re.findall(r": ([\d,]+) attempts", label)[0].replace(",", ""))
+        many = int(re.findall(r": ([\d,]+) attempt", label)[0].replace(",", ""))
         listed.go(href)
         assert number_of(page) == many, label
         assert page.locator("svg.histogram a[aria-current=true]").count() == 1, label

@@ -19,7 +19,7 @@ from dashboard_control import ORIGIN, changing, form_token
 
 from agentevo.runs.records import CHANGES, read_records
 from agentevo.store import open_store
-from agentevo.store.store import RetryPolicy
+from agentevo.store.records import RetryPolicy
 from agentevo.types import Task, Trajectory
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.task_tallies import ORDERS, tasks
@@ -136,6 +136,7 @@ def rows_of(answer: httpx.Response) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_tasks_are_counted_one_by_one(pages: dict[str, httpx.Response]) -> None:
     rows = {row[0].split()[0]: row[1:] for row in rows_of(pages["page"])}
     assert rows["good"] == ["100%", "1", "4", "0", "7", "1"]

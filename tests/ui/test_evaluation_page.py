@@ -106,6 +106,7 @@ def text_of(answer: httpx.Response) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", answer.text).replace("&#39;", "'").split())
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_estimates(pages: dict[str, httpx.Response]) -> None:
     text = text_of(pages["page"])
     first = [float(before(n)) for n in range(NUM_TASKS)]

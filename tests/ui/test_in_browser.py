@@ -113,6 +113,13 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         for step in (1, 2, 3):
             add_step(folder / "late", step, **{"critic/score/mean": 0.125})
         until_read(page, 0.01, "step 1 ")
+        # A metric that begins while all of them are looked at is told of.
+        visitor.go("/runs/late/metrics?smooth=0.5").wait_for_selector(".pulse[data-on=yes]")
+        add_step(folder / "late", 4, **{"critic/score/mean": 0.5, "val-core/lake/success": 0.5})
+        page.get_by_role("link", name="1 more metric since").click()
+        page.wait_for_selector("#metrics figure[data-from*='val-core']")
+        assert page.url.endswith("smooth=0.5")
+        assert not page.get_by_role("link", name="more metric").count()
         page.close()
 
 

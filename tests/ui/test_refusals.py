@@ -83,6 +83,7 @@ def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None
     assert contents(shown) == before
 
 
+@pytest.mark.slow
 def test_looking_and_refused_forms_change_nothing(shown: Path) -> None:
     before = contents(shown)
 

@@ -292,12 +292,27 @@ def make_agent(
     return FunctionAgent(player.run, player)
 
 
-def make_player(section: AgentSection, *given: Any) -> Any:
-    """An object of the registered class that `section` names. Raises ConfigError, also with what a
-    user's class raised."""
-    registered = agents.get(section.type)
+def _takes(registered: Any, options: Sequence[Any]) -> bool:
+    """Whether a class is made with options. To one without an `__init__` whose base is a protocol
+    Python gives one that seems to take anything."""
+    owner = next(one for one in registered.__mro__ if "__init__" in vars(one))
+    if getattr(owner, "_is_protocol", False):
+        return False
+    signature = inspect.signature(registered)
     try:
-        return registered(*(given or (section,)))
+        signature.bind(*options)
+    except TypeError:
+        return bool(signature.parameters)  # it says itself what it lacks
+    return True
+
+
+def make_player(section: AgentSection, *given: Any) -> Any:
+    """An object of the registered class that `section` names, which is made without options where
+    it has no `__init__`. Raises ConfigError, also with what a user's class raised."""
+    registered = agents.get(section.type)
+    options = given or (section,)
+    try:
+        return registered(*options) if _takes(registered, options) else registered()
     except ConfigError:
         raise
     except AgentEvoError as error:

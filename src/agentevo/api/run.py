@@ -23,7 +23,7 @@ from agentevo.orchestration.tracking import Lines, check_tracking, report_evalua
 from agentevo.parsing import read_json_object
 from agentevo.processes.supervisor import Supervisor
 from agentevo.runs.folder import read_store
-from agentevo.store.store import TrajectoryFilter
+from agentevo.store.records import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task, Trajectory
 

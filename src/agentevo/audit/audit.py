@@ -23,7 +23,8 @@ from agentevo.progress import over
 from agentevo.runs.chain import KEY, OLDER, End, broken_links, read_head
 from agentevo.runs.folder import queued_group_size
 from agentevo.store.codec import content_digest
-from agentevo.store.store import StepRecord, Store, StoredTrajectory
+from agentevo.store.records import StepRecord, StoredTrajectory
+from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import SHOWN, Plan
 
 EXACT_POLICIES = ("wait", "cancel")

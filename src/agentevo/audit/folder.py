@@ -11,7 +11,7 @@ from agentevo.errors import CheckpointError, StoreError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
 from agentevo.runs.chain import HEAD, KEY, LOG, Head, file_digest
-from agentevo.store.store import StepRecord
+from agentevo.store.records import StepRecord
 from agentevo.training.checkpoint import Checkpoints
 
 

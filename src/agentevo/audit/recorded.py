@@ -81,6 +81,7 @@ class RecordedEngine:
             versions=list(turn.versions),
             finish_reason=turn.finish_reason,
             masks="" if turn.constraint is None else turn.constraint.masks,
+            routed_experts=turn.routed_experts,
         )
 
     async def release(self, session: str) -> None:

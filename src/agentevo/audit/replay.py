@@ -30,6 +30,7 @@ from agentevo.audit.stored_weights import PolicyAt, Source, StoredVersions
 from agentevo.config import RunConfig
 from agentevo.config.agents import brings_tasks
 from agentevo.config.named_agents import weights_of
+from agentevo.config.self_play import PROPOSER
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
@@ -142,11 +143,8 @@ async def replay(
     player = _player(config, agent)
     for trajectory in over(chosen, "replay", len(chosen), "trajectories"):
         result = replays[trajectory.id]
-        if trajectory.agent:
-            result.unplayed = (
-                f"its agent {trajectory.agent} plays with {_others(config, trajectory.agent)}, and "
-                "a replay plays attempts of one agent"
-            )
+        if reason := _not_alone(config, trajectory.agent):
+            result.unplayed = reason
         elif player is None or chat is None:
             result.unplayed = "its agent is a function, which was not given again"
         else:
@@ -164,8 +162,15 @@ async def replay(
     return [replays[trajectory.id] for trajectory in chosen]
 
 
-def _others(config: RunConfig, agent: str) -> str:
-    return ", ".join(name for name in config.agents if name != agent) or "others"
+def _not_alone(config: RunConfig, agent: str) -> str:
+    """Why an attempt of one of several agents is not played again; empty where it is."""
+    if config.tasks.self_play is not None:
+        is_proposer = agent == PROPOSER
+        return "its reward is what the solver came to at its question" if is_proposer else ""
+    if not agent:
+        return ""
+    others = ", ".join(name for name in config.agents if name != agent) or "others"
+    return f"its agent {agent} plays with {others}, and a replay plays attempts of one agent"
 
 
 async def _altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:

@@ -5,6 +5,8 @@ A request's n-th token takes the n-th number of its own Philox generator, whiche
 it. So all tokens of a trajectory that one version drew can be checked in one pass over their tree:
 as long as every token agrees, this is what drawing them one by one would give.
 
+Where the engine recorded which experts of a mixture it chose, the pass replays that.
+
 The pass sums in another order than the engine's many small ones, so a random number that falls
 within rounding of the border between two tokens may give the neighbour. Such a tie counts as
 agreement; the tolerances say how close it must be.
@@ -24,7 +26,9 @@ from agentevo.errors import GrammarError
 from agentevo.inference.sampling import draw, filter_logits, keep_allowed, penalise
 from agentevo.models.grammar import Grammars
 from agentevo.models.load import LoadedModel
+from agentevo.models.routers import OWN, Replay, Routers, routers_of
 from agentevo.penalties import Changes, TokenPenalties
+from agentevo.routed_experts import joined
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
@@ -178,7 +182,34 @@ def _logits(
     mask[[len(context) + position for position in piece.positions]] = True
     sample = Sample.given(trajectory.id, trajectory.group_id, ids, mask, piece.turn.temperature)
     batch = pack([sample], device)
+    version = piece.turn.versions[piece.positions[0]]
+    routed = version_rows(trajectory, piece.turn, version, routers_of(model))
+    if routed is not None:
+        rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
+        batch = batch.routed(Replay(torch.as_tensor(rows, device=device)))
     return all_logits(model, batch)[batch.rows].float()
+
+
+def version_rows(
+    trajectory: Trajectory, turn: Turn, version: int, routers: Routers | None
+) -> np.ndarray | None:
+    """[T, layers, top_k] int64 of context and completion: the recorded experts of each token whose
+    next one that version drew, OWN for all others, whose keys and values that version computed
+    again. None where nothing was recorded, or the model can't replay it."""
+    path = [turn]
+    while path[0].parent is not None:
+        path.insert(0, trajectory.turns[path[0].parent])
+    if routers is None or any(one.routed_experts is None for one in path):
+        return None
+    parts = [one.routed_experts for one in path if one.routed_experts is not None]
+    rows = joined(parts).array().astype(np.int64)
+    next_drawn_by = [  # a prompt's tokens were computed for the draw that follows them
+        drawn_by
+        for one in path
+        for drawn_by in (*[one.versions[0]] * len(one.prompt_ids), *one.versions)
+    ][1:]
+    rows[np.array(next_drawn_by) != version] = OWN
+    return np.concatenate([rows, np.full((1, *rows.shape[1:]), OWN)])
 
 
 def _compare(

@@ -13,14 +13,14 @@ from agentevo.errors import StoreError, TrainingError
 from agentevo.rollout.sampler import BASELINE
 from agentevo.store import rules
 from agentevo.store.codec import is_as_added, is_as_written
-from agentevo.store.store import (
+from agentevo.store.records import (
     TASK_STATES,
     StepRecord,
-    Store,
     StoredTrajectory,
     TrajectoryState,
     TrajectorySummary,
 )
+from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import Plan
 from agentevo.types import QUEUED_FOR_STEP
 

@@ -10,7 +10,7 @@ from agentevo.audit.findings import Audit, Violation
 from agentevo.config.texts import digest_of_text
 from agentevo.errors import ConfigError
 from agentevo.parsing import read_text
-from agentevo.store.store import StoredTrajectory
+from agentevo.store.records import StoredTrajectory
 
 
 def count_texts(stored: StoredTrajectory, report: Audit) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import ConfigError, TrainingError
-from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory
+from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory
+from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import Plan
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import RunDir, Wait, path_word
+from agentevo.cli.arguments import Overwrite, RunDir, Wait, check_new_file, path_word
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def export(
             "measured on their tasks says less then. Default: they are left out.",
         ),
     ] = False,
+    overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
     """Write what people have said of a run's attempts as training data."""
@@ -53,6 +54,7 @@ def export(
 
     if form not in FORMATS:
         raise ConfigError(f"--format {form}: there are {', '.join(FORMATS)}")
+    check_new_file(out, overwrite=overwrite)
     found = read_annotations(check_run_folder(run_dir))
     tokenizer = saved_tokenizer(run_dir)
     chat = None

@@ -35,6 +35,14 @@ def path_word(word: str | Path) -> Path:
     return Path(word)
 
 
+def check_new_file(path: Path, *, overwrite: bool) -> None:
+    """Raises ConfigError for a file that is there already, unless it may be replaced."""
+    if not overwrite and (path.exists() or path.is_symlink()):
+        raise ConfigError(
+            f"{path} is there already: give another file, or replace it with --overwrite"
+        )
+
+
 def seconds(word: str | float) -> float:
     """Parser of options that are a time to wait. Raises ConfigError for what no clock can wait."""
     try:
@@ -53,6 +61,9 @@ RunDir = Annotated[
     typer.Argument(
         metavar="RUN_DIR", parser=path_word, help="Folder of a run, such as runs/coins."
     ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the file where it is there already.")
 ]
 Wait = Annotated[
     float | None,

@@ -1,5 +1,5 @@
-"""`agentevo evolve` and its shortest form, `agentevo mcp-rl`: from a server of tools to a better
-agent."""
+"""`agentevo evolve` and its shortest form, `agentevo mcp-rl`: from a server of tools, or documents,
+to a better agent."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="URL of an MCP server, a command that starts one (in quotes), or a YAML file with a "
-        "section `evolve` or with agent.tools.",
+        help="URL of an MCP server, a command that starts one (in quotes), documents or a folder "
+        "of them, or a YAML file with a section `evolve` or with agent.tools.",
     ),
 ]
 DryRun = Annotated[
@@ -32,8 +32,9 @@ DryRun = Annotated[
 def evolve(
     target: Target, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
 ) -> None:
-    """Make tasks for a server of tools, show them, learn from what attempts are worth, make tasks
-    at the edge of what is solved, and again (docs/evolve.md). Real calls are made."""
+    """Make tasks for a server of tools or from documents, show them, learn from what attempts are
+    worth, make tasks at the edge of what is solved, and again (docs/evolve.md). Real calls of a
+    server are made."""
     _evolve(target, overrides or [], resume, dry_run)
 
 
@@ -53,7 +54,9 @@ def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **gi
     from agentevo.evolution.evolve import last_run, read_evolution
     from agentevo.paths import short
 
-    evolution = read_evolution(target, overrides, **given)
+    changes = [word for word in overrides if "=" in word]
+    documents = [word for word in overrides if "=" not in word]
+    evolution = read_evolution(target, changes, documents=documents, **given)
     if dry_run:
         _list(evolution)
         return
@@ -66,7 +69,7 @@ def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **gi
 def _list(evolution: Evolution) -> None:
     from agentevo.paths import short
 
-    pipeline = evolution.check()
+    pipeline = evolution.check(print)
     tasks = evolution.section.tasks
     print(f"{short(evolution.folder)}: {tasks.train} tasks and {tasks.held_out} held out, then")
     print_table(

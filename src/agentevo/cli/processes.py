@@ -84,7 +84,9 @@ def serve(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|RUN_DIR", help="The recipe of a run; with --openai the folder of one."
+            metavar="RECIPE|RUN_DIR",
+            help="The recipe of a run; with --openai the folder of one, or a .yaml file for the "
+            "model that it names.",
         ),
     ],
     overrides: Overrides = None,
@@ -98,7 +100,8 @@ def serve(
     checkpoint: Annotated[
         str,
         typer.Option(
-            metavar="best|last|PATH", help="With --openai: which checkpoint. Default: best."
+            metavar="best|last|PATH",
+            help="With --openai: which checkpoint. Default: best, of a .yaml file its own model.",
         ),
     ] = "",
     host: Annotated[
@@ -119,7 +122,7 @@ def serve(
     """An engine alone: generates for `agentevo sample` of the same recipe, under the newest weights
     of its trainer (`agentevo learn`). With --openai: a run's model behind a usual API."""
     if openai:
-        _serve_trained(Path(target), overrides or [], checkpoint or "best", host, port, tls, name)
+        _serve_trained(target, overrides or [], checkpoint, host, port, tls, name)
         return
     if checkpoint:
         raise ConfigError(
@@ -135,7 +138,7 @@ def serve(
 
 
 def _serve_trained(
-    folder: Path,
+    target: str,
     overrides: list[str],
     checkpoint: str,
     host: str,
@@ -143,9 +146,14 @@ def _serve_trained(
     tls: bool | None,
     name: str,
 ) -> None:
+    from agentevo.config import load_config
     from agentevo.runs.folder import run_config
 
-    trained = run_config(folder, overrides)
+    which = checkpoint or None
+    if target.endswith((".yaml", ".yml")):
+        trained = load_config(target, overrides, needs_environment=False)
+    else:
+        trained, which = run_config(Path(target), overrides), checkpoint or "best"
     from agentevo.processes.serve_model import serve_model
 
-    serve_model(trained, checkpoint=checkpoint, host=host, port=port, tls=tls, name=name or None)
+    serve_model(trained, checkpoint=which, host=host, port=port, tls=tls, name=name or None)

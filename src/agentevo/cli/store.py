@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from agentevo.cli.arguments import Wait, path_word
+from agentevo.cli.arguments import Overwrite, Wait, check_new_file, path_word
 from agentevo.cli.table import print_table
 from agentevo.credentials import refuse_password
 from agentevo.errors import ConfigError
@@ -124,12 +124,14 @@ def store_export(
             parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write, one row a line."
         ),
     ],
+    overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
     """Write a whole store (tasks, trajectories, steps, and where each is in the ledger) to a
     file."""
     from agentevo.store import export_store
 
+    check_new_file(out, overwrite=overwrite)
     count = _with_store(target, lambda store: export_store(store, out), wait, read_only=True)
     print(f"{count:,} row{'s' * (count != 1)} written to {out}")
 

@@ -9,6 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentevo.cli.arguments import Overrides, path_word, plain_options
+from agentevo.cli.documents import (
+    After,
+    HeldOut,
+    Out,
+    Seed,
+    Train,
+    Writer,
+    WriterKey,
+    WriterModel,
+    from_documents,
+    open_writer,
+)
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,9 +30,6 @@ if TYPE_CHECKING:
 
 tasks = typer.Typer(no_args_is_help=True, help="Tasks made for a server of tools.")
 
-Out = Annotated[
-    Path, typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for them.")
-]
 Value = Annotated[
     list[str] | None,
     typer.Option(
@@ -45,9 +54,6 @@ Server = Annotated[
         "with agent.tools.",
     ),
 ]
-Train = Annotated[int, typer.Option(min=1, max=100_000, help="Tasks to train on.")]
-HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="Held-out tasks.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of all draws.")]
 Worlds = Annotated[
     int,
     typer.Option(
@@ -78,27 +84,13 @@ HarderThan = Annotated[
     list[str] | None,
     typer.Option(metavar="FILE", help="Make harder variants of these tasks, made before."),
 ]
-After = Annotated[
-    Path | None,
-    typer.Option(
-        parser=path_word,
-        metavar="RUN_DIR",
-        help="Go on from a run with tasks.curriculum: its tasks that are not solved, and harder "
-        "variants of those that are.",
-    ),
-]
-Writer = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="A model that says them: its OpenAI-compatible API."),
-]
-WriterModel = Annotated[str, typer.Option(metavar="NAME", help="Its name there.")]
-WriterKey = Annotated[
-    str | None, typer.Option(metavar="${env:NAME}", help="Its key, in an environment variable.")
-]
 
 
 @tasks.callback()
 def _group() -> None: ...
+
+
+tasks.command("from-documents")(from_documents)
 
 
 @tasks.command("make", context_settings={"ignore_unknown_options": True})
@@ -148,7 +140,7 @@ def make(
         values=_values(value or []),
     )
     check_wanted(wanted)
-    model = None if writer is None else _writer(writer, writer_model, writer_key)
+    model = open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
     begun = _begun(harder_than or [], after)
     sections = tool_sections(server, choose=chosen, tells_world=worlds > 1)
@@ -244,63 +236,6 @@ def _lines(account: dict[str, Any]) -> list[str]:
     ]
 
 
-@tasks.command("from-documents")
-def from_documents(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=path_word,
-            metavar="FILE...",
-            help="Plain texts, or a corpus (.jsonl): a line for each passage.",
-        ),
-    ],
-    out: Out,
-    train: Train = 200,
-    held_out: HeldOut = 50,
-    seed: Seed = 0,
-    per_passage: Annotated[int, typer.Option(min=1, max=100, help="Tasks of a passage.")] = 2,
-    language: Annotated[str, typer.Option(help="Of a writer's questions.")] = "en",
-    writer: Writer = None,
-    writer_model: WriterModel = "default",
-    writer_key: WriterKey = None,
-) -> None:
-    """Make tasks from documents, held-out ones among them: sentences with a gap, or with --writer
-    a model's questions, whose answers stand in a passage. The passages are written beside them, as
-    the corpus of the tool `search`."""
-    from agentevo.event_loop import run_coroutine
-    from agentevo.progress import bar
-    from agentevo.task_making.documents import asked_from, read_documents, tasks_from
-    from agentevo.task_making.files import check_new, write_made
-
-    check_new(out)
-    model = None if writer is None else _writer(writer, writer_model, writer_key)
-    passages = read_documents(files)
-    wanted: dict[str, Any] = {"train": train, "held_out": held_out}
-    wanted |= {"per_passage": per_passage, "seed": seed}
-    with bar("making tasks", train + held_out, "tasks") as so_far:
-        if model is None:
-            made = tasks_from(passages, **wanted, progress=so_far.to)
-        else:
-            wanted |= {"language": language, "progress": so_far.to}
-            try:
-                made = run_coroutine(asked_from(passages, model, **wanted))
-            finally:
-                model.close()
-    account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
-    write_made(
-        out,
-        train=made.train,
-        held_out=made.held_out,
-        corpus=[{"id": one.id, "title": one.title, "text": one.text} for one in passages],
-        account={**account, "writer": made.reasons, "seed": seed},
-    )
-    print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
-    print(f"passages     {len(passages)}, in {out / 'corpus.jsonl'}")
-    if missing := train + held_out - account["train"] - account["held_out"]:
-        why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
-        _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")
-
-
 @tasks.command("grade")
 def grade(
     folder: Annotated[
@@ -346,19 +281,3 @@ def _values(words: list[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--value {name}: give a value, or a list such as [Rome, Oslo]")
         given[name] = listed
     return given
-
-
-def _writer(url: str, name: str, key: str | None) -> RemoteModel:
-    import pydantic
-
-    from agentevo.config.remote_models import RemoteModelSection
-    from agentevo.remote_models.model import RemoteModel
-
-    try:
-        section = RemoteModelSection(base_url=url, model=name, api_key=key)
-    except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
-        raise ConfigError(
-            f"--writer: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
-        ) from error
-    return RemoteModel("writer", section)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from agentevo.cli.arguments import DryRun, Overrides, Recipe, Resume, warn_of_kept_keys
 from agentevo.cli.table import print_table
-from agentevo.errors import ConfigError
+from agentevo.errors import AgentEvoError, ConfigError
 
 if TYPE_CHECKING:
+    from agentevo.config import RunConfig
     from agentevo.config.sweep import Sweep
 
 
@@ -36,6 +37,7 @@ def train(
             "one of the two"
         )
     if dry_run:
+        _check_named(config)
         print(to_yaml(config), end="")
         return
     from agentevo.observability import LiveView
@@ -45,6 +47,15 @@ def train(
     train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=Supervisor)
 
 
+def _check_named(config: RunConfig) -> None:
+    """What training would refuse of a recipe before it needs tasks, an environment or a model."""
+    from agentevo.orchestration.players import check_named
+    from agentevo.tracing import check_tracing
+
+    check_named(config)
+    check_tracing(config)
+
+
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if resume and sweep.overwrite:
         raise ConfigError(
@@ -52,6 +63,11 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
             "only one of the two"
         )
     if dry_run:
+        for member in {member.variant: member for member in sweep.members}.values():
+            try:
+                _check_named(member.config)
+            except AgentEvoError as error:
+                raise ConfigError(f"{member.variant}: {error}") from error
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
         print_table(
             (member.name, ", ".join(f"{key}={value}" for key, value in member.changes.items()))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import RunDir, Wait, path_word
+from agentevo.cli.arguments import Overwrite, RunDir, Wait, check_new_file, path_word
 from agentevo.cli.row_account import tell_of_rows
 from agentevo.errors import ConfigError, UnknownNameError
 
@@ -107,6 +107,7 @@ def export(
     model: Model = None,
     pairs: Pairs = False,
     margin: Margin = 0.0,
+    overwrite: Overwrite = False,
     wait: Wait = None,
 ) -> None:
     """Write every trajectory of a run to a file, token ids and log-probs included; or its calls as
@@ -118,6 +119,7 @@ def export(
                 f"{_HERE}: --pairs compares the attempts of a group: give --per-task and --margin "
                 "with it, and no other option"
             )
+        check_new_file(out, overwrite=overwrite)
         _export_pairs(run_dir, out, margin, per_task or 1, wait)
         return
     if margin:
@@ -125,6 +127,7 @@ def export(
     if sft:
         if form != FORMATS[0] or contents:
             raise ConfigError(f"{_HERE}: --sft writes conversations: leave --format out")
+        check_new_file(out, overwrite=overwrite)
         _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
         return
     if split != "train" or (min_reward, per_task, model) != (None, None, None):
@@ -134,11 +137,12 @@ def export(
         )
     if form not in FORMATS:
         raise UnknownNameError(f"--format {form}: there are {', '.join(FORMATS)}")
+    if contents and form == FORMATS[0]:
+        raise ConfigError(f"{_HERE}: --contents is for spans: add --format otlp")
+    check_new_file(out, overwrite=overwrite)
     if form != FORMATS[0]:
         _export_spans(run_dir, out, form, wait, contents=contents)
         return
-    if contents:
-        raise ConfigError(f"{_HERE}: --contents is for spans: add --format otlp")
     from agentevo.runs.folder import read_store
     from agentevo.store import export_jsonl
 
@@ -173,7 +177,7 @@ def _export_sft(
     model: str | None,
     wait: float | None,
 ) -> None:
-    from agentevo.store.store import SPLITS
+    from agentevo.store.records import SPLITS
 
     if split not in SPLITS:
         raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")

@@ -145,7 +145,7 @@ class ConfigKeys:
         return f"; did you mean {best}?" if best else ""
 
     def _nearest(self, key: str, chosen: Mapping[str, str], section: bool | None) -> str | None:
-        best, best_score = None, 0.0
+        best, best_score = None, (0.0, 0)
         for name in self.names():
             explanation = self._explanations[name][0]
             if name.startswith(tuple(f"{one}." for one in LISTS)):
@@ -155,10 +155,11 @@ class ConfigKeys:
             if options and chosen_type is not None and chosen_type not in options:
                 continue
             likely = section is None or section == (explanation.type == "section")
-            score = _closeness(key, name) + (0.1 if likely else 0.0)
+            closeness = _closeness(key, name) + (0.1 if likely else 0.0)
+            score = (closeness, -name.count("."))  # of equals the one that is less deep
             if score > best_score:
                 best, best_score = name, score
-        return best if best_score >= 0.6 else None
+        return best if best_score[0] >= 0.6 else None
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
         """One pydantic error as `key: what is wrong; what is allowed`, without the place where the

@@ -216,7 +216,8 @@ def _of_the_run(config: RunConfig) -> list[str]:
     """What is made for one policy."""
     algorithm, problems = config.algorithm, []
     refused = {
-        f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY,
+        f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY
+        and config.tasks.self_play is None,
         "rollout.samplers": config.rollout.samplers > 0,
         "cold_start.episodes": config.cold_start.episodes > 0,
         "data": config.data.given,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from agentevo.config.routing import needs_routers
 from agentevo.config.section import Section
 from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.recipe import RunConfig
 
 
 def world_size() -> int:
@@ -24,9 +29,9 @@ def check_alone(what: str) -> None:
 
 
 class ParallelSection(Section):
-    """How the processes of a training share the work. shard x tensor x context must divide their
-    number; what is left over are replicas, and each of shard x replicas processes has its own part
-    of every minibatch."""
+    """How the processes of a training share the work. shard x tensor x context x pipeline must
+    divide their number; what is left over are replicas, and each of shard x replicas processes (or
+    pipelines) has its own part of every minibatch."""
 
     shard: int = Field(default=1, ge=1)
     """Processes that each keep a part of every weight, of its gradient and of its moments (FSDP),
@@ -38,16 +43,36 @@ class ParallelSection(Section):
     expert: int = Field(default=1, ge=1)
     """Processes that each keep a part of the experts of a mixture; must divide shard x
     replicas."""
+    pipeline: int = Field(default=1, ge=1)
+    """Processes that each keep a stretch of the layers, through which micro-batches pass one after
+    the other (pipeline parallelism); must divide the layers. Not together with another of these."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no process has the whole model to itself."""
+        return bool(self.above_one)
+
+    @property
+    def above_one(self) -> dict[str, int]:
+        """The sizes that say something, by key."""
+        return {key: size for key, size in self.model_dump().items() if size > 1}
+
+    def shared_by(self, world: int) -> str:
+        """How `world` processes share the work, such as shard=2 x replicas=2; empty where there is
+        nothing to share. Raises ValueError as `replicas`."""
+        replicas = self.replicas(world)
+        sizes = self.above_one | ({"replicas": replicas} if replicas > 1 else {})
+        return " x ".join(f"{key}={size}" for key, size in sizes.items())
 
     def replicas(self, world: int) -> int:
         """How many copies of the model `world` processes hold. Raises ValueError, naming the
         keys, where the sizes don't fit."""
-        inner = self.shard * self.tensor * self.context
+        inner = self.shard * self.tensor * self.context * self.pipeline
         if world % inner:
             raise ValueError(
                 f"trainer.parallel: shard={self.shard} x tensor={self.tensor} x "
-                f"context={self.context} is {inner}, which does not divide the {world} "
-                f"processes that train: start a multiple of {inner} "
+                f"context={self.context} x pipeline={self.pipeline} is {inner}, which does "
+                f"not divide the {world} processes that train: start a multiple of {inner} "
                 "(torchrun --nproc-per-node), or choose smaller sizes"
             )
         replicas = world // inner
@@ -58,3 +83,57 @@ class ParallelSection(Section):
                 f"(shard={self.shard} x {replicas} replicas): choose another size"
             )
         return replicas
+
+
+def parallel_contradictions(config: RunConfig) -> list[str]:
+    """What can't be trained in parts as trainer.parallel says, however many processes there are, as
+    'what: remedy'."""
+    parallel, problems = config.trainer.parallel, list[str]()
+    if config.memory.optimizer == "adamw_8bit" and parallel.is_spread:
+        problems.append(
+            "memory.optimizer=adamw_8bit: moments of 8 bits have one scale for 256 numbers, which "
+            "lie on several processes under trainer.parallel: set memory.optimizer=adamw, of which "
+            "each process keeps a part alone"
+        )
+    if config.model.lora.enabled and max(parallel.tensor, parallel.expert) > 1:
+        problems.append(
+            "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
+            "and share the base by trainer.parallel.shard, long sequences by context"
+        )
+    return problems + _of_stages(config) if parallel.pipeline > 1 else problems
+
+
+def _of_stages(config: RunConfig) -> list[str]:
+    """What stages of a pipeline don't compute."""
+    parallel, needs, problems = config.trainer.parallel, config.algorithm.needs, list[str]()
+    others = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
+    if others:
+        also = " and ".join(f"{key}={size}" for key, size in others.items())
+        problems.append(
+            f"trainer.parallel.pipeline={parallel.pipeline} together with {also}: stages of a "
+            "pipeline are not divided further: set the others to 1 (more processes become "
+            "replicas of the pipeline), or pipeline to 1"
+        )
+    asked = {
+        "adapters (model.lora)": config.model.lora.enabled,
+        f"a critic (algorithm.name={config.algorithm.name})": "values" in needs,
+        f"a process reward (algorithm.name={config.algorithm.name})": "process_rewards" in needs,
+        "a token reward model (reward_model.name)": config.reward_model.name is not None,
+        "recorded or replayed routing (trainer.routing_replay, engine.routed_experts)": (
+            needs_routers(config)
+        ),
+    }
+    problems += [
+        f"{what} together with trainer.parallel.pipeline={parallel.pipeline}: stages of a pipeline "
+        "compute policy and reference alone: set pipeline to 1, and share the models by "
+        "trainer.parallel.shard"
+        for what, is_asked in asked.items()
+        if is_asked
+    ]
+    if config.memory.offload_activations:
+        problems.append(
+            "memory.offload_activations together with trainer.parallel.pipeline: nobody has tried "
+            "what stages keep of several micro-batches off the device: set it to false, and "
+            "memory.checkpointing=full"
+        )
+    return problems

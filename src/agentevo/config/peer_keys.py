@@ -46,6 +46,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "vllm_importance_sampling_clip_max": "algorithm.importance_cap",
         "max_staleness": "rollout.staleness",
         "gradient_checkpointing": "memory.checkpointing=full",
+        "torch_compile": "trainer.torch_compile",
         "peft_config": "model.lora.rank=16",
         "eval_steps": "evaluation.every",
         "save_steps": "checkpoint.every",
@@ -64,6 +65,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "actor.checkpoint.async_save": "checkpoint.background",
         "actor.fsdp_config.fsdp_size": "trainer.parallel.shard",
         "actor.megatron.tensor_model_parallel_size": "trainer.parallel.tensor",
+        "actor.megatron.pipeline_model_parallel_size": "trainer.parallel.pipeline",
         "actor.ulysses_sequence_parallel_size": "trainer.parallel.context",
         "expert_model_parallel_size": "trainer.parallel.expert",
         "data.train_batch_size": "trainer.groups_per_step",
@@ -105,6 +107,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
             "algorithm.importance, algorithm.old_logprobs=recomputed"
         ),
         "algorithm.rollout_correction.rollout_is_threshold": "algorithm.importance_cap",
+        "actor.router_replay.mode": "trainer.routing_replay",
         "algorithm.filter_groups": "algorithm.drop_zero_variance, algorithm.dynamic_sampling",
         "critic.optim.lr": "critic.learning_rate",
         "critic.cliprange_value": "critic.clip",

@@ -28,30 +28,29 @@ from pydantic_core import ErrorDetails
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import sources
-from agentevo.config.advantage import advantage_contradictions
 from agentevo.config.agents import (
     AgentSection,
     EnvironmentAgentSection,
     agent_names,
     agent_section,
 )
-from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
-from agentevo.config.collect import collect_contradictions
+from agentevo.config.algorithm import AlgorithmSection
+from agentevo.config.contradictions import recipe_contradictions
 from agentevo.config.foreign_engines import with_importance
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.imports import OF_YOUR_OWN, import_all
 from agentevo.config.interpolation import escaped
 from agentevo.config.keys import ConfigKeys, Variants
-from agentevo.config.memory import MemorySection, memory_contradictions
-from agentevo.config.named_agents import NamedAgentSection, named_agent_contradictions
+from agentevo.config.memory import MemorySection
+from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
-from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
-from agentevo.config.remote_models import RemoteModelSection, name_problems, unknown_helpers
+from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards
 from agentevo.config.rm import RMSection
-from agentevo.config.rollout import RolloutSection, rollout_contradictions
+from agentevo.config.rollout import RolloutSection
+from agentevo.config.routing import with_recording
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     CheckpointSection,
@@ -66,11 +65,11 @@ from agentevo.config.sections import (
     RunSection,
     SamplingSection,
     StoreSection,
-    TinyModel,
     TrainerSection,
 )
+from agentevo.config.self_play import with_roles
 from agentevo.config.sft import SFTSection
-from agentevo.config.tasks import TasksSection, play_problems, with_absolute_paths
+from agentevo.config.tasks import TasksSection, names_tasks, play_problems, with_absolute_paths
 from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_list import read_tools
 from agentevo.config.tracing import TracingSection
@@ -140,12 +139,12 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _weights_for_foreign_engines(cls, given: Any) -> Any:
-        return with_importance(given)
+    def _defaults_that_follow(cls, given: Any) -> Any:
+        return with_roles(with_recording(with_importance(given)))
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        for problem in _contradictions(self):
+        for problem in recipe_contradictions(self):
             raise ValueError(problem)
         return self
 
@@ -192,112 +191,6 @@ def _absolute_url(url: str, folder: Path) -> str:
     return f"sqlite:///{folder / path}" if is_relative else url
 
 
-def _contradictions(config: RunConfig) -> list[str]:
-    """Values that are each right but can't hold together, as 'what: remedy'."""
-    problems = preference_contradictions(config)
-    if config.algorithm.preference() is None:
-        problems += algorithm_contradictions(config.algorithm)
-    problems += _of_the_training(config)
-    problems += collect_contradictions(config)
-    problems += memory_contradictions(config)
-    problems += rollout_contradictions(config)
-    problems += advantage_contradictions(config)
-    problems += named_agent_contradictions(config)
-    if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
-        problems.append(
-            f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
-            "a folder of its own with run.dir"
-        )
-    if config.trainer.minibatches > config.trainer.groups_per_step:
-        problems.append(
-            f"trainer.minibatches={config.trainer.minibatches} is more than "
-            f"trainer.groups_per_step={config.trainer.groups_per_step}: "
-            "a group is never split, so set trainer.minibatches no higher than "
-            "trainer.groups_per_step"
-        )
-    problems += _of_the_model(config)
-    problems += name_problems(list(config.remote_models), config.model.name)
-    return problems + unknown_helpers(config.remote_models, config.agent)
-
-
-def _of_the_training(config: RunConfig) -> list[str]:
-    """Contradictions of the sampling, the groups and the algorithm that trains on them."""
-    sampling, trainer, problems = config.sampling, config.trainer, list[str]()
-    if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
-        problems.append(
-            "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
-            "ratio assumes whole: "
-            "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
-        )
-    if trainer.optimizer_from is not None and (config.agents or config.cold_start.episodes):
-        problems.append(
-            "trainer.optimizer_from goes on with one policy's optimizer: leave agents and "
-            "cold_start out"
-        )
-    if trainer.epochs == 0 and config.data.given:
-        problems.append(
-            "trainer.epochs=0 only samples, and data.pairs or data.pairs_from is given to train "
-            "on: set trainer.epochs=1, or remove it"
-        )
-    if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
-        if config.algorithm.within_group:
-            problems.append(
-                f"algorithm.name={config.algorithm.name} compares the members of a group, but "
-                "trainer.group_size is 1: set it to 2 or more"
-            )
-        elif config.algorithm.keep_groups < 1:
-            problems.append(
-                "algorithm.keep_groups ranks groups by their spread of rewards, but "
-                "trainer.group_size is 1: set it to 2 or more"
-            )
-    return problems
-
-
-def _of_the_model(config: RunConfig) -> list[str]:
-    """Contradictions of the model, its adapters and the lengths that it has room for."""
-    sampling, problems = config.sampling, list[str]()
-    tiny = config.model.tiny
-    if config.model.name != "tiny" and tiny != TinyModel():
-        problems.append(
-            f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or "
-            "remove model.tiny"
-        )
-    if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
-        problems.append(
-            f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
-            f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
-        )
-    if config.algorithm.reference == "base" and not config.model.lora.enabled:
-        problems.append(
-            "algorithm.reference=base is the policy with its adapters off, but model.lora has "
-            "none: set model.lora.rank=16, or "
-            "reference=frozen"
-        )
-    supervised = (
-        config.cold_start.episodes
-        or config.data.train
-        or config.data.demonstrations
-        or config.data.best_of
-    )
-    if config.model.lora.dropout > 0 and not supervised:
-        problems.append(
-            f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
-            "trains on the log-probs that tokens were "
-            "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
-            "data for `agentevo sft`"
-        )
-    if (
-        config.engine.kv_cache_tokens is not None
-        and sampling.max_new_tokens > config.engine.kv_cache_tokens
-    ):
-        problems.append(
-            f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit "
-            f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
-            "lower the former or raise the latter"
-        )
-    return problems
-
-
 def load_config(
     recipe: str | Path, overrides: Sequence[str] = (), *, needs_environment: bool = True
 ) -> RunConfig:
@@ -329,7 +222,7 @@ def build_config(
     imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
     keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
-    _refuse(credential_problems(plain), overrides, where)
+    _refuse(credential_problems(plain), overrides, where, tree)
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
             f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, "
@@ -363,16 +256,19 @@ def build_config(
         errors.extend(error.errors())
     problems = [keys.problem(error, chosen=chosen) for error in errors]
     lines.extend(line for line in problems if line.partition(":")[0] not in refused)
-    _refuse(lines, overrides, where)
+    _refuse(lines, overrides, where, tree)
     return config
 
 
-def _refuse(problems: Sequence[str], overrides: Sequence[str], where: str) -> None:
-    """Raises ConfigError with a line for each problem, if there are any."""
+def _refuse(
+    problems: Sequence[str], overrides: Sequence[str], where: str, tree: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError with a line for each problem, if there are any. `tree`: the recipe as it
+    is written."""
     if problems:
         raise ConfigError(
             "\n".join(
-                f"{sources.written_in(line, overrides, where)}: {line}"
+                f"{sources.written_in(line, overrides, where, tree)}: {line}"
                 for line in dict.fromkeys(problems)
             )
         )
@@ -390,7 +286,7 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
     plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
     for key in ("data", "rm"):
         plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)
-    has_tasks = isinstance(plain["tasks"], dict) and bool(plain["tasks"].get("train"))
+    has_tasks = names_tasks(plain["tasks"]) and plain.get("environment") is None
     agent = plain.setdefault("agent", {})
     if isinstance(agent, dict):
         agent.setdefault("type", "single_turn" if has_tasks else "environment")

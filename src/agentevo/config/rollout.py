@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from agentevo.config.curriculum import curriculum_contradictions
 from agentevo.config.section import Section
+from agentevo.config.self_play import self_play_contradictions
 from agentevo.config.task_stages import stage_contradictions
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class WeightsSection(Section):
     delta: bool = False
     """Publish what changed since the version before, bit for bit, where that is smaller than all of
     it. For bfloat16 (model.dtype). Trainer and engines each hold one more copy of the weights, in
-    main memory."""
+    main memory; processes that share a model (trainer.parallel) one copy together."""
     full_every: int = Field(default=16, ge=2)
     """With delta: at most so many versions from one in full to the next. Who is late reads all
     since the last one in full."""
@@ -104,6 +105,7 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
     """Values that can't hold together with those of other sections, as 'what: remedy'."""
     section = config.rollout
     problems = [*stage_contradictions(config), *curriculum_contradictions(config)]
+    problems += self_play_contradictions(config)
     apart = section.staleness > 0 or section.samplers > 0
     weighs = (
         config.algorithm.importance != "none"

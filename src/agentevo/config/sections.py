@@ -235,6 +235,16 @@ class TrainerSection(Section):
     prefix_merging: bool = True
     """Compute what several samples begin with once for all of them; the result does not depend on
     it. Off, every sample is computed whole, as most trainers do: slower, for comparison."""
+    torch_compile: bool = True
+    """On a GPU, make fewer and larger kernels of decoder layers by torch.compile: faster steps that
+    keep less; the first step compiles, for tens of seconds. It does nothing on a CPU, and for
+    layers with experts, adapters, `trainer.parallel` and memory.offload_activations, which stay as
+    they are."""
+    routing_replay: Literal["none", "rollout", "update"] = "none"
+    """Which experts of a mixture the policy's passes go through: the router's choice of the moment
+    (`none`), those that the engine chose for each token when it was drawn (`rollout`, the R3 of
+    arXiv 2510.11370), or those of the pass that computes the old log-probs (`update`, verl's R2;
+    needs algorithm.old_logprobs=recomputed). docs/routing.md"""
     parallel: ParallelSection = ParallelSection()
     """How these processes share the work."""
 
@@ -371,6 +381,10 @@ class EngineSection(Section):
     """Refuse a model, device or dtype for which the last digits of a completion may depend on what
     is computed beside it. In float32 on an x86 CPU they never do, whether or not this is set
     (docs/engines.md)."""
+    routed_experts: bool = False
+    """Record which experts of a mixture are chosen for every token, and store them with the turns.
+    Default: true with trainer.routing_replay=rollout, which needs it. Without replay it tells how
+    many choices differ in training (docs/routing.md)."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for one completion, in seconds. What the engine sleeps meanwhile does not
     count."""

@@ -24,6 +24,14 @@ from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_te
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
 
+SHORT_FORMS: dict[tuple[str, ...], str | None] = {
+    ("tasks",): "train",
+    ("tasks", "self_play"): "family",
+    ("tasks", "curriculum"): None,
+}
+"""Sections of a recipe that may be written as one value, or list -> the key that it is of. None:
+`true` is the section as it is."""
+
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -131,29 +139,69 @@ def merge(
             merged = _merged(merged, addition, key)
         return resolved(merged)
     except (InterpolationError, _MergeError) as error:
-        raise ConfigError(f"{written_in(str(error), overrides, where)}: {error}") from error
+        raise ConfigError(f"{written_in(str(error), overrides, where, tree)}: {error}") from error
 
 
 class _MergeError(Exception):
     """`key: what is wrong`."""
 
 
-def _merged(tree: dict[str, Any], addition: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`tree` with `addition` on top; a section that is written as `${...}` is that of the tree."""
-    merged = dict(tree)
+def _merged(
+    tree: dict[str, Any],
+    addition: Mapping[str, Any],
+    key: str,
+    place: tuple[str, ...] = (),
+    whole: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`tree` with `addition` on top; a section that is written as `${...}` is that of the tree, and
+    one in its short form is written out, whichever of the two it is in: the short form sets its one
+    key. `place`: the keys under which `tree` lies in `whole`."""
+    merged, whole = dict(tree), tree if whole is None else whole
     for name, value in addition.items():
-        below = merged.get(name)
+        below, at = merged.get(name), (*place, name)
+        if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, whole), dict):
+            value = _written_out(at, value, _seen(at, value, whole))
         if isinstance(value, dict) and is_interpolation(below):
-            below = Resolver(tree).value((name,), below)
+            below = Resolver(whole).value(at, below)
+        if isinstance(value, dict):
+            below = _written_out(at, below, below)
         if {type(value), type(below)} == {dict, list}:
             raise _MergeError(
                 f"{key}: a list and a mapping can't be put together: give the whole of the section "
                 "or list that it is in"
             )
         if isinstance(value, dict) and isinstance(below, dict):
-            value = _merged(below, value, key)
+            value = _merged(below, value, key, (*place, name), whole)
         merged[name] = value
     return merged
+
+
+def _seen(place: tuple[str, ...], value: Any, whole: Mapping[str, Any]) -> Any:
+    """What a value stands for, as far as the tree says so yet."""
+    try:
+        return Resolver(whole).value(place, value) if is_interpolation(value) else value
+    except InterpolationError:
+        return value
+
+
+def _in_recipe(place: tuple[str, ...]) -> tuple[str, ...]:
+    """A place in a recipe, or in a pipeline, which has recipes under keys `config`, as the
+    recipe's."""
+    if place[0] in ("stages", "config", "held_out") and "config" in place:
+        return place[place.index("config") + 1 :]
+    return place
+
+
+def _written_out(place: tuple[str, ...], section: Any, meaning: Any) -> Any:
+    """A section that is written as one value, as a mapping; anything else as it stands. `meaning`:
+    what the value stands for."""
+    place = _in_recipe(place)
+    if place not in SHORT_FORMS:
+        return section
+    key = SHORT_FORMS[place]
+    if key is None:
+        return {} if meaning is True else section
+    return {key: section} if isinstance(meaning, (str, list)) else section
 
 
 def overlay(tree: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,18 +252,37 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def written_in(line: str, overrides: Sequence[str], where: str) -> str:
-    """`override` if the key that a problem line begins with was set by one, else `where`."""
+def written_in(
+    line: str, overrides: Sequence[str], where: str, tree: Mapping[str, Any] | None = None
+) -> str:
+    """`override` if the key that a problem line begins with was set by one, or is of a section that
+    only overrides have put into `tree`, else `where`."""
     key = line.partition(":")[0].partition("[")[0]
+    added = key if tree is None else _first_absent(key, tree)
     overridden = [split_override(override)[0] for override in overrides]
     return (
         "override"
         if any(
-            f"{key}.".startswith(f"{overridden_key}.") or overridden_key.startswith(f"{key}.")
+            f"{key}.".startswith(f"{overridden_key}.")
+            or f"{overridden_key}.".startswith(f"{added}.")
             for overridden_key in overridden
         )
         else where
     )
+
+
+def _first_absent(key: str, tree: Mapping[str, Any]) -> str:
+    """The outermost section of `key` that the tree as written has not; the key itself where there
+    is none, or where a `${...}` stands for one."""
+    section: Any = tree
+    parts = key.split(".")
+    for count, part in enumerate(parts, start=1):
+        if is_interpolation(section):
+            break
+        if not isinstance(section, Mapping) or part not in section:
+            return ".".join(parts[:count])
+        section = section[part]
+    return key
 
 
 def overridden(overrides: Sequence[str], is_text: Callable[[str], bool]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import PositiveFloat, field_validator, model_validator
 from agentevo.config.agents import brings_tasks
 from agentevo.config.curriculum import Curriculum, with_curriculum_read
 from agentevo.config.section import Section
+from agentevo.config.self_play import SelfPlay, with_self_play_read
 from agentevo.config.task_stages import TaskStage, stage_problem, with_stages_read
 
 
@@ -60,6 +61,10 @@ class TasksSection(Section):
     half of their attempts solve come most often, solved ones are retired, and a task with the key
     `variant_of` (another's id) waits until that one is. `true`, or a section with `window`,
     `retire_after` and `floor`. Default: every task as often as any other."""
+    self_play: SelfPlay | None = None
+    """No tasks are given: a proposer writes the questions that a solver trains on. The name of a
+    question family, or a section with `family`, `options`, `group_size`, `reward`, `repetition` and
+    `invalid`. Such a run needs `eval`, whose questions are never trained on. Default: none."""
     fields: TaskFields = TaskFields()
     """The keys of a row that hold a task's fields."""
     allow_bad_rows: bool = True
@@ -67,13 +72,13 @@ class TasksSection(Section):
 
     @property
     def given(self) -> bool:
-        return bool(self.train)
+        return bool(self.train) or self.self_play is not None
 
     @model_validator(mode="before")
     @classmethod
     def _from_sources(cls, given: Any) -> Any:
         section = {"train": given} if isinstance(given, (str, list, tuple)) else given
-        return with_stages_read(with_curriculum_read(section))
+        return with_stages_read(with_curriculum_read(with_self_play_read(section)))
 
     @field_validator("train", "eval", mode="before")
     @classmethod
@@ -82,6 +87,8 @@ class TasksSection(Section):
 
     @model_validator(mode="after")
     def _held_out_of_something(self) -> TasksSection:
+        if self.self_play is not None:
+            return self._checked_self_play()
         if self.eval and not self.train:
             raise ValueError("eval is given without train: give tasks to train on")
         if self.weights and len(self.weights) != len(self.train):
@@ -109,6 +116,19 @@ class TasksSection(Section):
             raise ValueError("curriculum chooses among the tasks of train: give train")
         if problem := stage_problem(self.stages, self.train, self.eval):
             raise ValueError(problem)
+        return self
+
+    def _checked_self_play(self) -> TasksSection:
+        others = [key for key in ("train", "weights", "stages") if getattr(self, key)]
+        others += ["curriculum"] * (self.curriculum is not None)
+        if others:
+            raise ValueError(
+                f"self_play and {others[0]} both say which tasks a step plays: leave one out"
+            )
+        if not self.eval:
+            raise ValueError(
+                "self_play needs held-out tasks, which say what the solver learns: give eval"
+            )
         return self
 
 
@@ -141,13 +161,18 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
     return changed
 
 
+def names_tasks(section: Any) -> bool:
+    """Whether a section `tasks` as written says what is played."""
+    return isinstance(section, dict) and bool(section.get("train") or section.get("self_play"))
+
+
 def play_problems(
     tree: dict[str, Any], needs_environment: bool, environments: list[str]
 ) -> list[str]:
     """The problems of a recipe's environment and tasks: it must have one of them, and never
     both."""
     section, agent = tree.get("tasks"), tree.get("agent")
-    has_tasks = bool(isinstance(section, dict) and section.get("train"))
+    has_tasks = names_tasks(section)
     has_environment = tree.get("environment") is not None
     kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)
     if isinstance(kind, str) and brings_tasks(kind):

@@ -23,11 +23,11 @@ from agentevo.doctor.store_check import check_store_server
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
-from agentevo.inference.torch_engine import kv_bytes_per_token
+from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.models.positions import context_length
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
-from agentevo.orchestration.players import find_agent
+from agentevo.orchestration.players import check_named, find_agent
 from agentevo.rollout.group import Group
 from agentevo.rollout.sampler import Player, Sampler
 from agentevo.training.tree import build_tree
@@ -42,6 +42,7 @@ def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Chec
     if is_refused(services):
         advice = "mend what is wrong with them first"
         return [*services, Check("attempts", "wrong", "not played without these servers", advice)]
+    check_named(config)
     check_memory(config)
     return [*services, *run_coroutine(_check(config, checkpoint))]
 
@@ -102,14 +103,16 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
 async def _first_group(
     config: RunConfig, parts: Components, sampler: _WatchedSampler
 ) -> list[Trajectory]:
-    """The first training task's attempts; of several agents, those of the main one."""
+    """The first training task's attempts; of several agents, those of the main one. Under self-play
+    the first held-out one's: what is trained on is not proposed yet."""
+    tasks = parts.tasks.train(1) if parts.tasks.proposals is None else parts.tasks.held_out()
     with closing(sampler):
         group = await sampler.sample(
-            parts.tasks.train(1)[:1],
+            tasks[:1],
             attempts=config.trainer.group_size,
             temperature=config.sampling.temperature,
             split="doctor",
-            step=0,
+            step=1,  # rewards count from there on
             label="doctor",
         )
     if config.agents:

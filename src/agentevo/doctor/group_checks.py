@@ -32,8 +32,8 @@ from agentevo.errors import EngineError, ModelError
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.drift import DriftPlace
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
+from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.sampling import filter_logits
-from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.inference.transports import local_transport
 from agentevo.models.attention import NAME
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn

@@ -21,8 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import MemorySection
+from agentevo.models.compiled import is_compiled
 from agentevo.models.linear import available
-from agentevo.training.kernels.linear_logprobs import CELL_BYTES, KEPT_BYTES, OTHER_CELL_BYTES
+from agentevo.training.kernels.cells import CELL_BYTES, OTHER_CELL_BYTES
+from agentevo.training.kernels.linear_logprobs import KEPT_BYTES
 from agentevo.training.kernels.output_layer import causal_model
 
 FLOAT = 4
@@ -50,6 +52,8 @@ class Shape:
     """Input and output embeddings are one matrix."""
     element: int
     """Bytes of one number of weights and activations."""
+    compiled: bool = False
+    """Whether PyTorch's compiler made the layers' kernels (models/compiled.py)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         head_norms="q_norm" in names,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         element=next(model.parameters()).element_size(),
+        compiled=is_compiled(model),
     )
 
 
@@ -145,9 +150,14 @@ def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) ->
     ) * element + shape.num_heads * FLOAT  # q, k, v, output; log-sum-exp
     if checkpointing == "full":
         return hidden * element
-    if checkpointing == "selective":  # input; products: q, k, v, o, gate, up, down; attention
-        products = shape.query + 2 * shape.key + 2 * hidden + 2 * shape.intermediate
-        return (hidden + products + shape.query) * element + shape.num_heads * FLOAT
+    # input; products: q, k, v, o, gate, up, down; attention
+    products = shape.query + 2 * shape.key + 2 * hidden + 2 * shape.intermediate
+    selective = (hidden + products + shape.query) * element + shape.num_heads * FLOAT
+    if shape.compiled:  # and what goes into products
+        turned = (shape.query + shape.key) * shape.head_norms
+        return selective + (2 * hidden + shape.intermediate + turned) * element
+    if checkpointing == "selective":
+        return selective
     norm = hidden * (
         FLOAT + element * trained.norms
     )  # its input in float32; what its weight multiplies

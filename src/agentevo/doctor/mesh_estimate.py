@@ -4,8 +4,9 @@ is read, and none is made.
 Counted for each process: its part of the float32 weights, gradients and moments; what FSDP gathers
 at once (the group of embedding and output layer, and two decoder layers); the activations of one
 micro-batch, as `memory_estimate.py` has them, cut by the tensor and the context group; twins
-(reference, critic). The first process serves with a whole model besides. Not counted: what
-allocators and collectives keep.
+(reference, critic). The first process serves with a whole model besides. Stages of a pipeline
+differ: the first one has embeddings and keeps the activations of as many micro-batches as there are
+stages, the last one has the output layer. Not counted: what allocators and collectives keep.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentevo.config import ParallelSection, RunConfig
+from agentevo.config.parallel import parallel_contradictions
 from agentevo.devices import find
 from agentevo.devices import memory as device_bytes
 from agentevo.doctor.checks import GIB, Check
@@ -83,25 +85,33 @@ class Fit:
     """One mesh, and the bytes that it takes."""
 
     parallel: ParallelSection
-    replicas: int
+    world: int
     parts: dict[str, float]
-    """On each process."""
+    """On each process; of stages, on the one that takes most."""
     first: dict[str, float]
     """Besides, on the first one."""
+    spared: float = 0.0
+    """What the first one has less of `parts`."""
+
+    @property
+    def on_first(self) -> float:
+        return total(self.parts) - self.spared + total(self.first)
 
     @property
     def most(self) -> float:
-        return total(self.parts) + total(self.first)
+        return max(total(self.parts), self.on_first)
 
-    @property
-    def keys(self) -> list[str]:
-        """The recipe's keys that choose it."""
-        sizes = self.parallel.model_dump()
-        return [f"trainer.parallel.{key}={size}" for key, size in sizes.items() if size > 1]
+    def keys(self, asked: ParallelSection) -> list[str]:
+        """The keys that choose it in a recipe that asks for `asked`."""
+        before = asked.model_dump()
+        return [
+            f"trainer.parallel.{key}={size}"
+            for key, size in self.parallel.model_dump().items()
+            if size > 1 or before[key] > 1
+        ]
 
     def __str__(self) -> str:
-        sizes = {**self.parallel.model_dump(), "replicas": self.replicas}
-        return " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1) or "one"
+        return self.parallel.shared_by(self.world) or "one"
 
 
 def sizes_of(config: RunConfig) -> Sizes:
@@ -155,7 +165,23 @@ def longest_pass(config: RunConfig, sizes: Sizes) -> int:
 
 def fit(config: RunConfig, sizes: Sizes, parallel: ParallelSection, world: int) -> Fit:
     """What a mesh of `world` processes takes. Raises ValueError for sizes that don't divide it."""
-    replicas = parallel.replicas(world)
+    parallel.replicas(world)
+    stages = sorted({0, parallel.pipeline - 1})
+    ends = [stage_parts(config, sizes, parallel, stage) for stage in stages]
+    parts = max(ends, key=total)
+    first = {}
+    if parallel.is_spread:
+        first["whole model"] = float(sizes.shape.element * sizes.numbers)
+    if not config.rollout.samplers:
+        first["key-value cache"] = config.engine.kv_cache_gb * GIB
+    return Fit(parallel, world, parts, first, total(parts) - total(ends[0]))
+
+
+def stage_parts(
+    config: RunConfig, sizes: Sizes, parallel: ParallelSection, stage: int
+) -> dict[str, float]:
+    """Bytes that a process of this stage takes, of 0 to pipeline - 1; without stages, each."""
+    sizes = _stage_sizes(sizes, parallel, stage)
     shard, tensor = parallel.shard, parallel.tensor
     spread = max(parallel.expert, shard)
     element = sizes.shape.element
@@ -179,20 +205,31 @@ def fit(config: RunConfig, sizes: Sizes, parallel: ParallelSection, world: int) 
         "weights": weights,
         "gradients": gradients,
         "optimizer": moments * (not config.memory.offload_optimizer),
-        "activations": _activations(config, sizes, parallel),
+        "activations": _activations(config, sizes, parallel, stage),
     }
     of_copy = element * frozen + (FLOAT if shard > 1 else element) * trained
     parts |= _twins(config, of_copy, of_copy + gradients + moments)
-    first = {}
-    if shard * tensor * parallel.expert > 1:
-        first["whole model"] = float(element * sizes.numbers)
-    if not config.rollout.samplers:
-        first["key-value cache"] = config.engine.kv_cache_gb * GIB
-    return Fit(parallel, replicas, {name: size for name, size in parts.items() if size}, first)
+    return {name: size for name, size in parts.items() if size}
 
 
-def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection) -> float:
-    """Of one micro-batch, as its backward pass begins or, if that is more, in the last layer's."""
+def _stage_sizes(sizes: Sizes, parallel: ParallelSection, stage: int) -> Sizes:
+    """Of the layers of one stage, with the embeddings if it is the first and with norm and output
+    layer if it is the last."""
+    if parallel.pipeline == 1:
+        return sizes
+    shape = replace(sizes.shape, num_layers=sizes.shape.num_layers // parallel.pipeline)
+    embedding = shape.vocabulary * shape.hidden
+    root = embedding * (stage == 0)
+    root += (sizes.root - embedding) * (stage == parallel.pipeline - 1)
+    numbers = shape.num_layers * sizes.layer + root
+    trained = replace(sizes.trained, total=numbers)
+    experts = sizes.experts // parallel.pipeline
+    return replace(sizes, shape=shape, trained=trained, numbers=numbers, root=root, experts=experts)
+
+
+def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, stage: int) -> float:
+    """Of one micro-batch, as its backward pass begins or, if that is more, in the last layer's; of
+    a stage, with those of the micro-batches that are under way behind it."""
     tensor = parallel.tensor
     shape = replace(
         sizes.shape,
@@ -209,6 +246,10 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection) -> 
     kept = per_token * tokens * shape.num_layers
     remade = layer_bytes(shape, sizes.trained, "none") * tokens if mode != "none" else 0.0
     passing = 2.0 * shape.intermediate * tokens * shape.element
+    ahead = parallel.pipeline - 1 - stage
+    if ahead:  # nothing is known of a loss here; what was sent on is kept as long
+        sent = float(shape.hidden * tokens * shape.element)
+        return (kept + sent) * (ahead + 1) + remade + passing
     return kept + max(output_bytes(shape, sizes.trained, load), remade + passing)
 
 
@@ -238,6 +279,8 @@ def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
         trainer = config.trainer.model_copy(update={"parallel": parallel})
         changed = config.model_copy(update={"trainer": trainer})
         try:
+            for problem in parallel_contradictions(changed):
+                raise ConfigError(problem)
             check_processes(changed, world=world)
             check_spread(sizes.model, parallel)
             found.append(fit(changed, sizes, parallel, world))
@@ -253,34 +296,47 @@ def _meshes(world: int, sizes: Sizes) -> Iterator[ParallelSection]:
     of_heads = [n for n in divisors if sizes.num_heads % n == 0]
     within = [n for n in of_heads if n <= OF_A_NODE and sizes.shape.intermediate % n == 0]
     of_experts = [n for n in divisors if sizes.num_experts and sizes.num_experts % n == 0] or [1]
+    for pipeline in (n for n in divisors if n > 1 and sizes.shape.num_layers % n == 0):
+        yield ParallelSection(pipeline=pipeline)
     for shard, tensor, context, expert in itertools.product(divisors, within, of_heads, of_experts):
         if world % (shard * tensor * context) == 0:
             yield ParallelSection(shard=shard, tensor=tensor, context=context, expert=expert)
 
 
-def _cost(one: Fit) -> tuple[int, int, int, int]:
-    """Tensor groups exchange twice a layer, context groups once, experts once where they are, FSDP
-    weights that are asked for in advance."""
+def _cost(one: Fit) -> tuple[int, int, int, int, int]:
+    """Stages of a pipeline wait for the first and the last micro-batch of each step, tensor groups
+    exchange twice a layer, context groups once, experts once where they are, FSDP weights that are
+    asked for in advance."""
     sizes = one.parallel
-    return sizes.tensor, sizes.context, sizes.expert, sizes.shard
+    return sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.shard
 
 
 def judge_meshes(
-    found: list[Fit], devices: int, memory: float, command: str, tokens: int
+    found: list[Fit],
+    devices: int,
+    memory: float,
+    command: str,
+    tokens: int,
+    asked: ParallelSection,
 ) -> list[Check]:
     """`memory`: bytes of each device. `command`: recipe and overrides as they were given. `tokens`:
-    of the largest micro-batch."""
+    of the largest micro-batch. `asked`: the recipe's own mesh, which is judged before the others
+    where it is one."""
     good = [one for one in found if one.most <= ROOM * memory]
     listed = good or sorted(found, key=lambda one: one.most)
     checks = []
+    if asked.is_spread:
+        own = next((one for one in found if one.parallel == asked), None)
+        checks.append(_own_mesh(own, asked, devices, memory))
     for one in listed[:SHOWN]:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.parts.items())
         more = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.first.items())
-        finding = f"{one}: {total(one.parts) / GIB:.2f} GiB on each device ({parts})"
+        each = "each device" if one.parallel.pipeline == 1 else "the stage that takes most"
+        finding = f"{one}: {total(one.parts) / GIB:.2f} GiB on {each} ({parts})"
         if more:
-            finding += f"; on the first one {one.most / GIB:.2f} (and {more})"
+            finding += f"; on the first one {one.on_first / GIB:.2f} (and {more})"
         checks.append(Check("mesh", "good" if good else "wrong", finding))
-    left = len(listed) - len(checks)
+    left = len(listed) - len(listed[:SHOWN])
     also = f", and {left} more" if left else ""
     about = f"{devices} devices of {memory / GIB:.1f} GiB, micro-batches of {tokens:,} tokens"
     if not good:
@@ -290,13 +346,31 @@ def judge_meshes(
             "(rollout.samplers), or a smaller model"
         )
         return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
-    advice = "start it with: " + _ready(good[0], devices, command)
+    advice = "start it with: " + _ready(good[0], devices, command, asked)
     finding = f"{len(good)} of {len(found)} fit {about}{also}; the cheapest is {good[0]}"
     return [*checks, Check("meshes", "good", finding, advice)]
 
 
-def _ready(one: Fit, devices: int, command: str) -> str:
-    words = " ".join([command, *one.keys])
+def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: float) -> Check:
+    name = ", ".join(f"{key}={size}" for key, size in asked.above_one.items())
+    if own is None:
+        return Check(
+            "the recipe's mesh",
+            "wrong",
+            f"trainer.parallel of the recipe ({name}) is none for this model on {devices} devices",
+            "choose one of those below",
+        )
+    fits_in = own.most <= ROOM * memory
+    return Check(
+        "the recipe's mesh",
+        "good" if fits_in else "wrong",
+        f"{own}: {own.most / GIB:.2f} GiB on the device that takes most",
+        "" if fits_in else "choose one of those below",
+    )
+
+
+def _ready(one: Fit, devices: int, command: str, asked: ParallelSection) -> str:
+    words = " ".join([command, *one.keys(asked)])
     if devices == 1:
         return f"agentevo train {words}"
     if devices <= OF_A_NODE or devices % OF_A_NODE:
@@ -318,4 +392,5 @@ def check_meshes(
     memory = device_memory * GIB if device_memory else device_bytes(find(config.model.device))[1]
     sizes = sizes_of(config)
     tokens = longest_pass(config, sizes)
-    return judge_meshes(fits(config, sizes, devices), devices, memory, command, tokens)
+    found = fits(config, sizes, devices)
+    return judge_meshes(found, devices, memory, command, tokens, config.trainer.parallel)

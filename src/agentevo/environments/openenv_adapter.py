@@ -12,7 +12,6 @@ hangs, dies, or sends something else costs the attempt.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import threading
@@ -21,7 +20,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 import pydantic
 from websockets.exceptions import ConnectionClosed, WebSocketException
@@ -30,6 +28,7 @@ from websockets.sync.client import ClientConnection, connect
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
 from agentevo.errors import ConfigError, EnvironmentFailure, storable
+from agentevo.http_clients import is_loopback, trusted_context
 from agentevo.parsing import ParseError, parse_json
 from agentevo.trace_header import trace_headers
 
@@ -213,7 +212,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
     def _connected(self) -> ClientConnection:
         scheme, rest = self.config.url.rstrip("/").split("://", 1)
         url = f"{'wss' if scheme in ('https', 'wss') else 'ws'}://{rest}/ws"
-        own: dict[str, Any] = {"proxy": None} if _is_loopback(url) else {}
+        own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
         try:
             return self._open.enter_context(
                 connect(
@@ -280,7 +279,9 @@ def _read_form(base: str, config: OpenEnvConfig) -> Form:
 
     try:
         with httpx.Client(
-            timeout=config.call_timeout_s, trust_env=not _is_loopback(base)
+            timeout=config.call_timeout_s,
+            trust_env=not is_loopback(base),
+            verify=trusted_context(),
         ) as client:
             schema = client.get(f"{base}/schema").raise_for_status().json()["action"]
             about = client.get(f"{base}/metadata")
@@ -355,11 +356,3 @@ def _refuse(answer: Mapping[str, Any], kind: str, url: str) -> None:
             f"openenv: the {kind} of {url} failed ({answer['code']}): "
             f"{storable(str(answer.get('message', '')), 1000)}"
         )
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

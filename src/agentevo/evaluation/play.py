@@ -21,6 +21,7 @@ from urllib.parse import quote
 from agentevo.config import RunConfig
 from agentevo.config.agents import EnvironmentAgentSection, SingleTurnSection
 from agentevo.config.named_agents import trained_agents
+from agentevo.config.routing import without_routing
 from agentevo.config.sections import RunSection
 from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError, storable
@@ -28,6 +29,7 @@ from agentevo.evaluation.contestants import Contestant
 from agentevo.evaluation.results import AttemptLine, ResultsFolder
 from agentevo.evaluation.results import storable as storable_attempt
 from agentevo.event_loop import gather_all
+from agentevo.heap import lasting_heap
 from agentevo.rewards.answers import place_of
 from agentevo.rewards.reward import completion_of
 from agentevo.rewards.stated import stated_answer
@@ -142,13 +144,15 @@ async def local_parts(
     afterwards."""
     from agentevo.orchestration.components import load_policy, open_components
 
-    loaded = load_policy(contestant.config, contestant.checkpoint)
+    config = without_routing(config)
+    loaded = load_policy(without_routing(contestant.config), contestant.checkpoint)
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
         url = f"sqlite:///{folder}/store.sqlite"
         async with open_components(
             config, checkpoint=contestant.checkpoint, store_url=url, loaded=loaded, note=note
         ) as parts:
-            yield parts
+            with lasting_heap():
+                yield parts
 
 
 async def play(

@@ -19,15 +19,15 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from agentevo.errors import ConfigError, described
 from agentevo.files import must_write, sync_to_disk, write_atomic
+from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.types import Status, Task, Trajectory
 
 T = TypeVar("T")
@@ -88,25 +88,9 @@ class ResultsFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Raises ConfigError where another process evaluates into the folder, or nobody can."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK, timeout=0)
-            lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"{self.path}: another process evaluates there: wait for it, or give another --out"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} can't be written ({error.strerror or error}): give another --out"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
+        return locked_output(self.path, LOCK, "evaluates")
 
     def check_new(self) -> None:
         """Raises ConfigError where something is there already."""
@@ -115,17 +99,7 @@ class ResultsFolder:
                 f"{self.path} has an evaluation already: go on with it by --resume, or give "
                 "another --out"
             )
-        try:
-            found = [one.name for one in self.path.iterdir() if one.name not in (LOCK, _BEGUN)]
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} is no folder that can be read ({error.strerror or error}): give "
-                "another --out"
-            ) from error
-        if found:
-            raise ConfigError(f"{self.path} is not empty: give another --out")
+        check_empty(self.path, but=(LOCK, _BEGUN))
 
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes what is measured."""

@@ -1,4 +1,5 @@
-"""`agentevo evolve`: one folder in which a server of tools becomes tasks, and these a better agent.
+"""`agentevo evolve`: one folder in which a server of tools, or documents, become tasks, and these a
+better agent.
 
     FOLDER/tasks/                 the first tasks, held-out ones among them (task_making/files.py),
                                   and the agent's texts
@@ -13,10 +14,10 @@ made-up task. The files appear in the order above; with the last of them the fol
 from __future__ import annotations
 
 import json
-import random
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,26 @@ import pydantic
 import yaml
 
 from agentevo.config import sources
+from agentevo.config.entry_problems import entry_problem
 from agentevo.config.mcp import MCPServerSection
+from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.texts import with_texts_of_file
 from agentevo.config.tool_entries import ToolEntry
 from agentevo.config.tools import ToolSection, named_tool
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.event_loop import run_coroutine
 from agentevo.evolution.schema import EvolveSection
+from agentevo.evolution.source import DocumentsSource, ServerSource, Source
 from agentevo.evolution.stages import TEXTS, pipeline_of, recipe_of
 from agentevo.files import must_write, write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.paths import check_new_folder, short
 from agentevo.pipeline import Pipeline, build_pipeline, load_pipeline, read_state, run_pipeline
+from agentevo.pipeline.reading import checked_config
 from agentevo.pipeline.state import is_pipeline_folder
-from agentevo.progress import bar
+from agentevo.prompts.budget import Budget, comparison
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
-from agentevo.task_making.demonstrations import demonstration
+from agentevo.task_making.document_files import is_document
 from agentevo.task_making.files import DEMONSTRATIONS, write_made
-from agentevo.task_making.making import Wanted, check_wanted, make_tasks
 
 PIPELINE, RECIPE, TASKS, RUN = "evolve.pipeline.yaml", "recipe.yaml", "tasks", "run"
 _entry: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ToolEntry)
@@ -51,8 +54,8 @@ _MADE_UP = {"id": "none", "query": "none", "answer": "none", "scorer": "contains
 class Evolution:
     """What is to be done, read and checked; nothing is created or called by that."""
 
-    def __init__(self, tree: Mapping[str, Any], section: EvolveSection, sections: Sequence[Any]):
-        """`tree`: the recipe, its section `evolve` apart; `sections`: the tools. Raises
+    def __init__(self, tree: Mapping[str, Any], section: EvolveSection, home: Path):
+        """`tree`: the recipe, its section `evolve` apart; `home`: where its paths are from. Raises
         ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
@@ -60,21 +63,20 @@ class Evolution:
         self.name, self.seed = str(run.get("name", "evolve")), int(run.get("seed", 0))
         folder = run.get("dir")
         self.folder = (Path(str(folder)) if folder else Path("runs") / self.name).absolute()
-        self.sections = [_chosen(one, section) for one in sections]
-        """The tools as the policy gets them."""
-        self.wanted = _wanted(section, self.seed)
-        check_wanted(self.wanted)
+        self.source = _source_of(tree, section, home, self.seed)
 
     @property
     def is_begun(self) -> bool:
         """Whether the folder can be resumed."""
         return (self.folder / PIPELINE).is_file()
 
-    def check(self) -> Pipeline:
+    def check(self, note: Callable[[str], None] = lambda line: None) -> Pipeline:
         """Reads all that will be run, with one made-up task. Raises ConfigError."""
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             tasks = Path(scratch) / TASKS
             tasks.mkdir()
+            if told := self.source.check(tasks):
+                note(told)
             write_rows([_MADE_UP | {"query": "a"}], tasks / TRAIN)
             write_rows([_MADE_UP | {"id": "held", "query": "b"}], tasks / HELD_OUT)
             shown = {"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}
@@ -83,30 +85,42 @@ class Evolution:
             few = {"trainer": {"groups_per_step": 1}}
             recipe = sources.overlay(self._recipe(tasks), few)
             write_atomic(Path(scratch) / RECIPE, _yaml(recipe))
-            return build_pipeline(
+            read = build_pipeline(
                 self._pipeline(tasks), where="evolve", folder=Path(scratch), name=self.name
             )
+            self._check_searches(read)
+            return read
+
+    def _check_searches(self, pipeline: Pipeline) -> None:
+        """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up,
+        which would be told hours later."""
+        searches = [one for one in pipeline.plan.instances if one.kind.makes_texts]
+        if not searches:
+            return
+        config = checked_config(pipeline, pipeline.recipes(self.seed), searches[0])
+        assert config is not None
+        num_held_out = min(self.section.tasks.held_out, config.evaluation.tasks)
+        try:
+            Budget(config.optimize, comparison(config.optimize, num_held_out)).check()
+        except ConfigError as error:
+            raise ConfigError(
+                f"evolve.prompts.attempts: {error} (evolve.tasks.held_out, evolve.prompts.config)"
+            ) from error
 
     def prepare(self, note: Callable[[str], None]) -> None:
         """Makes the tasks and writes the folder. Raises what making tasks raises, with nothing
         written."""
         check_new_folder(self.folder, "run.dir")
-        count = self.wanted.train + self.wanted.held_out
-        with bar("making tasks", count, "tasks") as so_far:
-            work = make_tasks(self.sections, self.wanted, tell=note, progress=so_far.to)
-            made = run_coroutine(work)
-        draw = random.Random(f"demonstrations-{self.seed}")
-        system = str((self.tree.get("agent") or {}).get("system_prompt") or "")
-        shown = [
-            demonstration(draw.choice(made.train), made.known.specs, system)
-            for _ in range(self.section.demonstrations.count)
-        ]
+        with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
+            made = self.source.make(note, Path(scratch))
         write_made(
             self.folder / TASKS,
             train=made.train,
             held_out=made.held_out,
-            demonstrations=shown,
-            account={**made.account, "seed": self.wanted.seed},
+            demonstrations=made.demonstrations,
+            corpus=made.corpus,
+            documents=made.documents,
+            account=made.account,
         )
         tasks = self.folder / TASKS
         with must_write(self.folder, "make room there, or give another run.dir"):
@@ -122,16 +136,20 @@ class Evolution:
         return texts if isinstance(texts, Mapping) else {}
 
     def _recipe(self, tasks: Path) -> dict[str, Any]:
-        return recipe_of(self.section, self.tree, [named_tool(one) for one in self.sections], tasks)
+        tools = [named_tool(one) for one in self.source.sections(tasks)]
+        return recipe_of(self.section, self.tree, tools, tasks)
 
     def _pipeline(self, tasks: Path) -> dict[str, Any]:
-        words = _words(self.section, self.folder / RECIPE)
+        words = self.source.words(self.folder / RECIPE, tasks)
         return pipeline_of(self.section, self.tree, tasks, words, name=self.name, seed=self.seed)
 
 
-def read_evolution(target: str, overrides: Sequence[str], **given: Any) -> Evolution:
-    """`target`: a URL, a command, or a YAML file whose section `evolve` says the rest. `given`:
-    keys of that section that count before all others. Raises ConfigError."""
+def read_evolution(
+    target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **given: Any
+) -> Evolution:
+    """`target`: a URL, a command, documents, or a YAML file whose section `evolve` says the rest.
+    `documents`: further ones. `given`: keys of that section that count before all others. Raises
+    ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)
@@ -140,14 +158,20 @@ def read_evolution(target: str, overrides: Sequence[str], **given: Any) -> Evolu
     section = tree.pop("evolve", None) or {}
     if not isinstance(section, Mapping):
         raise ConfigError("evolve: it is a section, such as {rounds: 3}")
-    if path is None:
+    if path is None and is_document(target):
+        section = {**section, "documents": [target, *documents]}
+    elif documents:
+        raise ConfigError(
+            f"{documents[0]!r} is no KEY=VALUE: write one such as trainer.steps=10; several "
+            "documents are given one after the other, the first of them too"
+        )
+    elif path is None:
         section = {**section, "server": target}
     try:
         read = EvolveSection.model_validate(sources.overlay(section, given))
     except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
-        key = ".".join(map(str, wrong["loc"]))
-        raise ConfigError(f"evolve.{key}: {wrong['msg'].removeprefix('Value error, ')}") from error
+        lines = [entry_problem("evolve", EvolveSection, wrong) for wrong in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
     home = Path.cwd() if path is None else path.parent.absolute()
     tree = _at_home(tree, home)
     model = tree.get("model")
@@ -156,7 +180,7 @@ def read_evolution(target: str, overrides: Sequence[str], **given: Any) -> Evolu
             "model.name: which model is to learn? Give model.name=PATH_OR_NAME, one with a chat "
             "template that knows tools"
         )
-    return Evolution(tree, read, [_in_folder(one, home) for one in _tools_of(read, tree)])
+    return Evolution(tree, read, home)
 
 
 def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -> dict[str, Any]:
@@ -167,7 +191,10 @@ def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -
         raise ConfigError(
             f"{short(folder)} is an evolution already: go on with --resume, or give another run.dir"
         )
-    if not evolution.is_begun:
+    if evolution.is_begun:
+        if told := evolution.source.changes(folder / TASKS):
+            note(told)
+    else:
         evolution.check()
         evolution.prepare(note)
     pipeline = load_pipeline(folder / PIPELINE)
@@ -189,6 +216,26 @@ def last_run(folder: Path) -> Path | None:
     return folder / RUN / "stages" / done[-1] if done else None
 
 
+def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int) -> Source:
+    """Raises ConfigError."""
+    system = str((tree.get("agent") or {}).get("system_prompt") or "")
+    common: dict[str, Any] = {"seed": seed, "system": system, "models": _models_of(tree)}
+    tools = [_in_folder(one, home) for one in _tools_of(section, tree)]
+    if not section.documents:
+        return ServerSource(section, tools, **common)
+    paths = [home / Path(one).expanduser() for one in section.documents]
+    return DocumentsSource(section, paths, tools, **common)
+
+
+def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
+    """Those of the recipe's that can be read; the others are told where the recipe is checked."""
+    given, found = tree.get("remote_models"), dict[str, RemoteModelSection]()
+    for name, one in given.items() if isinstance(given, Mapping) else ():
+        with suppress(pydantic.ValidationError):
+            found[str(name)] = RemoteModelSection.model_validate(one)
+    return found
+
+
 def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSection]:
     if section.server is not None:
         words = shlex.split(section.server)
@@ -204,10 +251,12 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
             raise ConfigError(f"evolve.server: {error.errors()[0]['msg']}") from error
     agent = tree.get("agent")
     entries = agent.get("tools") if isinstance(agent, Mapping) else None
-    if not entries:
-        raise ConfigError("evolve.server: give a URL or a command, or agent.tools in the recipe")
+    if not entries and not section.documents:
+        raise ConfigError(
+            "evolve.server: give a URL or a command, evolve.documents, or agent.tools in the recipe"
+        )
     try:
-        return [_entry.validate_python(one) for one in entries]
+        return [_entry.validate_python(one) for one in entries or ()]
     except pydantic.ValidationError as error:
         raise ConfigError(f"agent.tools: {error.errors()[0]['msg']}") from error
 
@@ -241,57 +290,6 @@ def _in_folder(section: Any, home: Path) -> Any:
     if isinstance(section, MCPServerSection) and section.command and section.sandbox is None:
         changes["cwd"] = home / (section.cwd or ".")
     return section.model_copy(update=changes)
-
-
-def _chosen(section: Any, given: EvolveSection) -> Any:
-    """A tool's section with what the evolution says of it."""
-    changes: dict[str, Any] = {}
-    if given.include:
-        changes["include"] = given.include
-    if given.exclude:
-        changes["exclude"] = (*section.exclude, *given.exclude)
-    if isinstance(section, MCPServerSection):
-        if given.outcome is not None:
-            changes["outcome"] = given.outcome
-        if section.url is not None and given.tasks.worlds > 1:
-            changes["send_task"] = True
-    return section.model_copy(update=changes)
-
-
-def _wanted(section: EvolveSection, seed: int) -> Wanted:
-    tasks = section.tasks
-    return Wanted(
-        train=tasks.train,
-        held_out=tasks.held_out,
-        seed=tasks.seed or seed,
-        worlds=tasks.worlds,
-        max_calls=tasks.max_calls,
-        languages=tasks.languages,
-        personas=tasks.personas,
-        kinds=tasks.kinds,
-        min_difficulty=tasks.min_difficulty,
-        max_difficulty=tasks.max_difficulty,
-        values=tasks.values,
-    )
-
-
-def _words(section: EvolveSection, recipe: Path) -> list[str]:
-    """Of `agentevo tasks make` for a later round."""
-    tasks = section.tasks
-    words = ["--train", str(section.new_tasks), "--held-out", "0", "--worlds", str(tasks.worlds)]
-    words += ["--max-calls", str(min(12, tasks.max_calls + 2))]
-    for option, values in (
-        ("--kind", tasks.kinds),
-        ("--language", tasks.languages),
-        ("--persona", filter(None, tasks.personas)),
-    ):
-        words += [word for value in values for word in (option, value)]
-    words += [
-        word
-        for name, values in tasks.values.items()
-        for word in ("--value", f"{name}={json.dumps(values)}")
-    ]
-    return [*words, str(recipe)]
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:

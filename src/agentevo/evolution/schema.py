@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.section import Section
+
+OF_SERVERS = ("server", "include", "exclude", "outcome")
+OF_SERVERS_TASKS = (
+    *("worlds", "max_calls", "min_difficulty", "max_difficulty", "kinds", "personas", "values"),
+)
+"""Keys that mean nothing for documents."""
 
 
 class TasksToMake(Section):
@@ -18,6 +24,12 @@ class TasksToMake(Section):
     """Held-out tasks, the same in every stage and round."""
     worlds: int = Field(default=1, ge=1, le=1_000_000)
     """For a server that makes its state from `world` of the task: how many worlds there are."""
+    per_passage: int = Field(default=2, ge=1, le=100)
+    """Of documents: tasks of a passage at most."""
+    writer: str | None = None
+    """A model that says the tasks of a server in its own words, and that asks questions about
+    documents: a name of remote_models, URL#MODEL, or as in model.name a model that is computed
+    here. Default: a grammar's words."""
     max_calls: int = Field(default=4, ge=1, le=12)
     """Calls that a task needs at most."""
     min_difficulty: int = Field(default=1, ge=1, le=5)
@@ -72,6 +84,9 @@ class EvolveSection(Section):
 
     server: str | None = None
     """URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
+    documents: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts, corpora (.jsonl) or folders of them, in place of a server: the tasks are questions
+    that they answer, and the agent gets the tool `search` over them."""
     include: tuple[str, ...] = ()
     """Names or patterns of the tools that are used. Default: all."""
     exclude: tuple[str, ...] = ()
@@ -111,6 +126,23 @@ class EvolveSection(Section):
                 "demonstrations: source=teacher and teacher=NAME belong together: give both"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_server_or_documents(self) -> Self:
+        if not self.documents:
+            return self
+        own = [name for name in OF_SERVERS if name in self.model_fields_set]
+        own += [f"tasks.{one}" for one in OF_SERVERS_TASKS if one in self.tasks.model_fields_set]
+        if own:
+            raise ValueError(f"{own[0]} is for a server, and documents are given: leave one out")
+        if len(self.tasks.languages) > 1:
+            raise ValueError("tasks.languages: questions about documents are asked in one language")
+        return self
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("budget")
     @classmethod

@@ -31,7 +31,7 @@ def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
     """The stages. `recipe`: what is trained; `folder`: of the first tasks; `words`: of `agentevo
-    tasks make` for further ones, which lack --seed, --after and --out."""
+    tasks` for further ones, the command's name first, which lack --seed, --after and --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
     stages: dict[str, Any] = {}
@@ -91,9 +91,9 @@ def _round(
             "kind": "command",
             "options": {
                 "run": [
-                    *("agentevo", "tasks", "make", "--out", "${stage.folder}/made"),
+                    *("agentevo", "tasks", words[0], "--out", "${stage.folder}/made"),
                     *("--after", "${stages.rl.folder}", "--seed", "${round}"),
-                    *words,
+                    *words[1:],
                 ],
                 "file": f"made/{TRAIN}",
             },

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from agentevo.credentials import without_password
 from agentevo.errors import ConfigError
+from agentevo.http_clients import is_this_machine
 
 PIN = "#sha256="
 
@@ -64,11 +64,3 @@ class EngineAddress(NamedTuple):
                 f"`agentevo {printed_by}` printed, or go through a tunnel (ssh -L)"
             )
         return cls(url.rstrip("/"), certificate)
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether the name or address is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"

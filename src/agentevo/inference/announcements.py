@@ -33,6 +33,8 @@ BEAT_S = 5.0
 LOOK_S = 2.0
 DEAD_S = 60.0
 """An engine that has not announced itself anew for so long is dead, to those who don't hear it."""
+LEAVE_S = 5.0
+"""What an engine that ends waits for an announcement that is just being written."""
 MOST = 4096
 """More announcements than that are no run's."""
 
@@ -74,7 +76,8 @@ class StoreAnnouncements:
         for name in self._objects.under(FOLDER):
             signed = self._read(name)
             if signed is not None and time.time() - signed.at > after_s:
-                self._objects.delete(f"{FOLDER}/{name}")
+                with suppress(FileNotFoundError):  # another engine has swept it up
+                    self._objects.delete(f"{FOLDER}/{name}")
 
     def living(self) -> list[Announcement]:
         """Engines that were announced anew within DEAD_S while this object looked, by name."""
@@ -108,12 +111,13 @@ class StoreAnnouncements:
         every_s: float = BEAT_S,
     ) -> AsyncIterator[None]:
         """Keeps the engine announced while the block runs; a store that is away is tried again."""
+        ending = asyncio.Event()
 
         async def keep() -> None:
             with suppress(OSError):
                 await in_thread(self.forget_dead)
             trouble = ""
-            while True:
+            while not ending.is_set():
                 now = msgspec.structs.replace(announcement, version=serves())
                 try:
                     await in_thread(self.announce, now)
@@ -122,12 +126,17 @@ class StoreAnnouncements:
                     if not trouble:
                         LOG.warning("the engine could not be announced: %s", error)
                     trouble = str(error)
-                await asyncio.sleep(every_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(every_s):
+                        await ending.wait()
 
         keeping = asyncio.create_task(keep())
         try:
             yield
         finally:
+            # A cancelled write goes on in its thread, and would bring back what is withdrawn.
+            ending.set()
+            await asyncio.wait({keeping}, timeout=LEAVE_S)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             with suppress(OSError):  # then its silence tells

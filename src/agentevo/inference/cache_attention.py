@@ -35,9 +35,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, in_rows, num_blocks
 from agentevo.models.linear import ORDERED, available, product, weighted_sums
+from agentevo.models.routers import Routing
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
@@ -60,19 +62,22 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
+    scaling: float,
     softcap: float | None,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention and, if asked for, its log-sum-exp.
 
-    Scaled queries q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out
+    Queries q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out
     [B, G, Q, D], lse [B, G, Q]. Every row must see a key.
     """
     if q.device.type == "cpu" and softcap is None and q.dtype == k.dtype:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=mask, scale=1.0
+            q, k, v, 0.0, False, attn_mask=mask, scale=scaling
         )
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
+    if softcap is None and not with_lse and q.dtype.itemsize < torch.float32.itemsize:
+        return scaled_dot_product_attention(q, k, v, mask, scale=scaling), None
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scaling)
     weights = _softmax(scores, mask, softcap)
     lse = scores.amax(dim=-1) - weights.amax(dim=-1).log() if with_lse else None
     return torch.matmul(weights, v.float()).to(v.dtype), lse
@@ -260,6 +265,8 @@ class CacheAttention:
         self.slots, self.places = slots, places  # [T] each: the slot of a token and its place there
         self.blocks, self.offsets = places // KEY_BLOCK, places % KEY_BLOCK
         self.rows = rows
+        self.routing: Routing | None = None
+        """Hears of the experts that are chosen (models/routers.py)."""
         self._calls = 0
 
     def attend(
@@ -281,9 +288,9 @@ class CacheAttention:
         in_order = available() and q.device.type == "cpu" and q.dtype == torch.float32
         keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
         self._write(keys, values, k, v)
-        q = (q * scaling).view(num_tokens, groups, repeat, dim)  # [T, G, R, D]
+        q = (q * scaling if in_order else q).view(num_tokens, groups, repeat, dim)  # [T, G, R, D]
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
-        view = _Layer(layer, keys, values, window, softcap)
+        view = _Layer(layer, keys, values, scaling, window, softcap)
         if (
             len(self.rows) == 1
             and self.rows[0].in_order
@@ -329,6 +336,8 @@ class _Layer(NamedTuple):
     """[slots, G, blocks, D, KEY_BLOCK]"""
     values: torch.Tensor
     """[slots, G, capacity + scratch, D]"""
+    scaling: float
+    """Of the scores; in order, the queries have it already."""
     window: int | None
     softcap: float | None
 
@@ -418,7 +427,7 @@ def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -
 
 
 def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
-    """Attention of scaled queries q [B, G, N, D] by PyTorch's kernels. With output o and
+    """Attention of queries q [B, G, N, D] by PyTorch's kernels. With output o and
     log-sum-exp l of the own keys, p and m of the prefix, the softmax over the union gives
 
         (e^l o + e^m p) / (e^l + e^m) = o + sigmoid(m - l) (p - o)
@@ -428,7 +437,8 @@ def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]
     own = None if mask is None else mask[..., prefix:]
-    out, lse = attention(q, k, v, own, layer.softcap, rows.segment is not None)
+    scaling, softcap = layer.scaling, layer.softcap
+    out, lse = attention(q, k, v, own, scaling, softcap, rows.segment is not None)
     if rows.segment is None:
         return out
     # The queries of all readers of a key-value head are rows of one matrix product.
@@ -437,7 +447,7 @@ def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     beyond = None
     if mask is not None and layer.window is not None:
         beyond = mask[..., :prefix].clamp_min(UNSEEN).reshape(1, 1, -1, prefix)
-    part, of_part = attention(by_head, k, v, beyond, layer.softcap, with_lse=True)
+    part, of_part = attention(by_head, k, v, beyond, scaling, softcap, with_lse=True)
     assert lse is not None and of_part is not None
     batch, groups, num, dim = q.shape
     part = part.view(groups, batch, num, dim).transpose(0, 1)

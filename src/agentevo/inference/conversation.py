@@ -44,6 +44,7 @@ from agentevo.models.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat import LONG_TEXT, ChatFormat, is_long, num_characters
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.penalties import Penalties
+from agentevo.routed_experts import misaligned
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import (
@@ -186,10 +187,13 @@ class Conversation:
             )
         if sized is not None:
             sized(len(joined.ids), len(joined.ids) - len(joined.added))
+        asked = {
+            "grammar": grammar,
+            "top_logprobs": top_logprobs,
+            "routed_from": max(len(joined.ids) - len(joined.added) - 1, 0),
+        }
         requests = [
-            msgspec.structs.replace(
-                self._request(overrides, number, room), grammar=grammar, top_logprobs=top_logprobs
-            )
+            msgspec.structs.replace(self._request(overrides, number, room), **asked)
             for number in range(n)
         ]
         call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
@@ -411,9 +415,12 @@ class Conversation:
             if sampling.grammar
             else None,
             penalties=sampling.penalties,
+            routed_experts=completion.routed_experts,
             messages=[*joined.new_messages, said],
             tools=joined.asked.tools.as_json if joined.asked and joined.parent is None else "",
         )
+        if turn.routed_experts is not None and (wrong := misaligned(turn)):
+            raise EngineError(f"the engine's answer can't be recorded: {wrong}")
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn.index)
         answer = None if joined.asked is None else joined.asked.add(said, -1)

@@ -80,6 +80,8 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
             f"sampling: stop_strings must be at most {MAX_STOP_STRINGS}, each of 1 to "
             f"{MAX_STOP_STRING} characters"
         )
+    if sampling.routed_from < 0:
+        raise EngineError(f"sampling: routed_from={sampling.routed_from} must be at least 0")
     if len(sampling.grammar) > MAX_GRAMMAR:
         raise GrammarError(
             f"the grammar or schema has {len(sampling.grammar)} characters, the limit is "

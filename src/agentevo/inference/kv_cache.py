@@ -14,9 +14,13 @@ the budget; `resize` compacts, so slots in use are always movable.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedModel
+
+from agentevo.inference.routing import TokenRows
+from agentevo.models.trial import key_value_sizes
 
 KEY_BLOCK = 32
 """The number of positions in a block of keys. Slots hold whole blocks."""
@@ -33,6 +37,12 @@ def in_rows(keys: torch.Tensor) -> torch.Tensor:
     return keys.transpose(-1, -2).flatten(-3, -2).contiguous()
 
 
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Key-value memory of one token over all layers of a prepared model, in bytes."""
+    numbers = sum(heads * (key + value) for heads, key, value in key_value_sizes(model))
+    return numbers * next(model.parameters()).element_size()
+
+
 @dataclass(eq=False)
 class PrefixSegment:
     """Keys and values of a prefix that several sequences share, computed once."""
@@ -46,6 +56,8 @@ class PrefixSegment:
     users: int = 0
     """The number of live sequences that refer to it; at 0 it may be dropped."""
     last_used: int = 0
+    routed: TokenRows = field(default_factory=TokenRows)
+    """Of its tokens, where the engine records them."""
 
 
 class KVCache:

@@ -27,17 +27,15 @@ from safetensors.torch import save
 from agentevo.errors import EngineError
 from agentevo.files import write_atomic
 from agentevo.inference.objects import CALL_S, Objects
-from agentevo.inference.weight_transport import Latest
-from agentevo.inference.weight_versions import (
+from agentevo.inference.version_manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
-    Content,
     Part,
-    WeightVersions,
     folder_name,
-    side_by_side,
     version_numbers,
 )
+from agentevo.inference.weight_transport import Latest
+from agentevo.inference.weight_versions import Content, WeightVersions, side_by_side
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import TensorFile
 

@@ -1,22 +1,28 @@
 """Objects under an address of an object store: any file system that fsspec knows.
 
-An object appears whole or not at all, and what is uploaded is looked at again by its size. Every
-call has a deadline, and is made on a thread of its own that is left behind where it hangs. What a
-store's package raises becomes OSError here. Credentials come from the environment, as the store's
-own package reads them. Needs no torch.
+An object appears whole or not at all: object stores promise it, and of file:// this module sees to
+it (a killed writer leaves a hidden file behind, which no list has). What is uploaded is looked at
+again by its size. Every call has a deadline, and is made on a thread of its own that is left behind
+where it hangs. What a store's package raises becomes OSError here. Credentials come from the
+environment, as the store's own package reads them. Needs no torch.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import fsspec
 from fsspec.core import url_to_fs
 
 from agentevo.errors import ConfigError, MissingExtraError
+from agentevo.files import PARTIAL
 
 CALL_S = 30.0
 """Deadline of a call that moves nothing, and what each gets besides its bytes."""
@@ -54,33 +60,55 @@ class Objects:
             return ""
 
     def get(self, path: str) -> bytes:
-        """Raises FileNotFoundError, OSError."""
-        place, size = self._at(path), int(self.info(path).get("size") or 0)
-        content: bytes = self._call(lambda: self.files.cat_file(place), place, size)
-        if len(content) != size:
-            raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
-        return content
+        """What is there. An object that is written anew between the question for its size and the
+        download is read again. Raises FileNotFoundError, OSError."""
+        place, info = self._at(path), self.info(path)
+        deadline = time.monotonic() + self._call_s
+        while True:
+            size = int(info.get("size") or 0)
+            content: bytes = self._call(lambda: self.files.cat_file(place), place, size)
+            if len(content) == size:
+                return content
+            before, info = state_of(info), self.info(path)
+            if state_of(info) == before:
+                raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
+            if time.monotonic() > deadline:
+                raise OSError(f"{place}: it was written anew during each of its downloads")
 
     def put(self, path: str, content: bytes) -> None:
         """Raises OSError where it has not arrived whole."""
         place = self._at(path)
-        parent = place.rpartition("/")[0]
-        if "file" in self._protocols:  # object stores have no folders
-            self._call(lambda: self.files.makedirs(parent, exist_ok=True), parent)
+        if "file" not in self._protocols:
+            self._upload(place, content)
+            return
+        folder, _, name = place.rpartition("/")
+        self._call(lambda: self.files.makedirs(folder, exist_ok=True), folder)
+        staging = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
+        try:
+            self._upload(staging, content)
+            self._call(lambda: os.replace(staging, place), place)
+        except BaseException:
+            with suppress(OSError):
+                self._call(lambda: os.unlink(staging), staging)
+            raise
+
+    def _upload(self, place: str, content: bytes) -> None:
         self._call(lambda: self.files.pipe_file(place, content), place, len(content))
-        found = self.info(path).get("size")
+        found = self._call(lambda: self.files.info(place), place).get("size")
         if found != len(content):
             raise OSError(f"{place}: {found} of {len(content)} bytes have arrived")
 
     def under(self, path: str = "") -> dict[str, dict[str, Any]]:
         """What lies directly under a path, as the store lists it, which may lag behind: last part
-        of the name -> what it says of it. Raises OSError."""
+        of the name -> what it says of it. What a `put` is still writing is left out. Raises
+        OSError."""
         place = self._at(path)
         try:
             found = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
         except FileNotFoundError:
             return {}
-        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+        return {name: entry for name, entry in named.items() if not name.endswith(PARTIAL)}
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
         """Raises FileNotFoundError, OSError."""

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from agentevo.errors import BadRequestError
 from agentevo.models.chat import ChatFormat
-from agentevo.types import TURN_COLUMNS, Turn
+from agentevo.turn_columns import TURN_COLUMNS
+from agentevo.types import Turn
 
 
 class PlainTexts:

@@ -14,6 +14,7 @@ from agentevo.inference.engine import TokenListener
 from agentevo.inference.listening import tell
 from agentevo.models.grammar import GrammarState
 from agentevo.penalties import PenaltyState
+from agentevo.routed_experts import RoutedExperts
 from agentevo.types import Alternatives, Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
+    drawn_rows: np.ndarray | None = None
+    """After an interruption, where the engine records them: the routed experts behind the tokens
+    that had been drawn (routing.drawn_rows)."""
 
     def __post_init__(self) -> None:
         self.max_tokens = len(self.ids) + (
@@ -55,7 +59,7 @@ class Request:
         about those that follow them, but for the last, which predicts."""
         return len(self.ids) if self.scored is None else len(self.ids) - len(self.scored) + 1
 
-    def drawn(self, reason: FinishReason) -> Completion:
+    def drawn(self, reason: FinishReason, routed: RoutedExperts | None = None) -> Completion:
         """What has been drawn, as the answer."""
         return Completion(
             ids=self.completion,
@@ -64,12 +68,13 @@ class Request:
             finish_reason=reason,
             masks="" if self.grammar is None else self.grammar.digest(),
             top_logprobs=self.top_logprobs,
+            routed_experts=routed,
         )
 
-    def interrupted(self, ids: list[int]) -> None:
-        """It is to be computed again, from `ids`, under other weights. What was drawn stays drawn;
-        given tokens are all scored under the same weights."""
-        self.ids = ids
+    def interrupted(self, ids: list[int], rows: np.ndarray | None) -> None:
+        """It is to be computed again, from `ids`, under other weights. What was drawn stays drawn,
+        with its `rows`; given tokens are all scored under the same weights."""
+        self.ids, self.drawn_rows = ids, rows
         if self.scored is not None:
             self.logprobs, self.versions = [], []
 

@@ -11,13 +11,14 @@ computed again when needed.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, num_blocks
 from agentevo.inference.requests import Request
+from agentevo.inference.routing import TokenRows, drawn_rows
 from agentevo.types import SamplingParams
 
 MIN_SHARED_TOKENS = 16
@@ -45,6 +46,8 @@ class Sequence:
     need: int = 0
     """The number of slot places that the sequence may come to use."""
     last_used: int = 0
+    routed: TokenRows = field(default_factory=TokenRows)
+    """Of `ids[:cached]`, where the engine records them."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -145,6 +148,7 @@ class Scheduler:
         key = (version, tuple(sequence.ids))
         self.retire(sequence)
         segment = self.cache.cut_segment(sequence.slot, sequence.ids, version)
+        segment.routed = sequence.routed
         if self.memory_tokens() + size > self.kv_tokens and not self._shrink(size):
             self.unshareable.add(key)
             return
@@ -188,7 +192,10 @@ class Scheduler:
         for sequence in reversed(list(self.running)):
             self.retire(sequence)
             if sequence.request is not None and sequence.request.future is not None:
-                sequence.request.interrupted(sequence.ids)
+                rows = (
+                    drawn_rows(sequence, sequence.request) if self.config.routed_experts else None
+                )
+                sequence.request.interrupted(sequence.ids, rows)
                 self.waiting.appendleft(sequence.request)
         self.cache = KVCache()
 
@@ -285,6 +292,7 @@ class Scheduler:
         if segment is not None:
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
+            sequence.routed = segment.routed.beginning(len(segment.ids))
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
                 sequence.segment, sequence.offset = segment, offset

@@ -38,8 +38,8 @@ from agentevo.inference.engine import (
     check_request,
     check_tokens,
 )
+from agentevo.inference.guarded_server import GuardedServer
 from agentevo.inference.sglang_options import check_keys, read_options
-from agentevo.inference.sglang_process import GuardedServer
 from agentevo.inference.sglang_requests import SglangRequests
 from agentevo.inference.sglang_weights import check_writable, write_version
 from agentevo.inference.sglang_wire import (

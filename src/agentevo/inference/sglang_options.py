@@ -14,7 +14,7 @@ from agentevo.config import EngineSection
 from agentevo.config.section import Section
 from agentevo.credentials import key_of, without_password
 from agentevo.errors import ConfigError
-from agentevo.inference.address import is_this_machine
+from agentevo.http_clients import is_this_machine
 from agentevo.registry import nearest
 
 

@@ -42,7 +42,9 @@ from agentevo.inference.engine import (
     check_tokens,
 )
 from agentevo.inference.grammars import EngineGrammars
+from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.requests import Request
+from agentevo.inference.routing import engine_routers, record, told
 from agentevo.inference.sampling import draw_with_alternatives
 from agentevo.inference.scheduler import Scheduler, Sequence
 from agentevo.inference.scores import score_request, scored_completion, take_scores
@@ -52,7 +54,7 @@ from agentevo.models.invariance import company_matters
 from agentevo.models.linear import drop_packed
 from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
-from agentevo.models.trial import key_value_sizes
+from agentevo.models.routers import Recording
 from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
@@ -60,12 +62,6 @@ LOOK_S = 0.05
 """How often, at most, to look whether an engine that sleeps has been woken."""
 MAX_FAILED_STEPS = 3
 """So many failed steps in a row are no accident."""
-
-
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Key-value memory of one token over all layers of a prepared model, in bytes."""
-    numbers = sum(heads * (key + value) for heads, key, value in key_value_sizes(model))
-    return numbers * next(model.parameters()).element_size()
 
 
 class TorchEngine:
@@ -88,6 +84,7 @@ class TorchEngine:
                 f"computed beside it, because {why}: use float32 on an x86 CPU (model.device=cpu "
                 "model.dtype=float32) and a decoder without experts, or leave the key out"
             )
+        self._routers = engine_routers(model) if self.config.routed_experts else None
         kv_tokens = self.config.kv_cache_tokens or int(
             self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model)
         )
@@ -430,6 +427,8 @@ class TorchEngine:
             self.scheduler.cache, choose_work(running, self._prefill_tokens), device
         )
         _, model = self._earlier.served(version, self._version)
+        recording = None if self._routers is None else Recording(self._routers)
+        batch.plan.routing = recording
         logits = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -437,6 +436,8 @@ class TorchEngine:
             plan=batch.plan,
             logits_to_keep=batch.logit_rows,
         ).logits[0]  # [sampled + scored, V]
+        if recording is not None:
+            record(batch, recording)
         for sequence, count in batch.work:
             sequence.cached += count
         finished = self._emit(batch, logits[: len(batch.sampled)], version)
@@ -482,7 +483,9 @@ class TorchEngine:
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
-                self._answer(sequence, request, request.drawn(reason))
+                routers = self._routers
+                routed = None if routers is None else told(sequence, request, routers)
+                self._answer(sequence, request, request.drawn(reason, routed))
         self._generated += len(tokens)
         return finished
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, EngineError, GrammarError
 from agentevo.extras import load_extra
-from agentevo.inference.torch_engine import kv_bytes_per_token
+from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.vllm_options import VllmOptions
 from agentevo.inference.vllm_weights import WeightLoader
 from agentevo.models.adapters import is_adapted

@@ -11,17 +11,22 @@ between that did not change are listed too. Indices therefore only grow and neve
 Values are new elements and not differences: what is applied twice is the same. Measured on
 SmolLM2-135M (benchmarks/weights.py), that is smaller than int32 indices and quicker than xor with a
 compressor. Nothing here says that a delta fits its base; the checksums of weight_versions.py do.
+
+    gaps:NAME values:NAME    of one tensor               whole:NAME    all of it, where smaller
+    gaps:NAME#2 ...          of its third box, where processes have compared a box each
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from agentevo.errors import EngineError
+from agentevo.models.parts import Box, Grid, boxes_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,29 +35,16 @@ class Change(NamedTuple):
     """Elements of one tensor, flattened, that have new bits."""
 
     indices: torch.Tensor
-    """int64 [n], strictly ascending, in the whole tensor."""
+    """int64 [n], strictly ascending."""
     values: torch.Tensor
     """[n], of the tensor's own dtype."""
 
 
-def changed(old: torch.Tensor, new: torch.Tensor, *, offset: int = 0) -> Change:
-    """What differs in its bits. Both are the same stretch of a tensor: a shard that begins at
-    element `offset` of the flattened whole. Shards' changes, one after the other, are the whole
-    tensor's (`joined`)."""
-    if old.dtype != new.dtype or old.shape != new.shape:
-        raise ValueError(f"{old.dtype} {tuple(old.shape)} against {new.dtype} {tuple(new.shape)}")
+def changed(old: torch.Tensor, new: torch.Tensor) -> Change:
+    """What differs in its bits."""
     flat = new.detach().reshape(-1)
-    differs = _bits(old.detach().reshape(-1)) != _bits(flat)
-    indices = differs.nonzero().squeeze(1)
-    return Change(indices + offset, flat[indices])
-
-
-def joined(shards: list[Change]) -> Change:
-    """The change of a tensor from those of its shards, in the order of their offsets."""
-    return Change(
-        torch.cat([shard.indices for shard in shards]),
-        torch.cat([shard.values for shard in shards]),
-    )
+    indices = _differs(old, new).nonzero().squeeze(1)
+    return Change(indices, flat[indices])
 
 
 def packed(change: Change, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,11 +77,20 @@ def applied(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> tor
     return new
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """SHA-256 of dtype, shape and bits of a tensor on the CPU."""
+def checksum(tensor: torch.Tensor, grid: Grid | None = None) -> str:
+    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: of the boxes' checksums, one
+    after the other (`combined`), as processes make it that have a box each."""
+    if grid is not None:
+        boxes = boxes_of(grid, tensor.shape)
+        return combined(checksum(tensor[box.slices]) for box in boxes)
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def combined(checksums: Iterable[str]) -> str:
+    """The checksum of a tensor from those of its boxes, in the order of `boxes_of`."""
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()
 
 
 def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -97,42 +98,89 @@ def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`gaps` and `values`, or `whole` where that is smaller; nothing where nothing changed."""
+    count = int(torch.count_nonzero(_differs(base, new)))  # a sum would make int64 of it
+    if 2 * count < new.numel():
+        gaps, values = packed(changed(base, new), new)
+        found = {"gaps": gaps, "values": values}
+        if num_bytes(found) < num_bytes({"whole": new}):
+            return found if count else {}
+    return {"whole": new} if count else {}
+
+
 def delta_of(
     base: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a delta's files have: gaps and values of each tensor that changed, or all of it where
-    that is smaller."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in new.items():
-        change = changed(base[name], tensor)
-        if not len(change.indices):
-            continue
-        if 2 * len(change.indices) < tensor.numel():
-            gaps, values = packed(change, tensor)
-            if num_bytes({"gaps": gaps, "values": values}) < num_bytes({"whole": tensor}):
-                found |= {f"gaps:{name}": gaps, f"values:{name}": values}
-                continue
-        found[f"whole:{name}"] = tensor
-    return found
+    """What a delta's files have of whole tensors."""
+    return {
+        f"{kind}:{name}": found
+        for name, tensor in new.items()
+        for kind, found in change_of(base[name], tensor).items()
+    }
 
 
 def with_delta(
-    base: Mapping[str, torch.Tensor], change: Mapping[str, torch.Tensor]
+    base: Mapping[str, torch.Tensor],
+    change: Mapping[str, torch.Tensor],
+    grids: Mapping[str, Grid] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
-    """The inverse of `delta_of`. Raises EngineError for what can't be of this base."""
+    """The new tensors; those of `base` stay as they are. `grids`: of tensors that were compared in
+    boxes. Raises EngineError for what can't be of this base."""
+    places = _places(base, grids)
     new = dict(base)
-    for key, tensor in change.items():
-        kind, _, name = key.partition(":")
-        if name not in base or kind not in ("gaps", "values", "whole"):
-            raise EngineError(f"an entry {key!r}")
-        if kind == "gaps":
-            values = change.get(f"values:{name}")
+    for entry, tensor in change.items():
+        kind, _, key = entry.partition(":")
+        if key not in places or kind not in ("gaps", "values", "whole"):
+            raise EngineError(f"an entry {entry!r}")
+        if kind == "values":
+            continue
+        name, box = places[key]
+        old = base[name] if box is None else base[name][box.slices]
+        if kind == "whole":
+            if tensor.dtype != old.dtype or tensor.shape != old.shape:
+                raise EngineError(f"{entry} is {tensor.dtype} {tuple(tensor.shape)}")
+            made = tensor
+        else:
+            values = change.get(f"values:{key}")
             if values is None:
-                raise EngineError(f"no values for {name}")
-            new[name] = applied(base[name], tensor, values)
-        elif kind == "whole":
-            new[name] = tensor
+                raise EngineError(f"no values for {key}")
+            made = applied(old, tensor, values)
+        if box is None:
+            new[name] = made
+            continue
+        if new[name] is base[name]:
+            new[name] = base[name].clone(memory_format=torch.contiguous_format)
+        new[name][box.slices] = made
     return new
+
+
+def box_keys(name: str, count: int) -> list[str]:
+    """What stands for the boxes of a tensor in a delta, which has so many of them."""
+    return [name] if count == 1 else [f"{name}#{number}" for number in range(count)]
+
+
+def _places(
+    base: Mapping[str, torch.Tensor], grids: Mapping[str, Grid]
+) -> dict[str, tuple[str, Box | None]]:
+    """Key of an entry -> the tensor, and its box, that it is about."""
+    places: dict[str, tuple[str, Box | None]] = {name: (name, None) for name in base}
+    for name, grid in grids.items():
+        try:
+            boxes = boxes_of(grid, base[name].shape)
+        except (KeyError, ValueError) as error:
+            raise EngineError(f"a grid of {name} that it can't have ({error})") from error
+        places |= {
+            key: (name, box) for key, box in zip(box_keys(name, len(boxes)), boxes, strict=True)
+        }
+    return places
+
+
+def _differs(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """bool [elements]."""
+    if old.dtype != new.dtype or old.shape != new.shape:
+        raise ValueError(f"{old.dtype} {tuple(old.shape)} against {new.dtype} {tuple(new.shape)}")
+    return _bits(old.detach().reshape(-1)) != _bits(new.detach().reshape(-1))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

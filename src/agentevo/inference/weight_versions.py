@@ -22,6 +22,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -30,6 +31,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from agentevo.errors import EngineError
+from agentevo.inference.part_deltas import PublishedParts
+from agentevo.inference.version_manifest import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    Base,
+    Manifest,
+    Part,
+    base_of,
+    delta_manifest,
+    folder_name,
+    full_manifest,
+)
 from agentevo.inference.weight_delta import checksum, delta_of, num_bytes, with_delta
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.in_parts import InParts, in_parts
@@ -37,8 +50,6 @@ from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import split_files
 
-MANIFEST_FILE = "manifest.json"
-LATEST_FILE = "latest.json"
 PART_BYTES = 2**30
 """Most bytes of a file, unless a single tensor is larger: files are written, read and hashed side
 by side."""
@@ -46,31 +57,6 @@ SIDE_BY_SIDE = 4
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-class Part(msgspec.Struct, frozen=True):
-    """A file of a version."""
-
-    file: str
-    sha256: str
-    bytes: int
-
-
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Contents of a version's manifest.json."""
-
-    version: int
-    bytes: int
-    """Of all its files."""
-    tensors: int
-    """The number of tensors of the model that it is about."""
-    parts: list[Part]
-    chain: list[Latest] = []
-    """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
-    deltas: int = 0
-    """Bytes of this delta and those in `chain`."""
-    state: dict[str, str] = {}
-    """Checksum of every tensor after a delta."""
 
 
 class Content(NamedTuple):
@@ -83,8 +69,7 @@ class Content(NamedTuple):
 class Held(NamedTuple):
     """A version in memory."""
 
-    latest: Latest
-    manifest: Manifest
+    base: Base
     tensors: dict[str, torch.Tensor]
 
 
@@ -97,6 +82,10 @@ class WeightVersions(ABC):
         self._full_every = full_every
         self._held: Held | None = None
         """The version that was written or read last, in whole."""
+        self._parts: PublishedParts | None = None
+        """Of weights that lie in parts, those that were written last..."""
+        self._parts_base: Base | None = None
+        """...as this version; None before the first."""
         self.advice = ""
         """Why the last version was written in full although a delta would have been due."""
 
@@ -159,32 +148,58 @@ class WeightVersions(ABC):
         stay, and what they build on. Whatever goes wrong leaves what was there. Replaces what is
         there of `version`. `in_full`: no delta. Raises OSError.
 
-        A model that lies in parts on several processes is gathered tensor by tensor, and always
-        written in full.
+        A model that lies in parts on several processes is gathered tensor by tensor, or, for a
+        delta, what each of them finds changed.
         """
-        how = in_parts(model)
+        self.advice, how = "", in_parts(model)
         if how is not None:
-            return self._written(version, self._put_parts(version, how), keep).sha256
+            return self._write_parts(version, how, keep, in_full=in_full)
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        self.advice = ""
-        base = None if in_full else self._base(trained, version)
-        change = {} if base is None else delta_of(base.tensors, trained)
-        if base is not None:
-            whole, due = num_bytes(trained), base.manifest.deltas + num_bytes(change)
-            if due >= whole:
-                if num_bytes(change) >= whole:
-                    self.advice = _advice(trained)
-                base = None
+        held = None if in_full else self._followed(trained, version)
+        base, change = (None, {}) if held is None else (held.base, delta_of(held.tensors, trained))
+        if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
+            base = None
         if base is None:
-            made = self._put_full(version, trained)
+            made = self._put(
+                version, _split("weights", trained), full_manifest(version, len(trained))
+            )
         else:
-            made = self._put_delta(version, base, trained, change)
+            sums = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
+            made = self._put(version, _split("delta", change), delta_manifest(version, base, sums))
         latest = self._written(version, made, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
-            self._held = Held(latest, msgspec.json.decode(made, type=Manifest), snapshot)
+            self._held = Held(base_of(latest, made), snapshot)
+        return latest.sha256
+
+    def _write_parts(self, version: int, how: InParts, keep: int, *, in_full: bool) -> str:
+        """`write` of what no process has whole. The others compare, give and keep with this one."""
+        if self._parts is None:
+            self._parts = PublishedParts(partial(how.own, True), how.group)
+        specs, base, delta = how.specs(only_trained=True), self._parts_base, None
+        if base is not None and not in_full and self._may_follow(base, version):
+            how.tell("compare")
+            delta = self._parts.compare()
+            if delta is not None and not self._pays(base, delta.num_bytes, specs):
+                delta = None
+        if base is None or delta is None:
+            files = split_files("weights", specs, PART_BYTES)
+            manifest = full_manifest(version, len(specs))
+            with how.tensors(only_trained=True) as tensors:
+                made = self._put_gathered(version, files, tensors, manifest)
+        else:
+            files = split_files("delta", delta.specs, PART_BYTES)
+            manifest = delta_manifest(version, base, delta.state, delta.grids)
+            how.tell("give_changes")
+            with delta.taken() as changes:
+                made = self._put_gathered(version, files, changes, manifest)
+        latest = self._written(version, made, keep)
+        if self._full_every > 1:
+            how.tell("keep")
+            self._parts.keep()
+            self._parts_base = base_of(latest, made)
         return latest.sha256
 
     def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
@@ -194,54 +209,25 @@ class WeightVersions(ABC):
         self._delete_old(version, keep)
         return latest
 
-    def _put_parts(self, version: int, how: InParts) -> bytes:
-        specs, self._held, self.advice = how.specs(only_trained=True), None, ""
-        files = split_files("weights", specs, PART_BYTES)
-        with how.tensors(only_trained=True) as tensors:
-            return self._put_gathered(version, files, tensors, _full_manifest(version, len(specs)))
+    def _may_follow(self, base: Base, version: int) -> bool:
+        """Whether a delta may build on it."""
+        chain = base.manifest.chain
+        taken = [base.latest.version, *(link.version for link in chain)]
+        return len(chain) + 2 <= self._full_every and version not in taken  # it would replace it
 
-    def _base(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
-        """What a delta may build on; None for a full version."""
+    def _followed(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
+        """What a delta of whole tensors builds on; None for a full version."""
         held = self._held
-        if held is None or len(held.manifest.chain) + 2 > self._full_every:
+        if held is None or not self._may_follow(held.base, version):
             return None
-        links = [link.version for link in held.manifest.chain]
-        if version in (held.latest.version, *links):
-            return None  # it would replace what it builds on
-        same = held.tensors.keys() == trained.keys() and all(
-            held.tensors[name].shape == tensor.shape and held.tensors[name].dtype == tensor.dtype
-            for name, tensor in trained.items()
-        )
-        return held if same else None
+        return held if _specs(held.tensors) == _specs(trained) else None
 
-    def _put_full(self, version: int, trained: dict[str, torch.Tensor]) -> bytes:
-        files = _split("weights", trained)
-        return self._put(version, files, _full_manifest(version, len(trained)))
-
-    def _put_delta(
-        self,
-        version: int,
-        base: Held,
-        trained: dict[str, torch.Tensor],
-        change: dict[str, torch.Tensor],
-    ) -> bytes:
-        state = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
-
-        def manifest(parts: list[Part]) -> bytes:
-            size = sum(part.bytes for part in parts)
-            return msgspec.json.encode(
-                Manifest(
-                    version,
-                    size,
-                    len(trained),
-                    parts,
-                    chain=[*base.manifest.chain, base.latest],
-                    deltas=base.manifest.deltas + size,
-                    state=state,
-                )
-            )
-
-        return self._put(version, _split("delta", change), manifest)
+    def _pays(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
+        """Whether a delta of so many bytes is worth it."""
+        whole = sum(spec.num_bytes for spec in specs.values())
+        if change >= whole:
+            self.advice = _advice(specs)
+        return base.manifest.deltas + change < whole
 
     def _delete_old(self, version: int, keep: int) -> None:
         """What stays is known from the manifests of what is kept."""
@@ -286,18 +272,18 @@ class WeightVersions(ABC):
         raw = self._raw_manifest(version, sha256)
         manifest = self._decoded(version, raw)
         latest = Latest(version, hashlib.sha256(raw).hexdigest())
-        if self._held is not None and self._held.latest == latest:
+        if self._held is not None and self._held.base.latest == latest:
             return dict(self._held.tensors)
         tensors = self._follow(latest, manifest) if manifest.chain else self._load(manifest)
         if self._full_every > 1:
-            self._held = Held(latest, manifest, tensors)
+            self._held = Held(Base(latest, manifest), tensors)
         return dict(tensors)
 
     def _follow(self, latest: Latest, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta: from what is held, or from the full version."""
         links, held, self._held = manifest.chain, self._held, None
-        if held is not None and held.latest in links:
-            begin, tensors = links.index(held.latest) + 1, held.tensors
+        if held is not None and held.base.latest in links:
+            begin, tensors = links.index(held.base.latest) + 1, held.tensors
         else:
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
@@ -316,13 +302,16 @@ class WeightVersions(ABC):
                     f"{self._name(latest.version)} says: not served"
                 )
             try:
-                tensors = with_delta(tensors, self._load(step))
+                tensors = with_delta(tensors, self._load(step), step.grids)
             except EngineError as error:
                 raise EngineError(
                     f"{self._name(link.version)} does not fit the version before it ({error}): not "
                     "served"
                 ) from error
-        found = dict(zip(tensors, side_by_side(checksum, tensors.values()), strict=True))
+        checksums = side_by_side(
+            lambda name: checksum(tensors[name], manifest.grids.get(name)), tensors
+        )
+        found = dict(zip(tensors, checksums, strict=True))
         if found != manifest.state:
             wrong = sorted(
                 name
@@ -427,30 +416,15 @@ class WeightVersions(ABC):
         )
 
 
-def folder_name(version: int) -> str:
-    """Of a version, beside latest.json."""
-    return f"version-{version:06d}"
-
-
-def version_numbers(names: Iterable[str]) -> list[int]:
-    """The versions whose folders have these names, oldest first."""
-    matches = (re.fullmatch(r"version-(\d+)", name) for name in names)
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def _full_manifest(version: int, tensors: int) -> Callable[[list[Part]], bytes]:
-    """What makes a full version's manifest of its files."""
-    return lambda parts: msgspec.json.encode(
-        Manifest(version, sum(part.bytes for part in parts), tensors, parts)
-    )
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
+    return {name: Spec(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
 
 
 def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
     """Files of at most PART_BYTES."""
-    specs = {name: Spec(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
     return [
         Content(file, {name: tensors[name] for name in group})
-        for file, group in split_files(stem, specs, PART_BYTES).items()
+        for file, group in split_files(stem, _specs(tensors), PART_BYTES).items()
     ]
 
 
@@ -460,8 +434,8 @@ def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
         return list(threads.map(function, items))
 
 
-def _advice(trained: Mapping[str, torch.Tensor]) -> str:
-    dtypes = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in trained.values()}))
+def _advice(specs: Mapping[str, Spec]) -> str:
+    dtypes = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in specs.values()}))
     return (
         f"rollout.weights.delta: a delta of these weights ({dtypes}) is no smaller than all of "
         "them, so they are published in full: deltas pay for bfloat16 at learning rates of about "

@@ -22,16 +22,14 @@ from safetensors.torch import save_file
 
 from agentevo.errors import EngineError
 from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
-from agentevo.inference.weight_versions import (
+from agentevo.inference.version_manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
-    Content,
     Part,
-    WeightVersions,
     folder_name,
-    side_by_side,
     version_numbers,
 )
+from agentevo.inference.weight_versions import Content, WeightVersions, side_by_side
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import write_files
 

@@ -35,7 +35,7 @@ from agentevo.rollout.failures import FirstFailures, failure_words
 from agentevo.rollout.given_tasks import task_of
 from agentevo.rollout.group import Attempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
-from agentevo.store.store import RETRIES
+from agentevo.store.records import RETRIES
 from agentevo.types import Task, Trajectory
 
 

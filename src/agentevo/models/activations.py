@@ -29,6 +29,7 @@ from agentevo.config import MemorySection
 from agentevo.devices import can_pin
 from agentevo.errors import ModelError
 from agentevo.models.allocator import give_back_freed_blocks
+from agentevo.models.compiled import CompiledLayer
 from agentevo.models.linear import PackedWeights
 
 EXPENSIVE_OPERATORS = (
@@ -112,6 +113,9 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
             "memory.offload_activations=false"
         )
     for layer in layers:
+        compiled = isinstance(vars(layer).get("forward"), CompiledLayer)
+        if compiled and section.checkpointing == "selective":
+            continue  # it keeps products and attention by itself, and computes the rest again
         layer.forward = CheckpointedLayer(layer, section)
     if next(model.parameters()).device.type == "cpu":
         give_back_freed_blocks()

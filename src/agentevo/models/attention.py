@@ -64,6 +64,7 @@ class _SlidingMask:
         raise ModelError(OWN_MASK)
 
 
+@torch.compiler.disable
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,

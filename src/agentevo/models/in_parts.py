@@ -21,7 +21,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentevo.models.parts import Part, Spec, Wholes, give
+from agentevo.models.parts import Part, Spec, Wholes
 from agentevo.models.tensor_file import split_files, write_files
 
 FILE_BYTES = 5 * 2**30
@@ -37,8 +37,9 @@ class InParts:
     own: Callable[[bool], Mapping[str, Part]]
     """This process's parts as they are now, of the dtype that is served, by name in one order
     everywhere; whether of what is trained alone."""
-    tell: Callable[[bool], None] = lambda only_trained: None
-    """Makes the other processes call `give`."""
+    tell: Callable[..., None] = lambda name, *arguments: None
+    """Makes the other processes do their part of what this one begins: `give` (whether what is
+    trained alone), or a method of inference/part_deltas.py."""
     group: distributed.ProcessGroup | None = None
     """All processes, for tensors on the CPU."""
 
@@ -48,12 +49,8 @@ class InParts:
 
     def tensors(self, *, only_trained: bool) -> Wholes:
         """On the first process: (name, whole tensor on the CPU), one made after the other."""
-        self.tell(only_trained)
+        self.tell("give", only_trained)
         return Wholes(self.own(only_trained), self.group)
-
-    def give(self, only_trained: bool) -> None:
-        """On the others."""
-        give(self.own(only_trained), self.group)
 
 
 _IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()

@@ -10,8 +10,9 @@ holds its parts and one tensor, never a model. What travels is bytes, so every b
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -54,6 +55,38 @@ class Box(NamedTuple):
         return tuple(
             slice(first, first + size) for first, size in zip(self.offset, self.sizes, strict=True)
         )
+
+
+Grid = Sequence[Sequence[int]]
+"""Where the boxes of a tensor begin, along each dimension. They are all combinations."""
+
+
+def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
+    """The boxes that fill a tensor of this shape, the last dimension's first. Raises ValueError for
+    what is no grid of it."""
+    if len(grid) != len(shape):
+        raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
+    for starts, length in zip(grid, shape, strict=True):
+        ascends = all(one < other for one, other in itertools.pairwise([*starts, length]))
+        if not starts or starts[0] != 0 or not ascends:
+            raise ValueError(f"boxes that begin at {list(starts)} of {length}")
+    sizes = [
+        [end - begin for begin, end in itertools.pairwise([*starts, length])]
+        for starts, length in zip(grid, shape, strict=True)
+    ]
+    return [
+        Box(offset, size)
+        for offset, size in zip(itertools.product(*grid), itertools.product(*sizes), strict=True)
+    ]
+
+
+def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
+    """The inverse, in whatever order they come. Raises ValueError for boxes that don't fill the
+    tensor, or are not all combinations of where they begin."""
+    grid = [sorted({box.offset[dim] for box in boxes}) for dim in range(len(shape))]
+    if len(boxes) != len(set(boxes)) or set(boxes) != set(boxes_of(grid, shape)):
+        raise ValueError(f"boxes {sorted(boxes)} of a tensor {tuple(shape)}")
+    return grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +192,7 @@ class Wholes:
     ) -> None:
         """`group`: of all processes and for tensors on the CPU. They all have the same names."""
         self._parts, self._group = parts, group
-        self._boxes = _boxes_of_all(parts, group)
+        self._boxes = boxes_of_all(parts, group)
         self._waiting = iter(parts)
         self.specs = {name: part.spec for name, part in parts.items()}
         """What comes, in this order."""
@@ -193,7 +226,7 @@ class Wholes:
         self.close()
 
     def _givers(self, name: str) -> dict[int, Box]:
-        return _givers([boxes[name] for boxes in self._boxes])
+        return givers_of([boxes[name] for boxes in self._boxes])
 
     def _take(self, whole: torch.Tensor, givers: Mapping[int, Box]) -> None:
         """Puts what the other processes give into the whole."""
@@ -201,19 +234,19 @@ class Wholes:
             if process == 0:
                 continue
             given = torch.empty(box.sizes, dtype=whole.dtype)
-            distributed.recv(_bytes(given), group=self._group, group_src=process)
+            distributed.recv(as_bytes(given), group=self._group, group_src=process)
             whole[box.slices] = given
 
 
 def give(parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None) -> None:
     """What the other processes do while the first one iterates over `Wholes` of its own parts."""
-    boxes, me = _boxes_of_all(parts, group), distributed.get_rank(group)
+    boxes, me = boxes_of_all(parts, group), distributed.get_rank(group)
     for name, part in parts.items():
-        if me in _givers([of_one[name] for of_one in boxes]):
-            distributed.send(_bytes(part.given), group=group, group_dst=0)
+        if me in givers_of([of_one[name] for of_one in boxes]):
+            distributed.send(as_bytes(part.given), group=group, group_dst=0)
 
 
-def _boxes_of_all(
+def boxes_of_all(
     parts: Mapping[str, Part], group: distributed.ProcessGroup | None
 ) -> list[dict[str, Box]]:
     """Where the parts of each process lie; called by all of them."""
@@ -225,8 +258,8 @@ def _boxes_of_all(
     return of_all
 
 
-def _givers(boxes: list[Box]) -> dict[int, Box]:
-    """Process -> box: who gives what, the first of those that have the same."""
+def givers_of(boxes: list[Box]) -> dict[int, Box]:
+    """Process -> box: who gives what, the first of those that have the same; of one tensor."""
     givers: dict[Box, int] = {}
     for process, box in enumerate(boxes):
         if math.prod(box.sizes):
@@ -243,6 +276,6 @@ def _begun(part: Part) -> torch.Tensor:
     return whole
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor on the CPU, as a view."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -172,7 +172,7 @@ def make_plain(model: nn.Module) -> None:
         stand_in = vars(parent).get("forward")
         if isinstance(stand_in, FusedLayer):
             del parent.forward
-        elif isinstance(stand_in, CheckpointedLayer):
+        elif isinstance(stand_in, CheckpointedLayer) and isinstance(stand_in.inner, FusedLayer):
             stand_in.inner = None
         for name, child in list(parent.named_children()):
             if type(child) is FastLinear:

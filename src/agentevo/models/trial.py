@@ -63,6 +63,8 @@ class _Alone:
 
     sizes: list[KeyValueSize] = field(default_factory=list)
     """Of each call so far."""
+    routing: Any = None
+    """See models/routers.py."""
 
     def attend(
         self,
@@ -135,6 +137,20 @@ def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
     with _evaluating(model):
         _logits(model, [_Token(0, 0, 0)], plan, [0])
     return plan.sizes
+
+
+def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
+    """A pass of a prepared model over `count` tokens, each of which sees itself only, whose routers
+    `routing` hears of (models/routers.py)."""
+    last = model.config.get_text_config().vocab_size - 1
+    ids = torch.linspace(min(2, last), last, count).long().tolist()
+    with _evaluating(model):
+        _logits(
+            model,
+            [_Token(number, 0, id) for number, id in enumerate(ids)],
+            _Alone(routing=routing),
+            [0],
+        )
 
 
 def try_out(model: PreTrainedModel, implementation: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from agentevo.pages.worlds import NO_LEGEND, Legend, Piece, legend_of, pieces
 from agentevo.store.calls import StoredCall
@@ -322,6 +322,42 @@ def slips(trajectory: Trajectory) -> str:
         if number := round(trajectory.metrics.get(name, 0.0)):
             told.append(f"{number:,} {one if number == 1 else many}")
     return ", ".join(told)
+
+
+_ENDS = {
+    "turns": "all turns were used (agent.max_turns)",
+    "tokens": "all tokens of an attempt were used (agent.max_tokens)",
+    "context": "the context was full",
+    "repeats": "the same calls were made again and again (agent.max_repeats)",
+}
+"""What an agent with tools ends by, but for an answer."""
+
+
+def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
+    """Which limit cut an attempt off, of the run with this configuration: as its agent noted it, or
+    else as its last turn shows. Empty where nobody can tell."""
+    if not trajectory.truncated or not trajectory.turns:
+        return ""
+    for end, words in _ENDS.items():
+        if trajectory.metrics.get(f"ended_by_{end}"):
+            return words
+    last, most = trajectory.turns[-1], _number(config, "sampling", "max_new_tokens")
+    if last.finish_reason == "length":
+        size = len(last.completion_ids)
+        if most is None or size < most:
+            return f"its last answer filled the context, after {size:,} tokens"
+        return f"its last answer was cut at {size:,} tokens (sampling.max_new_tokens)"
+    most = _number(config, "agent", "max_turns")
+    if most is not None and len(trajectory.turns) >= most:
+        return f"all {most} turns were used (agent.max_turns)"
+    return ""
+
+
+def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
+    """Of a file that anybody may have written."""
+    values = config.get(section)
+    value = values.get(key) if isinstance(values, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 class Verdict(NamedTuple):

@@ -77,6 +77,11 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         ("critic foresees", "critic/vf_explained_var", "{:.0%}"),
         ("process reward right", "process_reward/accuracy", "{:.0%}"),
         ("pairs right", "preference/rewards/accuracies", "{:.0%}"),
+        ("proposed", "selfplay/proposed", "{:.0f}"),
+        ("valid", "selfplay/valid", "{:.0%}"),
+        ("questions", "selfplay/questions", "{:.0f}"),
+        ("solved", "selfplay/success_rate", "{:.0%}"),
+        ("at the edge", "selfplay/at_edge", "{:.0%}"),
     ]
     facts = {}
     for label, key, pattern in shown:
@@ -84,6 +89,13 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
             value = metrics[key]
             facts[label] = "nan" if value is None or math.isnan(value) else pattern.format(value)
     return facts
+
+
+def self_play_words(facts: Mapping[str, str]) -> str:
+    """`8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge`, of what `step_facts` says;
+    empty in a run without self-play."""
+    labels = ("proposed", "valid", "questions", "solved", "at the edge")
+    return ", ".join(f"{facts[label]} {label}" for label in labels if label in facts)
 
 
 def _first(metrics: Mapping[str, float | None], *keys: str) -> str:
@@ -326,6 +338,8 @@ class LiveView:
         ]
         if "sft/loss" not in state.metrics:
             parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
+        if proposals := self_play_words(facts):
+            parts.append(proposals)
         parts += [
             f"{facts[label]} {label}" for label in ("tok/s", "MFU", "s/step") if label in facts
         ]
@@ -414,7 +428,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
         )
     lines: list[RenderableType] = [
         progress,
-        *(line for line in (learning, optimisation, speed) if line),
+        *(line for line in (learning, optimisation, Text(self_play_words(facts)), speed) if line),
     ]
     for result in state.evaluations:
         players = [

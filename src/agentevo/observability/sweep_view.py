@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Self, TextIO
 
 from agentevo.console import format_duration, open_console, print_line
@@ -33,7 +33,8 @@ class SweepView:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
         self._clock, self._began = clock, clock()
-        self._ended, self._total = 0, 0
+        self._ended: set[str] = set()
+        self._total = 0
         self._spent: list[float] = []
         self._console = open_console(self._stream, plain)
         self._live: Live | None = None
@@ -51,26 +52,28 @@ class SweepView:
             self._live.stop()
             self._live = None
 
-    def plan(self, total: int, finished: int) -> None:
-        """`total` runs in all, of which `finished` need not run any more."""
-        self._total, self._ended = total, finished
+    def plan(self, total: int, finished: Collection[str]) -> None:
+        """`total` runs in all; `finished` are the names of those that have finished before. One of
+        them that is started again counts when it has ended again."""
+        self._total, self._ended = total, set(finished)
         self.note(
             f"{self.title}: {total} runs"
-            + (f", {finished} of them finished already" if finished else "")
+            + (f", {len(finished)} of them finished already" if finished else "")
         )
 
     def started(self, name: str, how: str) -> None:
         """A run begins; `how` is such as `started` or `resumed`."""
+        self._ended.discard(name)
         if self._console is None:
             self.note(f"{name}: {how}")
 
     def ended(self, name: str, outcome: str, seconds: float, *, ok: bool) -> None:
         """A run is over, well or not."""
-        self._ended += 1
+        self._ended.add(name)
         if ok:
             self._spent.append(seconds)
         self.note(
-            f"{name}: {outcome}, {format_duration(seconds)} ({self._ended} of {self._total})",
+            f"{name}: {outcome}, {format_duration(seconds)} ({len(self._ended)} of {self._total})",
             style="" if ok else "bold red",
         )
 
@@ -101,7 +104,7 @@ class SweepView:
         for name, (seconds, line) in runs.items():
             table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
         left = self._time_left(runs)
-        heading = f"{self.title}  {self._ended} of {self._total} ended" + (
+        heading = f"{self.title}  {len(self._ended)} of {self._total} ended" + (
             "" if left is None else f", about {format_duration(left)} left"
         )
         return Panel(
@@ -118,7 +121,7 @@ class SweepView:
         if not self._spent or not runs:
             return None
         mean = sum(self._spent) / len(self._spent)
-        waiting = self._total - self._ended - len(runs)
+        waiting = self._total - len(self._ended) - len(runs)
         return (waiting * mean + sum(max(mean - seconds, 0) for seconds, _ in runs.values())) / len(
             runs
         )

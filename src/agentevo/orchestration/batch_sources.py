@@ -17,7 +17,8 @@ from agentevo.errors import ConfigError
 from agentevo.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.store.store import StepRecord, Store
+from agentevo.store.records import StepRecord
+from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.pairs import Pair, PairData

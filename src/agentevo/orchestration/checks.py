@@ -21,7 +21,7 @@ from agentevo.orchestration.players import check_play, find_agent, solo_environm
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.orchestration.profiling import check_profile
 from agentevo.orchestration.tracking import check_tracking
-from agentevo.training.spread import check_spread, is_spread
+from agentevo.training.spread import check_spread
 from agentevo.types import Task
 
 
@@ -40,12 +40,6 @@ def check_parts(
     check_engine(config.engine)
     apart = apart or config.rollout.samplers > 0
     check_transport(config, apart=apart)
-    if serves_elsewhere(config, apart=apart) and config.rollout.weights.delta:
-        raise ConfigError(
-            "rollout.weights.delta: weights that lie in parts on several processes "
-            "(trainer.parallel) are published in full, as no process has those before to compare "
-            "with: set rollout.weights.delta=false"
-        )
     check_preference(config)
     if config.algorithm.credit is not None:
         find_credit(config.algorithm.credit)
@@ -61,10 +55,9 @@ def check_parts(
 def check_processes(config: RunConfig, *, world: int | None = None) -> None:
     """Raises ConfigError where trainer.parallel asks for other numbers of processes than a
     launcher has started (or `world`), and for what several processes can't train together."""
-    parallel = config.trainer.parallel
     world = world if world is not None else world_size()
     try:
-        parallel.replicas(world)
+        config.trainer.parallel.replicas(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     several = {
@@ -75,23 +68,12 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
         raise ConfigError(
             f"{what}: {world} processes can't train on that together: start one, without torchrun"
         )
-    if config.memory.optimizer == "adamw_8bit" and is_spread(parallel):
-        raise ConfigError(
-            "memory.optimizer=adamw_8bit: moments of 8 bits have one scale for 256 numbers, which "
-            "lie on several processes under trainer.parallel: set memory.optimizer=adamw, of which "
-            "each process keeps a part alone"
-        )
-    if config.model.lora.enabled and max(parallel.tensor, parallel.expert) > 1:
-        raise ConfigError(
-            "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
-            "and share the base by trainer.parallel.shard, long sequences by context"
-        )
 
 
 def serves_elsewhere(config: RunConfig, *, apart: bool) -> bool:
     """Whether the first of several processes needs no whole model: what it trains lies in parts on
     them, and engines in other processes serve (`apart`)."""
-    return apart and is_spread(config.trainer.parallel) and not config.data.given
+    return apart and config.trainer.parallel.is_spread and not config.data.given
 
 
 def load_checked(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:

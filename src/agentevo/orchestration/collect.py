@@ -65,6 +65,7 @@ class _Gathered:
     greedy: list[Trajectory] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     """Trajectory id -> drop reason, for the drops that were decided at the end of a round."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class StepTasks(Protocol):
@@ -139,9 +140,12 @@ class Collector:
     async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> bool:
         """Samples a group per task and makes the decisions that are made once per round. Returns
         whether this was the last round."""
-        trajectories, last = await self._attempts.round(step, tasks)
+        found = await self._attempts.round(step, tasks)
+        trajectories = found.trajectories
         sampled = [t for t in trajectories if not is_baseline(t)]
         greedy = [t for t in trajectories if is_baseline(t)]
+        gathered.dropped |= found.dropped
+        gathered.metrics |= found.metrics
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
         if self._config.agents:
             learning = trained_agents(self._config)
@@ -160,7 +164,7 @@ class Collector:
             }
         gathered.sampled += sampled
         gathered.greedy += greedy
-        return last
+        return found.last
 
     def _too_old(self, trajectory: Trajectory, step: int) -> bool:
         """Whether the whole trajectory is left out: its oldest token breaks the staleness bound,
@@ -189,6 +193,7 @@ class Collector:
             if agents
             else rollout_metrics(gathered.sampled, dropped)
         )
+        metrics |= gathered.metrics
         metrics |= metrics_by_source(gathered.sampled, self._tasks.source_of)
         metrics |= collection_metrics(
             group_sizes=[len(rewards) for rewards in rewards_by_group(trainable).values()],

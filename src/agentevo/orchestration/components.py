@@ -15,12 +15,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.agents import Agent, AgentFunction
-from agentevo.config import EnvironmentAgentSection, LoraSection, ModelSection, RunConfig
+from agentevo.config import (
+    EnvironmentAgentSection,
+    LoraSection,
+    ModelSection,
+    RunConfig,
+)
 from agentevo.config.agents import brings_tasks
 from agentevo.config.memory import offload_refusal
 from agentevo.config.named_agents import trained_policies
+from agentevo.config.routing import needs_routers
 from agentevo.console import to_stderr
-from agentevo.devices import find, is_accelerator
+from agentevo.devices import compiles, find, is_accelerator
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import UpdatableEngine
 from agentevo.inference.engines import engines
@@ -29,9 +35,11 @@ from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
+from agentevo.models.compiled import compile_layers
 from agentevo.models.load import LoadedModel, load_model, load_reward_model
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.positions import context_length
+from agentevo.models.routers import routed
 from agentevo.orchestration.agent_policies import (
     AgentPolicy,
     make_policies,
@@ -163,7 +171,8 @@ def check_memory(config: RunConfig) -> None:
 
 def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
     """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with
-    tokenizer, on its device and with this package's attention."""
+    tokenizer, on its device, with this package's attention and, where the recipe asks for it, with
+    routers that can replay."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
@@ -172,7 +181,23 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     )
     corpus = (lambda: corpus_of(config)) if has_words else None
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
-    return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
+    model = prepare(loaded.model)
+    if needs_routers(config):
+        model = routed(model)
+    if _compiles(config, model.device):
+        model = compile_layers(model)
+    return replace(loaded, model=keep_activations(model, config.memory))
+
+
+def _compiles(config: RunConfig, device: torch.device) -> bool:
+    """See `torch_compile` of the section trainer."""
+    return (
+        config.trainer.torch_compile
+        and compiles(device.type)
+        and not config.model.lora.enabled
+        and not config.memory.offload_activations
+        and not config.trainer.parallel.is_spread
+    )
 
 
 @asynccontextmanager
@@ -196,10 +221,9 @@ async def open_components(
     `may_play=False`: a program's own loop plays, and nobody here; `traced`: its calls go where the
     recipe's `tracing` says; `elsewhere`: no engine is made here, the run's others are asked."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
-    model = loaded.model
     others = _run_engines(config) if elsewhere else None
     engine = others or _own_engine(config, loaded, transport)
-    main = AgentPolicy(model, loaded.tokenizer, engine)
+    main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
     plays = may_play and (config.environment is not None or not needs_environment)
@@ -217,7 +241,7 @@ async def open_components(
         weights = await open_weights(config, main, policies, transport, note)
         parts = Components(
             config=config,
-            model=model,
+            model=loaded.model,
             tokenizer=loaded.tokenizer,
             engine=engine,
             weights=weights,

@@ -30,7 +30,7 @@ from agentevo.orchestration.preference_data import check_tokenizer
 from agentevo.orchestration.rollout_sources import StopAskedError
 from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.seeds import derive_seed
-from agentevo.store.store import StepRecord
+from agentevo.store.records import StepRecord
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of

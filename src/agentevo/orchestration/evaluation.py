@@ -106,7 +106,8 @@ async def evaluate(
             label=label + decoding,
         )
         tokens += sum(t.num_completion_tokens() for t in trajectories)
-        for agent in config.agents:
+        played = {t.agent for t in trajectories}
+        for agent in config.agents if len(played) > 1 else ():  # one alone: the numbers below
             if own := [t for t in trajectories if t.agent == agent and t.status == "completed"]:
                 by_agent[f"val-core/{name}:{agent}/success/{decoding}"] = fmean(
                     t.success for t in own

@@ -15,7 +15,8 @@ from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank
 from agentevo.errors import TrainingError
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.store.store import Store, StoredTask, TaskState, TrajectorySummary
+from agentevo.store.records import StoredTask, TaskState, TrajectorySummary
+from agentevo.store.store import Store
 from agentevo.types import Status
 
 SET_ASIDE: tuple[TaskState, ...] = ("poison", "failed")

@@ -17,7 +17,7 @@ from agentevo.errors import AgentEvoError
 from agentevo.observability.moment import PAUSED
 from agentevo.paths import short
 from agentevo.runs.control import RunControl
-from agentevo.signals import LOOK_S
+from agentevo.signals import LOOK_S, STOPPING
 
 if TYPE_CHECKING:
     from agentevo.observability import LiveView
@@ -31,7 +31,7 @@ def asked_through(
 
     def stop() -> None:
         stop_signals.append(signal.SIGTERM)
-        view.note("asked to stop: stopping after this step or within this evaluation")
+        view.note(f"asked to stop: {STOPPING}")
 
     return RunControl(folder, stop, note=view.note)
 

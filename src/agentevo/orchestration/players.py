@@ -11,12 +11,14 @@ from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.agents.named_by_task import asks_once, check_agent_names
 from agentevo.agents.solo_environment import SoloEnvironment
 from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config.credit import find_credit
 from agentevo.config.judges import check_calibrated
 from agentevo.console import to_stderr
 from agentevo.environments import TextEnvironment, make, mean_baselines
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.remote_models.model import check_keys
 from agentevo.rewards.answers import references
+from agentevo.rollout.questions import SelfPlayAgent, make_family
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
@@ -29,8 +31,19 @@ CORPUS_EPISODES = 64
 def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAgent:
     """Who plays: the function that a program gave, else the registered agent of the recipe."""
     if function is not None:
-        return FunctionAgent(function)
-    return make_agent(config.agent, lambda: make_environment(config))
+        agent = FunctionAgent(function)
+    else:
+        agent = make_agent(config.agent, lambda: make_environment(config))
+    section = config.tasks.self_play
+    return agent if section is None else SelfPlayAgent(agent, make_family(section))
+
+
+def check_named(config: RunConfig) -> None:
+    """Raises ConfigError for what a recipe names and can't have: its agent, question family or
+    credit, or their options. Reads no tasks, and makes no environment and no model."""
+    find_agent(config, None)
+    if config.algorithm.credit is not None:
+        find_credit(config.algorithm.credit)
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
@@ -98,7 +111,9 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
     """Texts that hold every word of the environment's conversations, or of the tasks' queries and
     answers, for the word tokenizer."""
     if config.environment is None:
-        for task in TaskSource(config, None).given():
+        source = TaskSource(config, None)
+        asked = source.proposals.of_step(1) if source.proposals is not None else []
+        for task in (*source.given(), *asked):
             yield from (task.query or "", *map(str, references(task.answer)))
         return
     agent = config.agent

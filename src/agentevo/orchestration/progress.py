@@ -54,6 +54,20 @@ class Progress(msgspec.Struct):
         self.equal_groups += round(groups * metrics.get("group/zero_std_ratio", 0.0))
         self.dropped = dict(Counter(self.dropped) + Counter(reasons.values()))
 
+    def nothing_left(self, num_steps: float, command: str) -> str | None:
+        """What is to be said when a run of `num_steps` steps begins or goes on and has none left;
+        None where it has, or is only evaluated."""
+        if self.step == 0 or self.step < num_steps:
+            return None
+        committed = f"{self.step} step{'s are' if self.step > 1 else ' is'} committed"
+        if command == "sft":  # their number follows from the data
+            return f"{committed} of {num_steps}, so nothing is trained"
+        compared = "less" if num_steps < self.step else "no more"
+        return (
+            f"{committed} and trainer.steps={num_steps} is {compared}, so nothing is trained: give "
+            f"trainer.steps above {self.step} to go on"
+        )
+
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
         """What is to be said at the end of a run, after `num_steps` steps, that has not done what
         its numbers suggest. `trains`: it was to train on something."""

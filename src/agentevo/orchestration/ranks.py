@@ -25,6 +25,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -35,6 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo import devices
 from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
+from agentevo.inference.part_deltas import PublishedParts
 from agentevo.models.in_parts import InParts, lies_in_parts
 from agentevo.models.parts import give
 from agentevo.models.sharded import skeleton_of
@@ -49,7 +51,7 @@ from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.optimization import Optimization
 from agentevo.training.sharding.layouts import gather_trained
 from agentevo.training.sharding.saving import weight_parts
-from agentevo.training.spread import is_spread, spread
+from agentevo.training.spread import spread
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Sample, Trajectory
 
@@ -175,6 +177,14 @@ def follow(config: RunConfig) -> None:
             follower.call(learner, name, arguments, options)
 
 
+_OF_DELTAS: dict[str, Callable[[PublishedParts], object]] = {
+    "compare": PublishedParts.compare,
+    "give_changes": PublishedParts.give,
+    "keep": PublishedParts.keep,
+}
+"""What the first process asks of the others while it publishes what changed."""
+
+
 class _Follower:
     """One of the others: its part of the model, and its trainers."""
 
@@ -185,6 +195,7 @@ class _Follower:
         loaded = load_policy(config, checkpoint)
         self._model, self._tokenizer = ranks.share(loaded.model), loaded.tokenizer
         self._learners: dict[str, Any] = {}
+        self._published = PublishedParts(partial(weight_parts, self._model, True), ranks.weights)
 
     def call(
         self, learner: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -198,6 +209,8 @@ class _Follower:
                 gather_trained(self._model, None)
             elif name == "give":
                 give(weight_parts(self._model, *arguments), self._ranks.weights)
+            elif name in _OF_DELTAS:
+                _OF_DELTAS[name](self._published)
             elif name == "contribute":
                 self._contribute(self._learners[learner].state_dict(), **options)
             elif name == "load_state_dict":
@@ -218,7 +231,7 @@ class _Follower:
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """The trainer's state in a checkpoint, of which this process reads what it needs."""
     folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, alone=True)
-    return folder.load(checkpoint, mapped=is_spread(config.trainer.parallel))[0]
+    return folder.load(checkpoint, mapped=config.trainer.parallel.is_spread)[0]
 
 
 class Leader:
@@ -240,7 +253,7 @@ class Leader:
         self._config, self._tokenizer = config, tokenizer
         ranks.tell("", "start", checkpoint)
         self.log = ranks.log(config.run_dir)
-        self._is_spread = is_spread(config.trainer.parallel)
+        self._is_spread = config.trainer.parallel.is_spread
         self._has_whole = serves or not self._is_spread
         """Whether this process has the whole model, too."""
         if self._is_spread:
@@ -253,7 +266,7 @@ class Leader:
                 InParts(
                     skeleton_of(model),
                     lambda only_trained: weight_parts(model, only_trained),
-                    lambda only_trained: ranks.tell("", "give", only_trained),
+                    partial(ranks.tell, ""),
                     ranks.weights,
                 ),
             )

@@ -27,7 +27,7 @@ from agentevo.orchestration.rollout_sources import SynchronousRollouts
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import KEY, End, is_given_up
 from agentevo.runs.store_opening import open_run_store
-from agentevo.store.store import StepRecord
+from agentevo.store.records import StepRecord
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
 

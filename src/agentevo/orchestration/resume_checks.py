@@ -28,8 +28,9 @@ from agentevo.runs.chain import (
 from agentevo.runs.folder import command_of
 from agentevo.store import rules
 from agentevo.store.codec import is_as_added, is_as_written
-from agentevo.store.store import StepRecord, Store, StoredTrajectory
-from agentevo.store.store import TrajectoryFilter as Filter
+from agentevo.store.records import StepRecord, StoredTrajectory
+from agentevo.store.records import TrajectoryFilter as Filter
+from agentevo.store.store import Store
 from agentevo.training import manifest
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints

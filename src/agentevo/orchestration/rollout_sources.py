@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -24,6 +24,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, Self, TypeVar, Unpack
 
 from agentevo.config import RunConfig
@@ -39,7 +40,7 @@ from agentevo.progress import bar
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE, group_name, group_of_all
 from agentevo.rollout.service import SamplerService
-from agentevo.store.store import StoredTask, StoredTrajectory, TrajectoryFilter
+from agentevo.store.records import StoredTask, StoredTrajectory, TrajectoryFilter
 from agentevo.types import Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
@@ -60,6 +61,9 @@ class Round(NamedTuple):
     last: bool = False
     """The step gets no further round: these are what it was trained on when its trainer was
     killed."""
+    dropped: Mapping[str, str] = MappingProxyType({})
+    """Trajectory id -> why it is not trained on, where the source says so."""
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class RolloutSource(Protocol):

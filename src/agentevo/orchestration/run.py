@@ -19,7 +19,9 @@ from contextlib import ExitStack, nullcontext
 from typing import Literal
 
 from agentevo.config import RunConfig
+from agentevo.config.parallel import world_size
 from agentevo.event_loop import run_coroutine
+from agentevo.heap import lasting_heap
 from agentevo.inference.transports import local_transport
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
@@ -123,7 +125,7 @@ async def run_training(
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = stack.enter_context(joined(config))
         stopped, start = lambda: bool(stop_signals), ResumePoint()
-        view.phase("loading", config.model.name)
+        _begin_view(config, view)
         if resume:
             stack.enter_context(only_trainer_here(folder, view, stopped))
             start = await find_resume_point(config, checkpoints, note=view.note)
@@ -156,6 +158,7 @@ async def run_training(
             _begin_folder(config, command, make_final, conversations)
             run.control = stack.enter_context(asked_through(folder, stop_signals, view))
             run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))
+            stack.enter_context(lasting_heap())
             with run.log, run.background, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
@@ -164,6 +167,13 @@ async def run_training(
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
+
+
+def _begin_view(config: RunConfig, view: LiveView) -> None:
+    world = world_size()
+    if world > 1:
+        view.note(f"{world} processes train together: {config.trainer.parallel.shared_by(world)}")
+    view.phase("loading", config.model.name)
 
 
 def _begin_folder(

@@ -24,6 +24,7 @@ from agentevo.orchestration.rollout_sources import (
     Supervisor,
     SynchronousRollouts,
 )
+from agentevo.orchestration.self_play import SelfPlayRollouts
 from agentevo.orchestration.submissions import Submissions, SubmittedBatches, SubmittedRollouts
 from agentevo.training.agent_trainers import AgentTrainers
 from agentevo.training.learner import Learner, RolloutTrainer
@@ -49,6 +50,8 @@ def make_rollouts(
         return DisaggregatedRollouts(parts, stop, check, note)
     if parts.config.rollout.staleness and sampled:
         return ColocatedRollouts(parts, stop, note)
+    if parts.config.tasks.self_play is not None:
+        return SelfPlayRollouts(parts)
     return SynchronousRollouts(parts)
 
 

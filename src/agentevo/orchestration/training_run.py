@@ -53,7 +53,6 @@ from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.copies import copied_state, copied_weights
 from agentevo.training.phases import phase
-from agentevo.training.spread import is_spread
 from agentevo.training.state_parts import split_state
 from agentevo.training.token_numbers import TokenNumbers, write_numbers
 
@@ -136,7 +135,7 @@ class TrainingRun:
             something = start.checkpoint is not None or start.steps
             self.log.resume(start.end.step if something else -1)
         if start.checkpoint is not None:
-            mapped = self.leader is not None and is_spread(config.trainer.parallel)
+            mapped = self.leader is not None and config.trainer.parallel.is_spread
             trainer_state, run_state = self.checkpoints.load(start.checkpoint, mapped=mapped)
             self.trainer.load_state_dict(trainer_state)
             self.restore(run_state)
@@ -157,6 +156,8 @@ class TrainingRun:
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
+        if nothing_left := self.progress.nothing_left(self._num_steps, self.command):
+            self.view.note(nothing_left)
         await self.rollouts.begin(self.progress.step)
         if not self.progress.begun:
             if opening := self.source.opening_metrics():

@@ -40,7 +40,10 @@ def histogram(title: str, bars: Sequence[Bar], *, is_whole: bool = False) -> Mar
     for place, bar in enumerate(bars):
         height = max(1.5, bar.size / most * HEIGHT) if bar.size else 0.0
         good = height * bar.good / bar.size if bar.size else 0.0
-        said = f"{title} {_span(bar, is_whole)}: {bar.size:,} attempts, {bar.good:,} successes"
+        said = (
+            f"{title} {_span(bar, is_whole)}: {bar.size:,} attempt{'s' * (bar.size != 1)}, "
+            f"{bar.good:,} success{'es' * (bar.good != 1)}"
+        )
         if bar.size:
             drawn.append(
                 _BAR.format(  # of a plain text: Markup's own takes a tenth of a page's time

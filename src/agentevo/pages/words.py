@@ -23,6 +23,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:.2e}".replace("-", "−", 1 if value < 0 else 0)
     if size >= 100 or value == int(value):
         text = f"{value:,.0f}"
+    elif size < 10 ** (1 - digits):  # of which fixed places would leave nothing or one figure
+        text = f"{value:.{max(digits - 1, 1)}g}"
     else:
         text = f"{value:.{max(digits - (size >= 1) - (size >= 10), 1)}f}"
     return text.replace("-", "−")

@@ -13,6 +13,9 @@ from agentevo.parsing import read_json_object
 from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
+SUMMARY = "summary.json"
+"""What an evaluation, or a scoring, came to."""
+
 
 class EvaluateOptions(Section):
     """How `evaluate` plays."""
@@ -57,13 +60,24 @@ class EvaluateStage(StageKind):
             words += ["--temperature", str(options.temperature)]
         for file in options.tasks:
             words += ["--tasks", file]
+        if job.resume and self._has_failed(job):
+            return [*words, "--resume", "--retry-failed"]
         return [*words, "--resume"] if job.resume else words
 
     def is_finished(self, job: Job) -> bool:
-        return (job.folder / "summary.json").is_file()
+        return (job.folder / SUMMARY).is_file() and not self._has_failed(job)
 
     def can_resume(self, job: Job) -> bool:
         return (job.folder / "eval.json").is_file()
+
+    def _has_failed(self, job: Job) -> bool:
+        """Whether it came to its end with no attempt that did not fail, such as where the judge was
+        away."""
+        try:
+            model = read_json_object(job.folder / SUMMARY)["models"][0]
+            return bool(model["failed"] == model["attempts"])
+        except (AgentEvoError, OSError, KeyError, IndexError, TypeError):
+            return False  # none yet, or a damaged one, which `made` says
 
     def made(self, job: Job) -> Made:
         return measured(job.folder)
@@ -72,7 +86,7 @@ class EvaluateStage(StageKind):
 def measured(folder: Path) -> Made:
     """What the evaluation in a folder came to. Raises ConfigError for one that was damaged."""
     try:
-        model = read_json_object(folder / "summary.json")["models"][0]
+        model = read_json_object(folder / SUMMARY)["models"][0]
         numbers: dict[str, float] = {}
         for name, one in (("success", model["pass_at"]["1"]), ("reward", model["reward"])):
             if one is not None:
@@ -84,7 +98,7 @@ def measured(folder: Path) -> Made:
         tokens = round(float(model["tokens"] or 0.0) * int(model["attempts"]))
         return Made({}, numbers, tokens, float(model["cost"]))
     except (AgentEvoError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'summary.json'} is damaged: delete that folder") from error
+        raise ConfigError(f"{folder / SUMMARY} is damaged: delete that folder") from error
 
 
 class ScoreOptions(Section):
@@ -109,7 +123,7 @@ class ScoreStage(StageKind):
         return [*AGENTEVO, "score", job.options.source, rewards, "--out", str(job.folder)]
 
     def is_finished(self, job: Job) -> bool:
-        return (job.folder / "summary.json").is_file()
+        return (job.folder / SUMMARY).is_file()
 
     def made(self, job: Job) -> Made:
         return measured(job.folder)

@@ -1,5 +1,6 @@
 """What a stage has gained on the fixed held-out tasks: differences of the same tasks, played by the
-model that it began with and by the one that it made, with their intervals."""
+model that it began with and by the one that it made, with their intervals; and when rounds that
+gain nothing end."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from agentevo.pipeline.plan import HELD_OUT, START, Instance
 from agentevo.pipeline.references import Reference, references_in
 
 if TYPE_CHECKING:
+    from agentevo.pipeline.schema import StopSection
     from agentevo.pipeline.standing import Standing
 
 
@@ -33,6 +35,36 @@ def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
             value, low, high = found
             numbers |= {name: value, f"{name}_low": low, f"{name}_high": high}
     return numbers
+
+
+def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
+    """Why the rounds of a group end before this one; empty where they go on."""
+    best = _success(standing, f"{START}@{HELD_OUT}")
+    without = 0
+    for number in range(1, of.round):
+        ids = [
+            one.id
+            for one in standing.plan.instances
+            if one.group == of.group and one.round == number and one.measures is not None
+        ]
+        found = [value for name in ids if (value := _success(standing, name)) is not None]
+        if not found:
+            continue
+        if best is None or found[-1] > best + rule.min_gain:
+            best, without = found[-1], 0
+        else:
+            without += 1
+        if without >= rule.rounds_without_gain:
+            return (
+                f"rounds {number - without + 1} to {number} brought no gain of more than "
+                f"{100 * rule.min_gain:g} points over {100 * best:.1f}% of the held-out tasks"
+            )
+    return ""
+
+
+def _success(standing: Standing, name: str) -> float | None:
+    state = standing.state.stages.get(name)
+    return None if state is None else state.numbers.get("success")
 
 
 def parent_of(standing: Standing, measured: str) -> str:

@@ -59,6 +59,8 @@ class Made:
     """Generated and trained on, for the budget."""
     cost: float = 0.0
     """Money that it spent on remote models."""
+    says: Mapping[str, str] = field(default_factory=dict)
+    """What others refer to likewise that is no file, such as a URL."""
 
 
 class StageKind:
@@ -81,6 +83,11 @@ class StageKind:
     """What of its recipe it trains on, or keeps to be trained on: no held-out task may be there."""
     measured: ClassVar[bool] = False
     """Whether its `checkpoint` is a policy, which is measured unless the stage says otherwise."""
+    serves: ClassVar[bool] = False
+    """Whether it is finished when its program answers, which runs on until no other stage needs it
+    (servers.py)."""
+    says: ClassVar[Mapping[str, str]] = {}
+    """What it says of itself that is no file, each with an example for checks before it has run."""
     makes_texts: ClassVar[bool] = False
     """Whether its `file` is `agent.texts`, which are measured with the model it began with."""
 
@@ -128,6 +135,7 @@ stage_kinds: Registry[StageKind] = Registry(
         "prompts": "agentevo.pipeline.prompt_stages:PROMPTS",
         "merge": "agentevo.pipeline.model_stages:MERGE",
         "export": "agentevo.pipeline.model_stages:EXPORT",
+        "serve": "agentevo.pipeline.serve_stages:SERVE",
         "command": "agentevo.pipeline.model_stages:COMMAND",
     },
 )

@@ -10,13 +10,13 @@ under two seeds, and the conversations of `command` stages' own making with thos
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentevo.config import RunConfig
 from agentevo.data import RowReport
+from agentevo.data.asked import asked_key
 from agentevo.data.conversation import read_conversations
 from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError, shown
@@ -32,10 +32,17 @@ class Asked:
     of: dict[bytes, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, text: str, where: str) -> None:
-        plain = " ".join(text.split()).casefold()
-        if plain:
-            key = hashlib.blake2b(plain.encode("utf-8", "replace"), digest_size=16).digest()
+        key = asked_key(text)
+        if key is not None:
             self.of.setdefault(key, (text, where))
+
+
+class LeakError(ConfigError):
+    """`texts`: digests of the held-out questions that are trained on."""
+
+    def __init__(self, message: str, texts: frozenset[bytes]) -> None:
+        super().__init__(message)
+        self.texts = texts
 
 
 @dataclass
@@ -46,8 +53,9 @@ class Leaks:
     trained: Asked = field(default_factory=Asked)
 
     def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
-        """Takes up a stage's tasks and data, as far as its files are there. Raises ConfigError
-        where a held-out task is trained on, here or in a stage that was seen before."""
+        """Takes up a stage's tasks and data, as far as its files are there. Raises LeakError where
+        it trains on a task that it or a stage that was seen before holds out, or holds out one that
+        was trained on."""
         held_out, trained = Asked(), Asked()
         if config.tasks.given and _are_there(config.tasks.train):
             source = TaskSource(config, None)
@@ -63,23 +71,27 @@ class Leaks:
             trained.add(text, where)
         self.held_out.of = {**held_out.of, **self.held_out.of}
         self.trained.of = {**trained.of, **self.trained.of}
-        _refuse(held_out.of, self.trained.of)
-        _refuse(self.held_out.of, trained.of)
+        self._refuse([*held_out.of, *trained.of])
 
-
-def _refuse(
-    held_out: Mapping[bytes, tuple[str, str]], trained: Mapping[bytes, tuple[str, str]]
-) -> None:
-    both = [key for key in held_out if key in trained]
-    if both:
-        text, of = held_out[both[0]]
-        by = trained[both[0]][1]
-        number = len(both)
-        raise ConfigError(
-            f"{by}: trains on {number} task{'s' * (number != 1)} that {of} holds out, such as "
-            f"{shown(text[:80])}: give held-out tasks of their own (tasks.eval), the same in every "
-            "stage, and leave them out of what is trained on"
-        )
+    def _refuse(self, keys: Iterable[bytes]) -> None:
+        """Raises LeakError if one of these is both held out and trained on, with a line for each
+        two stages, which are the first ones that do so."""
+        both: dict[tuple[str, str], list[bytes]] = {}
+        for key in dict.fromkeys(keys):
+            if key in self.held_out.of and key in self.trained.of:
+                pair = self.trained.of[key][1], self.held_out.of[key][1]
+                both.setdefault(pair, []).append(key)
+        if both:
+            raise LeakError(
+                "\n".join(
+                    f"{by}: trains on {len(leaked)} task{'s' * (len(leaked) != 1)} that {of} holds "
+                    f"out, such as {shown(self.held_out.of[leaked[0]][0][:80])}: give held-out "
+                    "tasks of their own (tasks.eval), the same in every stage, and leave them out "
+                    "of what is trained on"
+                    for (by, of), leaked in both.items()
+                ),
+                frozenset(key for leaked in both.values() for key in leaked),
+            )
 
 
 def _question(task: Task) -> str:

@@ -222,6 +222,11 @@ def _check_key(target: Instance, reference: Reference) -> None:
             f"${{{reference.text}}}: a stage of the kind {target.stage.kind} makes no {key}; "
             f"it has {made}"
         )
+    if key in ("url", "key") and key not in kind.says:
+        raise ReferenceProblem(
+            f"${{{reference.text}}}: a stage of the kind {target.stage.kind} has no {key}: "
+            "refer to one of the kind serve"
+        )
     if key in GAINS and not target.is_measured and target.stage.kind not in ("evaluate", "score"):
         raise ReferenceProblem(
             f"${{{reference.text}}}: the stage is not measured on the held-out tasks: set "
@@ -258,7 +263,8 @@ def _with_measurements(
         )
         yield whole
         if one.id in by_id:
-            waits = (one.id, f"{START}@{HELD_OUT}")
+            servers = [other.id for other in bare if other.kind.serves and other.id in own]
+            waits = (one.id, f"{START}@{HELD_OUT}", *servers)
             measurement = StageConfig(kind="evaluate", config=one.stage.config)
             yield Instance(
                 f"{one.id}@{HELD_OUT}",

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from pydantic_core import ErrorDetails
 
 from agentevo.config import RunConfig, sources
+from agentevo.config.entry_problems import entry_problem
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.paths import name_problem
-from agentevo.pipeline.leaks import Leaks
+from agentevo.pipeline.leaks import LeakError, Leaks
 from agentevo.pipeline.plan import Instance, Plan, make_plan
 from agentevo.pipeline.recipes import Recipes
 from agentevo.pipeline.references import Reference, ReferenceProblem, references_in, replaced
@@ -30,6 +32,8 @@ from agentevo.registry import nearest
 
 ENDING = ".pipeline.yaml"
 """How the file of a packaged pipeline ends."""
+SAID_BY_ITSELF = ("extra_forbidden", "missing", "value_error", "assertion_error")
+"""Kinds of pydantic's errors that say enough, or are said here in words of pipelines."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,9 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
     for one in error.errors():
         key = ".".join(str(part) for part in one["loc"])
         what = one["msg"].removeprefix("Value error, ")
+        if one["type"] not in SAID_BY_ITSELF:
+            lines.append(f"{where}: {_wrong_value(one)}")
+            continue
         if one["type"] == "extra_forbidden":
             model = StageConfig if one["loc"][0] == "stages" else PipelineConfig
             guess = nearest(str(one["loc"][-1]), list(model.model_fields))
@@ -123,6 +130,16 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
             what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
         lines.append(f"{where}: {sources.shortened(key or 'pipeline')}: {what}")
     return lines
+
+
+def _wrong_value(error: ErrorDetails) -> str:
+    """The line about a value of the wrong type or range, of a pipeline or of a stage in it."""
+    model: type[pydantic.BaseModel] = PipelineConfig
+    place, loc = "", error["loc"]
+    while len(loc) > 2 and loc[0] == "stages":
+        model, place, loc = StageConfig, f"{place}.stages.{loc[1]}", loc[2:]
+    line = entry_problem(place, model, {**error, "loc": loc})
+    return line.removeprefix(".")
 
 
 def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -193,6 +210,7 @@ def check_recipes(pipeline: Pipeline) -> None:
     for itself by its future path. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
     recipes, leaks, problems = pipeline.recipes(seed), Leaks(), list[str]()
+    leaked: set[bytes] = set()
     measured = False
     for one in pipeline.plan.instances:
         if one.round > 2 or (one.measures is not None and measured):
@@ -203,6 +221,10 @@ def check_recipes(pipeline: Pipeline) -> None:
             config = checked_config(pipeline, recipes, one)
             if config is not None:
                 leaks.see(config, recipes.place(one), one.kind.trains_on)
+        except LeakError as error:
+            if not error.texts <= leaked:  # every later stage that has them would say so again
+                problems += [f"{pipeline.where}: {line}" for line in str(error).splitlines()]
+            leaked |= error.texts
         except (AgentEvoError, ReferenceProblem) as error:
             lines = str(error).splitlines()
             problems += [
@@ -259,6 +281,9 @@ def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
         for wrong in error.errors():
             key = ".".join(str(part) for part in wrong["loc"])
             what = wrong["msg"].removeprefix("Value error, ")
+            if wrong["type"] not in SAID_BY_ITSELF:
+                lines.append(entry_problem("options", one.kind.Options, wrong))
+                continue
             if wrong["type"] == "extra_forbidden":
                 known = ", ".join(one.kind.Options.model_fields) or "none"
                 what = f"is no option of the kind {one.stage.kind}, which has {known}"
@@ -295,5 +320,7 @@ class _Planned:
         folder = stage_folder(self.pipeline.dir, target)
         if reference.key == "folder":
             return str(folder)
+        if reference.key in target.kind.says:
+            return target.kind.says[reference.key]
         planned = target.kind.planned(folder)
         return str(planned[reference.key]) if reference.key in planned else 0.0

@@ -56,7 +56,14 @@ def figure(states: Sequence[StageState], name: str) -> Figure | None:
     ends = (f"{name}_low", f"{name}_high")
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
         return Figure(values[0], *(states[0].numbers[end] for end in ends))
-    return over_seeds(values)
+    found, bounds = over_seeds(values), _BOUNDS.get(name)
+    if found is None or bounds is None or not all("success" in one.numbers for one in states):
+        return found
+    return Figure(found.value, max(found.low, bounds[0]), min(found.high, bounds[1]))
+
+
+_BOUNDS = {"success": (0.0, 1.0), "gain": (-1.0, 1.0), "gain_from_start": (-1.0, 1.0)}
+"""No share is beyond them, whatever few seeds let a formula say."""
 
 
 def success(numbers: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ one another, until all are done, something failed, the budget is used, or somebo
 A lock on the folder is held by this process and by every stage that it starts, which inherit its
 file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed beside them.
 The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
-cleanly; a second kills it.
+cleanly; a second kills it. Servers of stages (servers.py) end last.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from agentevo.observability.sweep_view import SweepView
 from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
+from agentevo.pipeline.servers import Servers
 from agentevo.pipeline.standing import Choice, Decided, Standing, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
-from agentevo.processes.members import held_lock, last_lines
+from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.registry import nearest
 from agentevo.signals import collect_signals, end_stopped
 
 POLL_S = 0.1
 SAVED_EVERY_S = 5.0
 """How often pipeline.json gets the time that has passed."""
-REASON_LINES = 8
-"""Lines of a failed stage's log that are shown."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 __all__ = ["Choice", "run_pipeline"]
@@ -56,6 +55,8 @@ class _UnderWay:
     log: Path
     name: str
     since: float = field(default_factory=time.monotonic)
+    asked: bool = False
+    """It was asked to stop, as a server that it needs has ended."""
 
 
 def run_pipeline(
@@ -83,10 +84,15 @@ def run_pipeline(
         with collect_signals(*STOP_SIGNALS) as received:
             _begin(pipeline, standings)
             life = _Life(pipeline, standings, view, lock, received)
-            failures = life.run()
-        results = write_results(pipeline, standings)
-        view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
-    end_stopped(received)
+            try:
+                failures = life.run()
+                results = write_results(pipeline, standings)
+                view.note(f"\n{results['table']}\nreport: {short(pipeline.dir / 'report.html')}")
+                was_asked = list(received)
+                life.serve_on()
+            finally:
+                life.servers.close()
+    end_stopped(was_asked)
     if failures:
         number = len(failures)
         what = f"{number} stage{'s' * (number != 1)} failed; --resume tries again"
@@ -171,6 +177,7 @@ class _Life:
         self.pipeline, self.standings, self.view = pipeline, standings, view
         self.lock, self.received = lock, received
         self.under_way: list[_UnderWay] = []
+        self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
         """What of the budget is used; empty while there is some left."""
@@ -180,11 +187,12 @@ class _Life:
     def run(self) -> list[str]:
         """Returns when all is done or has stopped: a text for each stage that failed."""
         instances = len(self.pipeline.plan.instances) * len(self.standings)
-        done = sum(
-            state.status == "finished"
+        done = [
+            f"{self._prefix(one)}{name}"
             for one in self.standings
-            for state in one.state.stages.values()
-        )
+            for name, state in one.state.stages.items()
+            if state.status == "finished"
+        ]
         self.view.plan(instances, done)
         try:
             while self._go_on():
@@ -193,6 +201,8 @@ class _Life:
                 for run in [one for one in self.under_way if one.process.poll() is not None]:
                     self.under_way.remove(run)
                     self._ended(run)
+                self._look_at_servers()
+                self.servers.end_idle()
                 self._pass_time()
                 lines = {
                     run.name: (time.monotonic() - run.since, last_lines(run.log, 1))
@@ -220,7 +230,9 @@ class _Life:
                         break
                     self._start(standing, decided)
                 waits = waits or not (standing.is_over or standing.running)
-        return bool(self.under_way) or waits
+        elif self.servers.is_starting:
+            self.servers.end_starting()
+        return bool(self.under_way) or self.servers.is_starting or waits
 
     def _tell(self, standing: Standing) -> None:
         prefix = self._prefix(standing)
@@ -236,10 +248,15 @@ class _Life:
     def _start(self, standing: Standing, decided: Decided) -> None:
         """In a session of its own, so that the terminal's Ctrl-C comes to it through us only, and
         only once."""
+        if decided.one.kind.serves:
+            self._start_server(standing, decided)
+            return
         job = standing.begin(decided)
         log = standing.dir / "logs" / f"{decided.one.id}.log"
         threads = job.config.run.threads if job.config is not None else None
         more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        servers = self.servers.used_by(standing, decided)
+        more |= self.servers.keys_for(standing, decided)
         try:
             with log.open("ab" if job.resume else "wb") as out:
                 process = subprocess.Popen(
@@ -249,21 +266,73 @@ class _Life:
                     stderr=subprocess.STDOUT,
                     env=os.environ | more,
                     start_new_session=True,
-                    pass_fds=(self.lock,),
+                    pass_fds=(self.lock, *(one.process.held_by for one in servers)),
                 )
         except (OSError, ValueError) as error:  # no such program
-            log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
-            standing.ended(decided, 127, 0.0)
-            self._failed(standing, decided, f"can't be started: {error}", log, 0.0)
+            self._not_started(standing, decided, error)
             return
         name = f"{self._prefix(standing)}{decided.one.id}"
         self.under_way.append(_UnderWay(standing, decided, process, log, name))
         self.view.started(name, "resumed" if job.resume else "started")
 
+    def _start_server(self, standing: Standing, decided: Decided) -> None:
+        name = f"{self._prefix(standing)}{decided.one.id}"
+        config = decided.job.config
+        threads = config.run.threads if config is not None else None
+        more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        try:
+            self.servers.start(standing, decided, name, more)
+        except OSError as error:
+            self._not_started(standing, decided, error)
+            return
+        self.view.started(name, "started")
+
+    def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
+        log = standing.dir / "logs" / f"{decided.one.id}.log"
+        log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
+        standing.ended(decided, 127, 0.0)
+        self._failed(standing, decided, f"can't be started: {error}", log, 0.0)
+
+    def _look_at_servers(self) -> None:
+        """Takes up what servers have come to since the last look."""
+        ready, failed = self.servers.look()
+        for one in ready:
+            one.standing.serving(one.decided)
+            url = one.standing.state.stages[one.id].says["url"]
+            self.view.ended(one.name, f"serves at {url}", one.seconds, ok=True)
+            recipe = short(one.job.recipe) if one.job.recipe is not None else ""
+            self.view.note(f"{one.name}: by itself: agentevo serve --openai {recipe}")
+        for one, how in failed:
+            one.standing.ended_server(one.decided, how, one.seconds)
+            self._failed(one.standing, one.decided, how, one.log, one.seconds)
+            for run in self.under_way:
+                users = {used.stage for used in run.decided.inputs}
+                if run.standing is one.standing and one.id in users:
+                    self.view.note(f"{run.name}: stops, as {one.name} has ended")
+                    run.asked = True
+                    run.process.send_signal(signal.SIGINT)
+
+    def serve_on(self) -> None:
+        """When all has ended well, serves what is to be kept until somebody asks to stop."""
+        if self.failures or self.over or self.received:
+            return
+        self.servers.end_idle()
+        if self.servers.under_way:
+            self.view.note("serving until Ctrl-C")
+        while self.servers.under_way and not self.received:
+            time.sleep(POLL_S)
+            self._look_at_servers()
+        if self.failures:
+            for one in self.standings:
+                one.state.status = self._status(one)
+                one.write()
+
     def _ended(self, run: _UnderWay) -> None:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
-        failure = run.standing.ended(run.decided, code, seconds, asked=self._heeded > 0)
+        failure = run.standing.ended(
+            run.decided, code, seconds, asked=run.asked or self._heeded > 0
+        )
         if failure:
             self._failed(run.standing, run.decided, failure, run.log, seconds)
             return
@@ -280,8 +349,7 @@ class _Life:
     ) -> None:
         name = f"{self._prefix(standing)}{decided.one.id}"
         self.view.ended(name, how, seconds, ok=False)
-        end = last_lines(log, REASON_LINES).splitlines()
-        self.failures.append("\n    ".join([f"{name}: {how}; the end of {log}:", *end]))
+        self.failures.append(why_failed(name, how, log))
 
     def _heed(self) -> None:
         """Asks what is under way to stop: after a signal, or when the time is over."""

@@ -4,6 +4,7 @@ lie."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from agentevo.pipeline.state import digest_of_path
 
 FILES = {"tasks": ("train", "eval"), "data": ("train", "eval", "pairs"), "rm": ("pairs", "eval")}
 """Sections and keys of a recipe that name files from outside."""
+CORPUS = "corpus"
+"""Option of a tool that names one, too."""
 
 
 def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
@@ -38,7 +41,16 @@ def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
             }
     if "import" in found:
         found["import"] = _named(found["import"])
+    if isinstance(agent := found.get("agent"), Mapping) and agent.get("tools"):
+        found["agent"] = {**agent, "tools": [_with_named_corpus(one) for one in agent["tools"]]}
     return found
+
+
+def _with_named_corpus(tool: Any) -> Any:
+    options = tool.get("options") if isinstance(tool, Mapping) else None
+    if not isinstance(options, Mapping) or CORPUS not in options:
+        return tool
+    return {**tool, "options": {**options, CORPUS: _named(options[CORPUS])}}
 
 
 def _named(value: Any) -> Any:
@@ -58,4 +70,20 @@ def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
                 path = Path(str(source))
                 if source is not None and path.exists() and not path.is_relative_to(dir_):
                     found[f"file.{section}.{key}.{path.name}"] = digest_of_path(path) or ""
+    for tool in getattr(config.agent, "tools", ()) if config is not None else ():
+        corpus = (getattr(tool, "options", None) or {}).get(CORPUS)
+        path = Path(str(corpus)).expanduser()
+        if corpus is not None and path.is_file() and not path.is_relative_to(dir_):
+            found[f"file.agent.tools.{path.name}"] = _digest_of_corpus(path)
     return found
+
+
+def _digest_of_corpus(path: Path) -> str:
+    """Computed once while it stays as it is: it may have gigabytes, and each stage asks."""
+    stat = path.stat()
+    return _known_digest(str(path), stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _known_digest(path: str, size: int, mtime_ns: int) -> str:
+    return digest_of_path(Path(path)) or ""

@@ -13,14 +13,14 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, sources, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, write_atomic
-from agentevo.pipeline.held_out import add_gains
+from agentevo.pipeline.held_out import add_gains, why_rounds_end
 from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.leaks import Leaks
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
@@ -87,6 +87,10 @@ class Standing:
         self.settled: set[str] = set()
         """Ids whose fate in this life is known: finished, skipped, failed, or not chosen."""
         self.running: set[str] = set()
+        self.alive: set[str] = set()
+        """Ids of stages whose servers answer (servers.py)."""
+        self._wanted: set[str] = set()
+        """Ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
         """What people should be told."""
         self.failures: list[str] = []
@@ -169,6 +173,8 @@ class Standing:
     def _is_chosen(self, one: Instance) -> bool:
         own = names_of(one)
         choice = self.choice
+        if one.id in self._wanted:
+            return True
         if choice.only:
             return bool(own & set(choice.only)) or one.measures == START
         return choice.start is None or one.id in self._again or self._is_unfinished(one)
@@ -190,7 +196,7 @@ class Standing:
             return "as asked by --skip"
         outer = self.pipeline.config.stages.get(one.path[0]) if one.path else None
         if outer is not None and outer.stop is not None and one.round > 1:
-            reason = self._stopped(one.group, one.round, outer.stop)
+            reason = why_rounds_end(self, one, outer.stop)
             if reason:
                 return reason
         for text in one.stage.when:
@@ -200,34 +206,6 @@ class Standing:
             if not isinstance(value, (int, float)) or not test.holds(float(value)):
                 return f"{text} does not hold ({value})"
         return ""
-
-    def _stopped(self, group: str | None, round_: int, rule: Any) -> str:
-        """Why the rounds of a group end before this one; empty where they go on."""
-        best = self._success(f"{START}@{HELD_OUT}")
-        without = 0
-        for number in range(1, round_):
-            ids = [
-                one.id
-                for one in self.plan.instances
-                if one.group == group and one.round == number and one.measures is not None
-            ]
-            found = [value for name in ids if (value := self._success(name)) is not None]
-            if not found:
-                continue
-            if best is None or found[-1] > best + rule.min_gain:
-                best, without = found[-1], 0
-            else:
-                without += 1
-            if without >= rule.rounds_without_gain:
-                return (
-                    f"rounds {number - without + 1} to {number} brought no gain of more than "
-                    f"{100 * rule.min_gain:g} points over {100 * best:.1f}% of the held-out tasks"
-                )
-        return ""
-
-    def _success(self, name: str) -> float | None:
-        state = self.state.stages.get(name)
-        return None if state is None else state.numbers.get("success")
 
     # Whether it is as it was.
 
@@ -240,17 +218,57 @@ class Standing:
         digest = digest_of(setting)
         is_same = state.digest == digest and one.id not in self._again
         if state.status == "finished" and is_same and self._is_whole(state):
-            self._settle(one)
-            return None
-        if is_same and state.status in ("running", "stopped", "failed"):
-            if one.kind.is_finished(job):  # a kill came between its end and our record of it
-                self.finished(one, job, inputs)
+            if not self._is_awaited(one, job):
+                self._settle(one)
                 return None
-            job = Job(**{**job.__dict__, "resume": one.kind.can_resume(job)})
+            job = replace(job, resume=one.kind.can_resume(job))
+            return Decided(one, job, setting, inputs)
+        is_begun = is_same and state.status in ("running", "stopped", "failed")
+        if is_begun and one.kind.is_finished(job):  # a kill came between its end and our record
+            self.finished(one, job, inputs)
+            return None
+        for used in inputs:
+            if self.plan.by_id[used.stage].kind.serves and used.stage not in self.alive:
+                return self._woken(self.plan.by_id[used.stage])
+        if is_begun:
+            job = replace(job, resume=one.kind.can_resume(job))
         elif state.status != "waiting" and state.digest:
             self.notes.append(f"{one.id}: is run again: {self._why_again(one, state, setting)}")
         self._again.discard(one.id)
         return Decided(one, job, setting, inputs)
+
+    def _is_awaited(self, one: Instance, job: Job) -> bool:
+        """Whether the server of a finished stage is to be started again."""
+        if not one.kind.serves or one.id in self.alive:
+            return False
+        return one.id in self._wanted or job.options.keep
+
+    def _woken(self, server: Instance) -> Decided | None:
+        """A server that has ended, so that it is started before what needs it."""
+        self._wanted.add(server.id)
+        self.settled.discard(server.id)
+        return None if server.id in self.running else self._decide(server)
+
+    def is_needed(self, server: str) -> bool:
+        """Whether a stage that is left may ask it."""
+        return any(
+            server in one.needs and one.id not in self.settled for one in self.plan.instances
+        )
+
+    def serving(self, decided: Decided) -> None:
+        """Records that the stage's server answers. Raises ConfigError where it says no URL."""
+        self.running.discard(decided.one.id)
+        self.alive.add(decided.one.id)
+        self.finished(decided.one, decided.job, decided.inputs)
+
+    def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
+        """Records that the stage's server has ended by itself."""
+        state = self.state.stages[decided.one.id]
+        state.wall_s += seconds
+        state.status, state.why, state.ended_at = "failed", how, time.time()
+        self.running.discard(decided.one.id)
+        self.alive.discard(decided.one.id)
+        self._settle(decided.one)
 
     def _why_again(self, one: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
@@ -293,7 +311,9 @@ class Standing:
         recipe = self.dir / "recipes" / f"{one.id}.yaml" if config is not None else None
         job = Job(one.id, folder, options, recipe, config, model, take=stage.take)
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
-        setting |= dict(as_setting(replaced_texts(replaced(written, meaning), digests), "options"))
+        if not one.kind.serves:  # what is served is the same, wherever and how long
+            given = replaced_texts(replaced(written, meaning), digests)
+            setting |= dict(as_setting(given, "options"))
         setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
         if config is not None:
             setting["run.seed"] = str(config.run.seed)
@@ -360,6 +380,9 @@ class Standing:
             name = state.outputs["folder"].sha256 if "folder" in state.outputs else state.digest
             inputs.append(Input(stage=target, key=key, sha256=name))
             return str(folder)
+        if key in state.says:  # wherever it is served, it is the same
+            inputs.append(Input(stage=target, key=key, sha256=state.digest))
+            return state.says[key]
         if key in state.outputs:
             path = self.path_of(state.outputs[key])
             inputs.append(Input(stage=target, key=key, sha256=digest_of_path(path) or "missing"))
@@ -367,7 +390,7 @@ class Standing:
         measurement = self.state.stages.get(f"{target}@{HELD_OUT}")
         numbers = {**(measurement.numbers if measurement else {}), **state.numbers}
         if key not in numbers:
-            known = ", ".join(sorted({*state.outputs, *numbers}))
+            known = ", ".join(sorted({*state.outputs, *state.says, *numbers}))
             raise ConfigError(
                 f"{self.pipeline.where}: ${{stages.{target}.{key}}}: {target} has no {key}: it "
                 f"has {known}"
@@ -433,13 +456,14 @@ class Standing:
         """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
         state = self.state.stages[one.id]
         made = one.kind.made(job)
-        outputs = {"folder": Output(path=self._within(job.folder), sha256=uuid.uuid4().hex)}
+        name = state.digest if one.kind.serves else uuid.uuid4().hex
+        outputs = {"folder": Output(path=self._within(job.folder), sha256=name)}
         for key, path in made.outputs.items():
             outputs[key] = Output(path=self._within(path), sha256=digest_of_path(path) or "")
         state.numbers = dict(made.numbers)
         if one.measures is not None:
             state.numbers |= add_gains(self, one)
-        state.outputs, state.inputs = outputs, inputs
+        state.outputs, state.inputs, state.says = outputs, inputs, dict(made.says)
         state.tokens, state.cost = made.tokens, made.cost
         state.status, state.why, state.ended_at = "finished", "", time.time()
         self._settle(one)

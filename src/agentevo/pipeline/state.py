@@ -67,6 +67,8 @@ class StageState(msgspec.Struct, kw_only=True):
     inputs: list[Input] = []
     outputs: dict[str, Output] = {}
     numbers: dict[str, float] = {}
+    says: dict[str, str] = {}
+    """What it says of itself that is no file, such as a URL."""
     seed: int | None = None
     starts: int = 0
     """Processes that have worked on it."""

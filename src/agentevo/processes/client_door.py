@@ -1,17 +1,18 @@
 """Where a process listens for clients of other APIs, and by what they get in. In the folder of the
 door, below the run's: `secret` is the key, `tls.pem` what it encrypts with, `certificate.pem` what
-clients on other machines trust."""
+clients on other machines trust, and of a model that is served `url` where, while it is."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentevo.inference.address import is_this_machine
+from agentevo.files import must_write, write_atomic
+from agentevo.http_clients import is_this_machine
 from agentevo.inference.certificate import RunCertificate, check_installed
 from agentevo.inference.http_server import open_socket
 from agentevo.inference.secret import RunSecret
@@ -20,6 +21,18 @@ FOLDER = "gateway"
 """Of the doors by which a run is trained."""
 SERVING = "serving"
 """Of the one by which its model is used: its key opens no other."""
+
+
+URL = "url"
+"""File that says where clients are answered."""
+
+
+def read_url(folder: Path) -> str | None:
+    """What a door that is open says of itself; None where none does."""
+    try:
+        return (folder / URL).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,19 @@ class ClientDoor:
         context, _ = certificate.server_context()
         certificate.publish()
         return context
+
+    @contextmanager
+    def announced(self, base: str) -> Iterator[None]:
+        """Says in a file where clients are answered, until the end. Raises DiskError."""
+        file = self._folder / URL
+        with must_write(file):
+            write_atomic(file, f"{base}\n")
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if read_url(self._folder) == base:  # another process may have come since
+                    file.unlink()
 
     def how_to(self, base: str) -> str:
         """What a person gives to a client, whose URL is `base`. The key itself is said nowhere."""

@@ -10,13 +10,37 @@ from pathlib import Path
 
 from agentevo.errors import ConfigError
 
+ERROR = "error: "
+"""What each line of the error begins with that a command of ours ends with (cli/main.py)."""
+REASON_LINES = 8
+"""Lines of a failed command's log that are shown, or may follow its error."""
+
 
 def last_lines(log: Path, count: int) -> str:
     """The last lines of a log that say something, as far as 4 KiB reach."""
+    return "\n".join(_end_of(log, 4096)[-count:])
+
+
+def why_failed(name: str, how: str, log: Path) -> str:
+    """What is to be told of a command that failed, whose output is in `log`. One line, with the
+    error that the command ended with; where it said none, as a process that is killed, the last
+    lines of its log under it."""
+    lines = _end_of(log, 65_536)
+    errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
+    if not errors or len(lines) - errors[-1] > REASON_LINES:
+        return "\n    ".join([f"{name}: {how}; the end of {log}:", *lines[-REASON_LINES:]])
+    first = errors[-1]
+    while first and lines[first - 1].startswith(ERROR):
+        first -= 1
+    return f"{name}: {how}: {lines[first].removeprefix(ERROR)} (all of it: {log})"
+
+
+def _end_of(log: Path, num_bytes: int) -> list[str]:
+    """The lines that say something among the last bytes of a log."""
     with log.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+        file.seek(max(file.seek(0, os.SEEK_END) - num_bytes, 0))
         lines = [line.rstrip() for line in file.read().decode("utf-8", "replace").splitlines()]
-    return "\n".join([line for line in lines if line][-count:])
+    return [line for line in lines if line]
 
 
 @contextmanager

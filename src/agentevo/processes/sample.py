@@ -24,6 +24,7 @@ from agentevo.config.named_agents import check_one_policy
 from agentevo.console import to_stderr
 from agentevo.errors import ModelError
 from agentevo.event_loop import run_coroutine
+from agentevo.heap import lasting_heap
 from agentevo.models.chat import ChatFormat
 from agentevo.models.config_overrides import model_config
 from agentevo.models.positions import context_length
@@ -208,7 +209,8 @@ async def engines_and_store(
             open_tracing(config, process=name, tell=note, is_remote=True) as tracing,
             call_log(config.store_url, tell=note, tracing=tracing) as calls,
         ):
-            yield engine, store, calls
+            with lasting_heap():
+                yield engine, store, calls
     finally:
         await engine.close()
 

@@ -25,7 +25,8 @@ from agentevo.config.named_agents import check_one_policy
 from agentevo.console import to_stderr
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
 from agentevo.event_loop import in_thread, run_coroutine
-from agentevo.inference.address import is_this_machine
+from agentevo.heap import lasting_heap
+from agentevo.http_clients import is_this_machine
 from agentevo.inference.announcements import StoreAnnouncements
 from agentevo.inference.certificate import RunCertificate, check_installed
 from agentevo.inference.directory import Announcement, EngineDirectory
@@ -82,7 +83,7 @@ def serve(
         directory = EngineDirectory(config.run_dir / "engines")
         RunSecret(directory.folder, config.rollout.engine_secret).value()
         shown = RunCertificate(directory.folder).server_context() if tls else None
-        with directory.named(name):
+        with directory.named(name), lasting_heap():
             engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
             run_coroutine(_serve(config, engine, source, listener, shown, name, stop, note))
 

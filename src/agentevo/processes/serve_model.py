@@ -1,6 +1,7 @@
-"""`agentevo serve RUN --openai`: what a run has trained, for any client of OpenAI's or Anthropic's
-API, by a key of its own. Nothing is trained and nothing is recorded; the run's folder gets the key
-(client_door.py) and stays as it was otherwise."""
+"""`agentevo serve RUN --openai`: what a run has trained, or a recipe's model, for any client of
+OpenAI's or Anthropic's API, by a key of its own. Nothing is trained and nothing is recorded; the
+run's folder gets the key, and while it is served the URL (client_door.py), and stays as it was
+otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentevo.config import RunConfig
+from agentevo.config.routing import without_routing
 from agentevo.console import to_stderr
 from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.gateway.gateway import Gateway
@@ -31,17 +33,20 @@ from agentevo.training.manifest import read as read_manifest
 def serve_model(
     config: RunConfig,
     *,
-    checkpoint: str = "best",
+    checkpoint: str | None = "best",
     host: str = "127.0.0.1",
     port: int = 0,
     tls: bool | None = None,
     name: str | None = None,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Serves a checkpoint of the run (`best`, `last` or a path) until it is asked to stop; blocks.
-    `name`: what clients see the model called. Raises ConfigError, or CheckpointError where there is
-    no such checkpoint, before anything is created."""
-    path = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last).find(checkpoint)
+    """Serves a checkpoint of the run (`best`, `last`, a path, or None for the recipe's own model)
+    until it is asked to stop; blocks. `name`: what clients see the model called. Raises
+    ConfigError, or CheckpointError where there is no such checkpoint, before anything is
+    created."""
+    config = without_routing(config)
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
+    path = None if checkpoint is None else checkpoints.find(checkpoint)
     check_memory(config)
     check_engine(config.engine)
     make_engine = engines.get(config.engine.type)
@@ -58,7 +63,7 @@ async def _serve(
     config: RunConfig,
     engine: UpdatableEngine,
     loaded: LoadedModel,
-    checkpoint: Path,
+    checkpoint: Path | None,
     door: ClientDoor,
     name: str,
     stop: Callable[[], bool],
@@ -90,17 +95,21 @@ async def _serve(
         await engine.begin(_step(checkpoint), deadline_s=config.engine.timeout_s)
         base = await in_thread(lambda: gateway.base)
         gateway.add(SharedSession(new_conversation, base, door.secret.value()))
-        note(f"serving {checkpoint} as {name!r} at {base}\n{door.how_to(base)}")
-        while not stop():
-            engine.check()
-            await asyncio.sleep(LOOK_S)
+        what = config.model.name if checkpoint is None else checkpoint
+        note(f"serving {what} as {name!r} at {base}\n{door.how_to(base)}")
+        with door.announced(base):
+            while not stop():
+                engine.check()
+                await asyncio.sleep(LOOK_S)
         note(f"{name}: stopped")
     finally:
         await in_thread(gateway.close)
         await engine.close()
 
 
-def _step(checkpoint: Path) -> int:
+def _step(checkpoint: Path | None) -> int:
     """The step that a checkpoint is of, which becomes the version of its tokens; 0 for a model that
     no run has saved."""
+    if checkpoint is None:
+        return 0
     return read_manifest(checkpoint).step if (checkpoint / "checkpoint.json").is_file() else 0

@@ -39,7 +39,7 @@ from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.checks import check_parts
 from agentevo.paths import check_new_folder, short
-from agentevo.processes.members import held_lock, last_lines
+from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
 from agentevo.runs.result_table import check_page, write_sweep_table, write_table
 from agentevo.runs.resume_rules import changes
@@ -189,7 +189,10 @@ def _run_members(
     waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
     under_way: list[_UnderWay] = []
     failures: list[str] = []
-    view.plan(len(sweep.members), len(sweep.members) - len(waiting))
+    view.plan(
+        len(sweep.members),
+        [one.name for one in sweep.members if starts[one.name] == "finished"],
+    )
     heeded = 0
     try:
         while under_way or (waiting and not received):
@@ -268,6 +271,4 @@ def _ended(run: _UnderWay, view: SweepView) -> str:
         return ""
     how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
     view.ended(name, how, seconds, ok=False)
-    return "\n    ".join(
-        [f"{name}: {how}; the end of {run.log}:", *last_lines(run.log, REASON_LINES).splitlines()]
-    )
+    return why_failed(name, how, run.log)

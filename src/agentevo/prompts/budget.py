@@ -77,6 +77,11 @@ class Budget:
         self.begun += number
 
 
+def comparison(section: OptimizeSection, num_held_out: int) -> int:
+    """Attempts of the comparison: the best text and the agent's own play every held-out task."""
+    return 2 * num_held_out * section.attempts_per_task
+
+
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
     """What is left after what the log says."""
     begun = sum(one.number for one in records if isinstance(one, Begun))

@@ -16,21 +16,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import yaml
-from filelock import FileLock, Timeout
 
 from agentevo.agents.texts import Declared
 from agentevo.config.texts import digest_of_text
-from agentevo.errors import ConfigError, described
+from agentevo.errors import ConfigError
 from agentevo.files import must_write, write_atomic
 from agentevo.parsing import read_json_object
+from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.runs.records import MAX_READ, add_record, read_records
 
 SETTINGS, LOG, RUN = "optimize.json", "log.jsonl", "run"
@@ -114,25 +114,9 @@ class OptimizeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Raises ConfigError where another process works there, or nobody can."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK, timeout=0)
-            lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"{self.path}: another process optimizes there: wait for it, or give another --out"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} can't be written ({error.strerror or error}): give another --out"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
+        return locked_output(self.path, LOCK, "optimizes")
 
     @property
     def is_begun(self) -> bool:
@@ -146,17 +130,7 @@ class OptimizeFolder:
                 f"{self.path} has a search already: go on with it by --resume, or give another "
                 "--out"
             )
-        try:
-            found = os.listdir(self.path)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self.path} is no folder that can be read ({described(error)}): give another "
-                "--out"
-            ) from error
-        if any(name not in (LOCK, RUN) for name in found):
-            raise ConfigError(f"{self.path} is not empty: give another --out")
+        check_empty(self.path, but=(LOCK, RUN))
 
     def begin(self, settings: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
         """Writes what is searched, and which texts the agent asks for."""

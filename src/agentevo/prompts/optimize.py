@@ -18,6 +18,7 @@ from typing import Any
 
 from agentevo.agents.texts import Declared, Kind
 from agentevo.config import RunConfig
+from agentevo.config.routing import without_routing
 from agentevo.config.texts import digest_of_text
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant
@@ -26,7 +27,7 @@ from agentevo.evaluation.play import check_play, opened, run_folder
 from agentevo.evaluation.results import task_digest
 from agentevo.event_loop import run_coroutine
 from agentevo.orchestration.components import AgentFunction, load_policy, open_components
-from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of, with_cost
+from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of, comparison, with_cost
 from agentevo.prompts.folder import RUN, Begun, Candidate, OptimizeFolder, Record, Session
 from agentevo.prompts.playing import HELD_OUT, Playing
 from agentevo.prompts.report import report_of
@@ -77,8 +78,7 @@ def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
     if what.agent is None:
         check_play(config, tasks.judging, has_engine=what.contestant.remote is None)
     section = config.optimize
-    reserve = 2 * len(tasks.held_out) * section.attempts_per_task
-    Budget(section, reserve).check()
+    Budget(section, comparison(section, len(tasks.held_out))).check()
     folder = OptimizeFolder(what.out)
     settings = _settings(config, what.contestant, tasks)
     if not (what.resume and folder.is_begun):
@@ -102,8 +102,7 @@ async def _optimized(
     """What `optimize` does in its folder."""
     records: list[Record] = folder.records() if goes_on else []
     section = config.optimize
-    reserve = 2 * len(tasks.held_out) * section.attempts_per_task
-    budget = budget_of(section, reserve, records)
+    budget = budget_of(section, comparison(section, len(tasks.held_out)), records)
     async with _opened(what, config, folder.path / RUN, note) as sampler:
         declared = folder.declared() if goes_on else {}
         if not declared:
@@ -153,6 +152,7 @@ async def _opened(
         async with opened(what.contestant, config, note, run) as sampler:
             yield sampler
         return
+    config = without_routing(config)
     loaded = load_policy(config, what.contestant.checkpoint)
     with run_folder(config, run) as own, tempfile.TemporaryDirectory() as store:
         url = f"sqlite:///{store}/store.sqlite"
@@ -246,13 +246,13 @@ def _tasks_of(
     in_order = config.tasks.model_copy(update={"curriculum": None})
     source = TaskSource(config.model_copy(update={"tasks": in_order}), given)
     held_out = source.held_out()
-    asked = {(one.environment, one.seed, one.query) for one in held_out}
+    asked = {_question(one) for one in held_out}
     found: dict[str, Task] = {}
     left_out = 0
     for step in count(1):
         before = len(found) + left_out
         for task in source.train(step):
-            if (task.environment, task.seed, task.query) in asked:
+            if _question(task) in asked:
                 left_out += 1
             elif task.id not in found:
                 found[task.id] = task
@@ -270,6 +270,12 @@ def _tasks_of(
         )
     third = len(tasks) // 3
     return _Tasks(tasks[:third], tasks[third:], held_out)
+
+
+def _question(task: Task) -> tuple[str | int | None, ...]:
+    """What two tasks that differ in their ids alone have in common. One query with two answers is
+    two of them: what it asks about is in `metadata`."""
+    return task.environment, task.seed, task.query, repr(task.answer)
 
 
 def _settings(config: RunConfig, contestant: Contestant, tasks: _Tasks) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentevo.errors import AgentEvoError, storable
+from agentevo.http_clients import is_loopback, trusted_context
 from agentevo.remote_models.events import EventReader
 from agentevo.remote_models.wire import BadAnswerError, Listen, RemoteReply, Wire
 
@@ -63,9 +64,11 @@ class Server:
         import httpx
 
         headers = {**wire.headers(key), "Content-Type": "application/json"}
-        self._client = httpx.Client(headers=headers)
         self._wire = wire
         self.url = wire.path(url)
+        self._client = httpx.Client(
+            headers=headers, verify=trusted_context(), trust_env=not is_loopback(self.url)
+        )
         self._name = name
         self._key, self._key_reference = key, key_reference
         self._resting_until = 0.0

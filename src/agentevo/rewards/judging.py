@@ -62,6 +62,10 @@ class JudgeOptions(RewardConfig):
         return (value,) if isinstance(value, str) else value
 
 
+class NoScoreError(AgentEvoError):
+    """No judge gave a usable answer."""
+
+
 class UnusableError(ValueError):
     """A judge's answer can't be used. It says why, in words that the judge can mend it by."""
 
@@ -88,7 +92,7 @@ async def ask_in_order(
 ) -> Answered[T]:
     """The first usable answer. Each model has its share of what is left until the monotonic time
     `until`. `read` raises UnusableError; then, where there is a `correction`, which is given what
-    is wrong, the model is asked once more. Raises ValueError with what each model said or did."""
+    is wrong, the model is asked once more. Raises NoScoreError with what each model said or did."""
     problems = []
     for index, name in enumerate(names):
         if name not in models:
@@ -106,7 +110,10 @@ async def ask_in_order(
             problems.append(f"{name}: no answer within its share of timeout_s, {share_s:.1f} s")
         except (AgentEvoError, UnusableError) as error:
             problems.append(f"{name}: {error}")
-    raise ValueError(f"no judge gave a score: {'; '.join(problems)}")
+    raise NoScoreError(
+        f"no judge gave a score: {'; '.join(problems)}: see that it answers so, or name another "
+        "one in the reward's `models`"
+    )
 
 
 async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

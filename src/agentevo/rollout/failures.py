@@ -17,6 +17,8 @@ from agentevo.errors import storable
 ShowFailure = Callable[[str, str, str], None]
 """(trajectory, error, traceback): told of a failure as it happens; the traceback may be empty."""
 
+LONGEST = 400
+"""Characters of a failure that are told."""
 MAX_KINDS = 20
 """Kinds that are told apart; the others are `other`."""
 TOO_LONG = "the episode took longer than"
@@ -63,7 +65,7 @@ def failure_words(errors: list[str | None], num_attempts: int) -> str:
 
 def _short(error: str) -> str:
     line = storable(error.removeprefix("the episode ").partition("\n")[0])
-    return line if len(line) <= 200 else line[:197] + "..."
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
 class FirstFailures:

@@ -19,6 +19,7 @@ import msgspec
 from agentevo.agents.attempt_files import given_files
 from agentevo.config import RunConfig
 from agentevo.config.agents import AgentSection, CodeAgentSection
+from agentevo.config.self_play import PROPOSES
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
 from agentevo.data.conversation import check_text
@@ -38,6 +39,7 @@ SCORER_KEYS = ("scorer",)
 RESERVED_KEYS = {
     QUERY_MESSAGES: "a query that is a chat",
     QUEUED_FOR_STEP: "the step that a task is queued for",
+    PROPOSES: "the step that a proposer is asked for",
 }
 RECORD = "tasks.json"
 BAD_ROWS = "bad_rows.jsonl"
@@ -79,8 +81,9 @@ def read_tasks(
     held_out = [task for tasks in held_by_source for task in tasks]
     reports = [report for report in reports if report.rows]
     lines = [line for report in reports for line in report.lines()]
-    if not train or (section.eval and not held_out):
-        which = train_key if not train else "tasks.eval"
+    no_train = not train and section.self_play is None
+    if no_train or (section.eval and not held_out):
+        which = train_key if no_train else "tasks.eval"
         raise ConfigError("\n".join([f"{which}: no row is a task", *lines]))
     if any(report.bad for report in reports) and not section.allow_bad_rows:
         raise ConfigError("\n".join(["tasks: tasks.allow_bad_rows is false", *lines]))

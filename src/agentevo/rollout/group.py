@@ -112,6 +112,8 @@ class Attempt:
             return
         if trajectory.id not in self.unrewarded:
             call.note(reward=trajectory.reward, success=trajectory.success)
+        if trajectory.truncated:
+            call.note(truncated=True)
         if call.tracing.contents and trajectory.turns:
             first, last = trajectory.turns[0], trajectory.turns[-1]
             call.said = Said(asked=first.messages[:-1], answers=last.messages[-1:])

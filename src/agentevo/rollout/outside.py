@@ -42,7 +42,8 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Group
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.rollout.unstorable import written
-from agentevo.store.store import Split, Store
+from agentevo.store.records import Split
+from agentevo.store.store import Store
 from agentevo.trace_header import trace_headers
 from agentevo.types import Outcome, Status, Task, Trajectory
 

@@ -24,6 +24,7 @@ from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
 from agentevo.config.sections import SamplingSection
+from agentevo.config.self_play import PROPOSER, SOLVER
 from agentevo.copies import copy_of_task
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
 from agentevo.event_loop import gather_all
@@ -39,10 +40,12 @@ from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
+from agentevo.rollout.self_play import role_of
 from agentevo.rollout.unstorable import written
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
-from agentevo.store.store import RETRIES, Split, Store
+from agentevo.store.records import RETRIES, Split
+from agentevo.store.store import Store
 from agentevo.types import SamplingParams, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
@@ -62,6 +65,11 @@ def group_of_all(group_id: str) -> str:
     """The group that one of several agents' groups belongs to: the inverse of `group_of_agent`."""
     beginning, _, step = group_id.rpartition("@")
     return f"{beginning}@{step.partition(':')[0]}"
+
+
+def agent_of_group(group_id: str) -> str:
+    """Whose group it is, of several agents; empty where there is one."""
+    return group_id.rpartition("@")[2].partition(":")[2]
 
 
 def sampling_params(
@@ -112,6 +120,7 @@ class Sampler:
         self._player = Player(engine, chat, context_length)
         self._players = players
         self._trained = trained_agents(config)
+        self._has_roles = config.tasks.self_play is not None
         self._agent = agent
         self._store = store
         self._calls = calls
@@ -151,6 +160,7 @@ class Sampler:
         step: int,
         label: str,
         baseline: bool = False,
+        write: bool = True,
     ) -> list[Trajectory]:
         """`attempts` trajectories of each task, in the order of tasks and attempts, written to the
         store as `split` of `step`.
@@ -159,14 +169,14 @@ class Sampler:
         part of ids and seeds. With `baseline` each group is followed by a greedy attempt at its
         task, at the same time but in a group of its own (label BASELINE). For training,
         `rollout.extra_attempts` are begun besides. A group that the store has already is read and
-        not sampled again.
+        not sampled again. `write=False` leaves the writing to a later `write`.
 
         When the engine fails, is late or can't be reached, the group is begun again, as often as
         the store's RetryPolicy would; then EngineError, and of the group nothing is written.
         """
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
-        names = [one for task in tasks for one in self._group_names(task.id, labels, step)]
+        names = [one for task in tasks for one in self._group_names(task, labels, step)]
         known = await _with_retries(lambda: self._known(names, split, step), "known groups")
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size, counted = attempts + extra + baseline, dict[str, int]()
@@ -176,7 +186,7 @@ class Sampler:
             counted[task.id] = number
 
         async def group(task: Task) -> list[Trajectory]:
-            stored = [known.get(one, []) for one in self._group_names(task.id, labels, step)]
+            stored = [known.get(one, []) for one in self._group_names(task, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
                 ended(task, size)
                 return list(itertools.chain(*stored))
@@ -190,17 +200,23 @@ class Sampler:
                 baseline=baseline,
                 ended=partial(ended, task),
             )
-            return await written(
-                trajectories,
-                lambda storable: _with_retries(
-                    lambda: self._store.write_trajectories(storable, split=split, step=step),
-                    "write_trajectories",
-                ),
-            )
+            return await self.write(trajectories, split=split, step=step) if write else trajectories
 
         with bar(f"playing ({label})", len(tasks) * size, "attempts") as passed:
             groups = await gather_all([group(task) for task in tasks])
         return list(itertools.chain(*groups))
+
+    async def write(
+        self, trajectories: Sequence[Trajectory], *, split: Split, step: int
+    ) -> list[Trajectory]:
+        """All of these or none, into the store; what it can't hold as failed attempts."""
+        return await written(
+            trajectories,
+            lambda storable: _with_retries(
+                lambda: self._store.write_trajectories(storable, split=split, step=step),
+                "write_trajectories",
+            ),
+        )
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -208,10 +224,12 @@ class Sampler:
         players = self._players or {"": self._player}
         return {name: player.engine for name, player in players.items()}
 
-    def _group_names(self, task_id: str, labels: Sequence[str], step: int) -> list[str]:
-        """Ids of the groups that a pass makes of a task: of each agent, those of all labels."""
-        names = [group_name(task_id, label, step) for label in labels]
-        return [group_of_agent(one, agent) for agent in self._players or ("",) for one in names]
+    def _group_names(self, task: Task, labels: Sequence[str], step: int) -> list[str]:
+        """Ids of the groups that a pass makes of a task: of each agent, those of all labels. Under
+        self-play a task is one agent's."""
+        names = [group_name(task.id, label, step) for label in labels]
+        agents = (role_of(task),) if self._has_roles else self._players or ("",)
+        return [group_of_agent(one, agent) for agent in agents for one in names]
 
     def group(
         self,
@@ -235,6 +253,7 @@ class Sampler:
         `texts`: named texts in the place of the recipe's.
         """
         name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
+        name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
         def attempt(group_id: str, number: int, temperature: float) -> Attempt:
             own = f"{group_id}#{number}"
@@ -274,9 +293,10 @@ class Sampler:
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
         """See Scoring.score. Nobody judges an agent that is not trained: it has the reward that it
-        was given, or 0."""
+        was given, or 0. What a proposer earns is known later (self_play.py)."""
         agent = trajectories[0].agent
-        if self._players and agent not in self._trained:
+        is_proposer = self._has_roles and agent == PROPOSER
+        if is_proposer or (self._players and agent not in self._trained):
             return list(trajectories)
         player = self._players.get(agent, self._player)
         engine = engines.get(agent, player.engine)
@@ -313,8 +333,8 @@ class Sampler:
         group_id, _, number = name.rpartition("#")
         run_seed, models = self._config.run.seed, self.remote_models
 
-        def conversation(player: Player, agent: str = "") -> Conversation:
-            own = f"{group_of_agent(group_id, agent)}#{number}" if agent else name
+        def conversation(agent: str, own: str) -> Conversation:
+            player = self._players.get(agent, self._player)
             return Conversation(
                 engines.get(agent, player.engine),
                 player.chat,
@@ -326,8 +346,12 @@ class Sampler:
                 calls=AttemptCalls(self._calls, own),
             )
 
-        agents = {name: conversation(player, name) for name, player in self._players.items()}
-        main = agents[self._trained[0]] if agents else conversation(self._player)
+        agents = {
+            agent: conversation(agent, f"{group_of_agent(group_id, agent)}#{number}")
+            for agent in (() if self._has_roles else self._players)
+        }
+        alone = (agent_of_group(group_id) or SOLVER) if self._has_roles else ""
+        main = agents[self._trained[0]] if agents else conversation(alone, name)
         remote = None
         if models:
             seed = derive_seed(run_seed, main.name)

@@ -45,7 +45,8 @@ from agentevo.rollout.group import Group, InfrastructureFailure
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.unstorable import written
-from agentevo.store.store import Lease, Store
+from agentevo.store.records import Lease
+from agentevo.store.store import Store
 from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")

@@ -19,6 +19,8 @@ from agentevo.rollout.agent_tasks import tasks_of_agent
 from agentevo.rollout.curriculum import TaskCurriculum
 from agentevo.rollout.given_tasks import GivenTasks, read_tasks
 from agentevo.rollout.mixture import Mixture, TaskPool
+from agentevo.rollout.questions import make_family
+from agentevo.rollout.self_play import ProposalTasks
 from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.seeds import derive_seed
@@ -41,10 +43,16 @@ class TaskSource:
         self._config = config
         self.read: GivenTasks | None = None
         """What the recipe's files or its agent gave, with the account of bad rows."""
+        self.proposals: ProposalTasks | None = None
+        """What the proposer is asked, under self-play."""
         if given is None and config.tasks.given:
             self.read = read_tasks(config.tasks, config.agent)
         elif given is None and brings_tasks(config.agent.type):
             self.read = tasks_of_agent(config.agent)
+        if given is None and config.tasks.self_play is not None:
+            section, groups = config.tasks.self_play, config.trainer.groups_per_step
+            family = make_family(section)
+            self.proposals = ProposalTasks(section, family, config.run.seed, groups)
         train, self._held_out = self._split(given)
         staged = config.tasks.stages if given is None else ()
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
@@ -107,6 +115,8 @@ class TaskSource:
     def _split(self, given: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
         """Tasks to train on (None: an environment's, which never end) and held-out ones."""
         count = self._config.evaluation.tasks
+        if self.proposals is not None:
+            return None, self.never_trained()[:count]
         if self.read is not None and self.read.held_out:
             return self.read.train, self.read.held_out[:count]
         tasks = self.read.train if self.read is not None else given
@@ -134,7 +144,9 @@ class TaskSource:
         return environment_tasks(kind, self._config.run.seed, purpose, first, count)
 
     def train(self, step: int) -> list[Task]:
-        """Tasks of step `step` (from 1)."""
+        """Tasks of step `step` (from 1); under self-play the proposer's prompts."""
+        if self.proposals is not None:
+            return self.proposals.of_step(step)
         if self._pools is None:
             count = self._config.trainer.groups_per_step
             return self._environment("train", (step - 1) * count, count)
@@ -225,8 +237,13 @@ class TaskSource:
     def numbered(self, number: int, *, is_train: bool) -> Task:
         """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
         ConfigError where there are fewer."""
-        if is_train and self._pools is None:
+        if is_train and self._pools is None and self.proposals is None:
             return self._environment("train", number, 1)[0]
+        if is_train and self.proposals is not None:
+            raise ConfigError(
+                "tasks.self_play: there are no tasks to train on before they are proposed: give a "
+                "held-out one"
+            )
         tasks = self._train if is_train else self.held_out()
         if not 0 <= number < len(tasks):
             kind = "to train on" if is_train else "that are held out"
@@ -237,9 +254,13 @@ class TaskSource:
         """The evaluation's tasks, the same every time."""
         return (
             self._environment("eval", 0, self._config.evaluation.tasks)
-            if self._pools is None
+            if self._pools is None and self.proposals is None
             else self._held_out
         )
+
+    def never_trained(self) -> list[Task]:
+        """Every held-out task of the recipe's files, also beyond evaluation.tasks."""
+        return [] if self.read is None else self.read.held_out
 
 
 def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:

@@ -29,7 +29,7 @@ from agentevo.files import must_write, write_atomic
 from agentevo.observability.metrics import digests_by_step
 from agentevo.parsing import check_file
 from agentevo.store.codec import canonical
-from agentevo.store.store import StepRecord
+from agentevo.store.records import StepRecord
 
 KEY = "chain"
 """Of a step's record."""

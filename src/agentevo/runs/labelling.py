@@ -27,7 +27,7 @@ from agentevo.runs.annotations import (
     Annotations,
     Preference,
 )
-from agentevo.store.store import TrajectorySummary
+from agentevo.store.records import TrajectorySummary
 from agentevo.types import Trajectory
 
 Verdict = Literal["right", "wrong", ""]

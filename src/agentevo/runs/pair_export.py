@@ -15,7 +15,8 @@ from agentevo.errors import ConfigError
 from agentevo.runs.annotation_export import LeftOutError, conversation, pair_of
 from agentevo.runs.sft_export import Read
 from agentevo.store.export import whole_file
-from agentevo.store.store import Store, TrajectorySummary
+from agentevo.store.records import TrajectorySummary
+from agentevo.store.store import Store
 
 
 async def export_pairs(

@@ -9,9 +9,11 @@ what it would refuse is left out here already, with the same reasons.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ from agentevo.data import RowError, RowReport
 from agentevo.data.conversation import check_text, conversation_of
 from agentevo.errors import ConfigError
 from agentevo.store.export import whole_file
-from agentevo.store.store import Split, Store, TrajectorySummary
+from agentevo.store.records import Split, TrajectorySummary
+from agentevo.store.store import Store
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -126,11 +129,18 @@ async def export_sft(
     if not summaries:
         raise ConfigError(await _nothing(store, split))
     report = RowReport("export")
-    chosen = _chosen(summaries, report, min_reward, per_task)
+    good = _good(summaries, report, min_reward)
+    if per_task is not None:
+        taught = {
+            stored.trajectory.id: _taught(stored.trajectory, read, model)
+            async for stored in store.trajectories(split=split, status="completed")
+            if stored.trajectory.id in good
+        }
+        good = _best(good, taught, per_task, report)
     with whole_file(path) as file:
         rows = _Rows(file, report, read, model)
         async for stored in store.trajectories(split=split, status="completed"):
-            if stored.trajectory.id in chosen:
+            if stored.trajectory.id in good:
                 rows.add(stored.trajectory, tokens_deleted=stored.tokens_deleted)
         rows.check()
     return report
@@ -148,11 +158,14 @@ def export_played(
     """`export_sft` of attempts that an evaluation has kept. Raises ConfigError if there is nothing
     to export."""
     report = RowReport("export")
-    chosen = _chosen(trajectories, report, min_reward, per_task)
+    good = _good(trajectories, report, min_reward)
+    if per_task is not None:
+        taught = {one.id: _taught(one, read, model) for one in trajectories if one.id in good}
+        good = _best(good, taught, per_task, report)
     with whole_file(path) as file:
         rows = _Rows(file, report, read, model)
         for trajectory in trajectories:
-            if trajectory.id in chosen:
+            if trajectory.id in good:
                 rows.add(trajectory)
         rows.check()
     return report
@@ -189,15 +202,14 @@ class _Rows:
             raise ConfigError("\n".join(["nothing was written:", *self._report.lines()]))
 
 
-def _chosen(
+def _good(
     summaries: Sequence[TrajectorySummary | Trajectory],
     report: RowReport,
     min_reward: float | None,
-    per_task: int | None,
-) -> set[str]:
-    """Ids of the attempts that are good enough; of a task the best, of equals the shortest."""
-    chosen: set[str] = set()
-    taken: Counter[str] = Counter()
+) -> dict[str, str]:
+    """The attempts that are good enough, each with its task; the best first, of equals the
+    shortest."""
+    good: dict[str, str] = {}
     for one in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
         error: RowError | None = None
         if one.status != "completed":
@@ -206,14 +218,41 @@ def _chosen(
             error = RowError("low_reward", f"no success (reward {one.reward:g})")
         elif min_reward is not None and one.reward < min_reward:
             error = RowError("low_reward", f"reward {one.reward:g} is below {min_reward:g}")
-        elif per_task is not None and taken[one.task_id] == per_task:
-            error = RowError("beyond_per_task", f"{per_task} of {one.task_id} are taken already")
-        if error is not None:
+        if error is None:
+            good[one.id] = one.task_id
+        else:
             report.rows += 1
             report.add(one.id, error)
+    return good
+
+
+def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
+    """Digests of the rows of an attempt that can be taught."""
+    found = set()
+    for row in conversations_of(trajectory, read, model):
+        with suppress(RowError):
+            found.add(hashlib.sha256(_content(row, trajectory.id).encode()).digest())
+    return found
+
+
+def _best(
+    good: Mapping[str, str], taught: Mapping[str, set[bytes]], per_task: int, report: RowReport
+) -> dict[str, str]:
+    """Of each task the first attempts, until `per_task` of them have taught something that no
+    better one of any task has; those without are no reason to take no other."""
+    chosen: dict[str, str] = {}
+    taken: Counter[str] = Counter()
+    known: set[bytes] = set()
+    for name, task in good.items():
+        if taken[task] == per_task:
+            report.rows += 1
+            error = RowError("beyond_per_task", f"{per_task} of {task} are taken already")
+            report.add(name, error)
             continue
-        taken[one.task_id] += 1
-        chosen.add(one.id)
+        chosen[name] = task
+        new = taught.get(name, set()) - known
+        taken[task] += bool(new)
+        known |= new
     return chosen
 
 
@@ -224,14 +263,19 @@ def _length(one: TrajectorySummary | Trajectory) -> int:
     return one.num_completion_tokens
 
 
-def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> str:
-    """A row as JSON. Raises RowError for one that can't be taught, or is there already."""
+def _content(row: Mapping[str, Any], name: str) -> str:
+    """A row as JSON. Raises RowError for one that can't be taught."""
     check_text(row)
-    conversation = conversation_of(trajectory.id, row)
+    conversation = conversation_of(name, row)
     answers = [m for m in conversation.messages if m["role"] == "assistant"]
     if all(answer.get("weight") == 0 for answer in answers):
         raise RowError("cut_off", "every answer was cut off by the token limit, or is malformed")
-    content = json.dumps(row, ensure_ascii=False)
+    return json.dumps(row, ensure_ascii=False)
+
+
+def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> str:
+    """A row of the file. Raises RowError for one that can't be taught, or is there already."""
+    content = _content(row, trajectory.id)
     if content in known:
         raise RowError("duplicate", "an attempt before it says the same")
     known.add(content)

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import SandboxError, described, storable
+from agentevo.http_clients import is_loopback, trusted_context
 from agentevo.parsing import ParseError, parse_json
 from agentevo.sandbox.code_only import LARGEST_ANSWER, CodeOnlySandbox, ServerLost, refuse_tools
-from agentevo.sandbox.remote import authorization, is_loopback
+from agentevo.sandbox.remote import authorization
 from agentevo.sandbox.sandbox import Failure, Sandbox, SandboxTool, sandboxes
 from agentevo.trace_header import trace_headers
 
@@ -88,7 +89,9 @@ class AgentDockSandbox(CodeOnlySandbox):
         try:
             async with (
                 httpx.AsyncClient(
-                    timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=not is_loopback(url)
+                    timeout=httpx.Timeout(None, connect=CONNECT_S),
+                    trust_env=not is_loopback(url),
+                    verify=trusted_context(),
                 ) as client,
                 client.stream(
                     "POST", f"{url}/tool/{TOOL}", content=content, headers=headers

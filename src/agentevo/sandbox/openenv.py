@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import SandboxError, described, storable
+from agentevo.http_clients import is_loopback
 from agentevo.parsing import ParseError, parse_json
 from agentevo.sandbox.code_only import LARGEST_ANSWER, CodeOnlySandbox, ServerLost, refuse_tools
-from agentevo.sandbox.remote import CLOSE_S, authorization, is_loopback
+from agentevo.sandbox.remote import CLOSE_S, authorization
 from agentevo.sandbox.sandbox import Failure, Sandbox, SandboxTool, sandboxes
 from agentevo.trace_header import trace_headers
 

@@ -12,18 +12,17 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import ipaddress
 import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from agentevo.credentials import with_environment
 from agentevo.errors import AgentEvoError, SandboxError, described, storable
+from agentevo.http_clients import is_loopback
 from agentevo.sandbox import wire
 from agentevo.sandbox.exporting import exported
 from agentevo.sandbox.inside.frames import LARGEST_CALL
@@ -363,12 +362,3 @@ def authorization(section: SandboxSection) -> dict[str, str]:
     if not key.isascii() or not key.isprintable():
         raise SandboxError("sandbox.api_key: the key has characters that no header may have")
     return {"Authorization": f"Bearer {key}"}
-
-
-def is_loopback(url: str) -> bool:
-    """Whether no proxy lies before it."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

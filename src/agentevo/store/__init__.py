@@ -3,24 +3,21 @@
 from agentevo.store.calls import CallFilter, CallState, StoredCall
 from agentevo.store.clock import Clock, Now
 from agentevo.store.export import export_jsonl, export_store, import_store
-from agentevo.store.store import (
+from agentevo.store.records import (
     Emptied,
     Lease,
     RetryPolicy,
     Split,
     StepRecord,
-    Store,
     StoredTask,
     StoredTrajectory,
-    StoreOpener,
     TaskEvent,
     TaskState,
     TrajectoryFilter,
     TrajectoryState,
     TrajectorySummary,
-    open_store,
-    stores,
 )
+from agentevo.store.store import Store, StoreOpener, open_store, stores
 
 __all__ = [
     "CallFilter",

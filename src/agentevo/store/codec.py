@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from agentevo.errors import StoreError
+from agentevo.routed_experts import misaligned
 from agentevo.store.blobs import (
     pack_turns,
     to_bytes,
@@ -29,7 +30,7 @@ from agentevo.store.blobs import (
 )
 from agentevo.store.damage import readable
 from agentevo.store.files import check_files
-from agentevo.store.store import (
+from agentevo.store.records import (
     SPLITS,
     Emptied,
     Lease,
@@ -356,6 +357,8 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
             f"{len(turn.versions)} versions"
         )
         raise ValueError(f"turn {turn.index} has {lengths}: there must be one of each per token")
+    if turn.routed_experts is not None and (wrong := misaligned(turn)):
+        raise ValueError(wrong)
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
     if not (math.isfinite(turn.reward) and math.isfinite(turn.temperature)):
@@ -383,6 +386,7 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
             else {"constraint": msgspec.structs.asdict(turn.constraint)}
         ),
         **({} if turn.penalties is None else {"penalties": msgspec.to_builtins(turn.penalties)}),
+        **({} if turn.routed_experts is None else {"routed_experts": turn.routed_experts}),
     }
 
 

@@ -28,7 +28,8 @@ import msgspec
 from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.parsing import check_file
 from agentevo.progress import bar
-from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory, TrajectoryFilter
+from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory, TrajectoryFilter
+from agentevo.store.store import Store
 from agentevo.store.streams import PAGE
 from agentevo.types import Call, Trajectory
 

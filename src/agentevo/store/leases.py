@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from agentevo.store import rules
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
 from agentevo.store.codec import decode_history, decode_lease, encode_history
-from agentevo.store.store import Lease, RetryPolicy, TaskEvent, TaskState
+from agentevo.store.records import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.tables import BIG, tasks
 
 _LET_GO: dict[str, Any] = {

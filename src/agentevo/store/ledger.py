@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from agentevo.store import call_rows, rules
 from agentevo.store.codec import decode_step
 from agentevo.store.queries import rows_by_id
-from agentevo.store.store import StepRecord
+from agentevo.store.records import StepRecord
 from agentevo.store.streams import chunks
 from agentevo.store.tables import calls, steps, tasks, tokens, trajectories
 

@@ -22,7 +22,7 @@ from agentevo.store import rules
 from agentevo.store.clock import Now
 from agentevo.store.codec import decode_history, encode_history
 from agentevo.store.mongo_queries import Document, Queries
-from agentevo.store.store import Lease, RetryPolicy, TaskEvent, TaskState
+from agentevo.store.records import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.streams import CHUNK, chunks
 
 LET_GO: Document = {

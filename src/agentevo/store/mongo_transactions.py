@@ -15,7 +15,8 @@ from agentevo.store.clock import Clock, Now
 from agentevo.store.mongo_queries import Document
 from agentevo.store.mongo_rows import Rows
 from agentevo.store.read_only import only_read
-from agentevo.store.store import AWAY_S, RetryPolicy
+from agentevo.store.records import RetryPolicy
+from agentevo.store.store import AWAY_S
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient

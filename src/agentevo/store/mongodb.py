@@ -35,9 +35,7 @@ from agentevo.store.mongo_calls import MongoCalls
 from agentevo.store.mongo_queries import Document, row_of
 from agentevo.store.mongo_rows import LET_GO, Rows
 from agentevo.store.mongo_schema import check_or_make
-from agentevo.store.store import (
-    AWAY_S,
-    NONE_DROPPED,
+from agentevo.store.records import (
     RETRIES,
     Lease,
     RetryPolicy,
@@ -49,8 +47,8 @@ from agentevo.store.store import (
     TrajectoryFilter,
     TrajectorySummary,
     checked_filters,
-    stores,
 )
+from agentevo.store.store import AWAY_S, NONE_DROPPED, stores
 from agentevo.types import Call, Task, Trajectory
 
 if TYPE_CHECKING:

@@ -37,8 +37,9 @@ from agentevo.progress import bar
 from agentevo.store.clock import Clock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.read_only import older_schema, only_read
+from agentevo.store.records import RETRIES, RetryPolicy
 from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, stores
+from agentevo.store.store import AWAY_S, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"

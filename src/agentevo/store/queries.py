@@ -38,7 +38,7 @@ from agentevo.store.codec import (
     decode_summary,
     decode_task,
 )
-from agentevo.store.store import (
+from agentevo.store.records import (
     SPLITS,
     TASK_STATES,
     TRAJECTORY_STATES,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from agentevo.errors import StoreError
-from agentevo.store.store import SPLITS, Lease, RetryPolicy, Split, TaskEvent, TaskState
+from agentevo.store.records import SPLITS, Lease, RetryPolicy, Split, TaskEvent, TaskState
 
 
 class TaskPlace(NamedTuple):

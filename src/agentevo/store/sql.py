@@ -37,9 +37,7 @@ from agentevo.store.codec import (
     encode_task,
     encode_trajectories,
 )
-from agentevo.store.store import (
-    AWAY_S,
-    NONE_DROPPED,
+from agentevo.store.records import (
     Lease,
     RetryPolicy,
     Split,
@@ -51,6 +49,7 @@ from agentevo.store.store import (
     TrajectorySummary,
     checked_filters,
 )
+from agentevo.store.store import AWAY_S, NONE_DROPPED
 from agentevo.store.streams import Streaming
 from agentevo.types import Call, Task, Trajectory
 

@@ -38,178 +38,31 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, get_args
-
-import msgspec
+from typing import Any, Protocol, Self, Unpack
 
 from agentevo.credentials import with_environment, without_password
-from agentevo.errors import StoreError, UnusableStoreError
+from agentevo.errors import UnusableStoreError
 from agentevo.registry import Registry
 from agentevo.store.calls import CallFilter, StoredCall
 from agentevo.store.clock import Clock
-from agentevo.types import Call, Status, Task, Trajectory
-
-Split = Literal["train", "eval", "doctor"]
-TaskState = Literal["queued", "leased", "completed", "failed", "poison"]
-TrajectoryState = Literal["ready", "reserved", "committed", "dropped", "failed"]
+from agentevo.store.records import (
+    RETRIES,
+    Lease,
+    RetryPolicy,
+    Split,
+    StepRecord,
+    StoredTask,
+    StoredTrajectory,
+    TaskState,
+    TrajectoryFilter,
+    TrajectorySummary,
+)
+from agentevo.types import Call, Task, Trajectory
 
 AWAY_S = 60.0
 """How long a call waits, at most, for a database that can't be reached or for somebody else's lock,
 however long its work may take: a deadline is long where the work is."""
 NONE_DROPPED: Mapping[str, Sequence[str]] = MappingProxyType({})
-SPLITS: tuple[Split, ...] = get_args(Split)
-TASK_STATES: tuple[TaskState, ...] = get_args(TaskState)
-TRAJECTORY_STATES: tuple[TrajectoryState, ...] = get_args(TrajectoryState)
-
-
-class Emptied(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that remain of turns that `gc` has deleted."""
-
-    num_turns: int
-    num_completion_tokens: int
-
-
-class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory and its place in the ledger."""
-
-    trajectory: Trajectory
-    split: Split
-    step: int
-    """The step for which it was sampled."""
-    state: TrajectoryState
-    trained_step: int | None = None
-    """The step that it is reserved for or committed to."""
-    drop_reason: str | None = None
-    written_at: float
-    """Unix time in seconds."""
-    tokens_deleted: bool = False
-    """True if `gc` has deleted the turns; `trajectory.turns` is then empty."""
-    emptied: Emptied | None = None
-    """Facts about the deleted turns, if they were deleted."""
-    digest: bytes = b""
-    """Digest of the whole content as it was written; empty where no store has written it.
-    `codec.is_as_written` compares."""
-
-
-class TaskEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that went wrong with a task."""
-
-    kind: Literal["retried", "expired", "failed"]
-    worker: str
-    fencing_id: int
-    at: float
-    """Unix time in seconds."""
-    error: str
-
-
-class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task and its place in the ledger."""
-
-    task: Task
-    state: TaskState
-    fencing_id: int
-    num_leases: int
-    num_failures: int
-    """Number of leases given back by `retry_task`."""
-    num_expiries: int
-    """Number of leases that ran out and were taken over."""
-    error: str | None
-    """Why it failed, was set aside, or was last tried again."""
-    history: list[TaskEvent]
-    digest: bytes = b""
-    """Digest of the task as it was added; empty where no store has it. `codec.is_as_added`
-    compares."""
-
-
-class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a task is tried again. The n-th retry waits min(first_delay_s * 2^(n-1),
-    max_delay_s)."""
-
-    max_failures: int = 5
-    """`retry_task` sets the task aside at this many."""
-    max_expiries: int = 20
-    """So many leases that ran out set it aside too: it may be what kills its workers. More than
-    above: workers die of other causes too."""
-    first_delay_s: float = 1.0
-    max_delay_s: float = 60.0
-
-    def delay_s(self, num_failures: int) -> float:
-        return min(self.first_delay_s * 2.0 ** min(num_failures - 1, 60), self.max_delay_s)
-
-
-RETRIES = RetryPolicy()
-
-
-class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a stored trajectory but its turns: cheap to list by the thousand. Fields as
-    in Trajectory and StoredTrajectory."""
-
-    id: str
-    task_id: str
-    group_id: str
-    attempt: int
-    split: Split
-    step: int
-    status: Status
-    state: TrajectoryState
-    trained_step: int | None
-    drop_reason: str | None
-    reward: float
-    success: bool
-    error: str | None
-    truncated: bool
-    metrics: dict[str, float]
-    """The metrics, with the parts of the reward as `reward_parts/NAME`."""
-    num_turns: int
-    num_completion_tokens: int
-    started_at: float
-    duration_s: float
-    written_at: float
-
-
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to work on a task until it is taken away."""
-
-    task: Task
-    fencing_id: int
-    """Grows with every lease of the task; only the newest holder may finish it."""
-    attempt: int
-    """How often the task has been leased, this time included."""
-    worker: str
-    lease_s: float
-    expires_at: float
-    """On the store's clock for leases, in seconds (not Unix time, in general): compare it with
-    other leases only, and renew every `lease_s` / 3. Until another worker takes the task over, an
-    expired lease still counts."""
-
-
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed optimizer step."""
-
-    step: int
-    record: dict[str, Any]
-    """What the trainer wrote with it (metrics, checkpoint). Non-finite numbers are stored as
-    null."""
-    num_trajectories: int
-    committed_at: float
-    """Unix time in seconds."""
-
-
-class TrajectoryFilter(TypedDict, total=False):
-    """Which trajectories, in the order they were written. An absent key or None leaves that
-    property free."""
-
-    step: int | None
-    """The step that they were sampled for."""
-    trained_step: int | None
-    """The step that they are reserved for or committed to."""
-    split: Split | None
-    status: Status | None
-    state: TrajectoryState | None
-    task_id: str | None
-    group_id: str | None
-    limit: int | None
-    newest_first: bool
 
 
 class Store(Protocol):
@@ -474,27 +327,3 @@ async def open_store(
     more: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
     may_create = create and not read_only
     return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **more)
-
-
-def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int | None, bool]:
-    """(column -> value of the given properties, limit, newest_first). Refuses unknown words, so a
-    typo never reads as 'no rows'."""
-    properties: dict[str, object] = {
-        key: value for key, value in filters.items() if value is not None
-    }
-    limit, newest_first = filters.get("limit"), bool(filters.get("newest_first"))
-    properties.pop("limit", None)
-    properties.pop("newest_first", None)
-    words: dict[str, Sequence[str]] = {
-        "split": SPLITS,
-        "status": get_args(Status),
-        "state": TRAJECTORY_STATES,
-    }
-    for key, known in words.items():
-        if key in properties and properties[key] not in known:
-            raise StoreError(
-                f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}"
-            )
-    if limit is not None and limit < 0:
-        raise StoreError(f"trajectories: limit={limit} is negative: leave it out to get all")
-    return properties, limit, newest_first

@@ -10,7 +10,7 @@ from typing import Self, TypeVar, Unpack
 from agentevo.errors import UnusableStoreError
 from agentevo.store import rules
 from agentevo.store.calls import CallFilter, CallState, StoredCall, checked_call_filters
-from agentevo.store.store import (
+from agentevo.store.records import (
     Lease,
     StoredTask,
     StoredTrajectory,

@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeDecorator
 
-from agentevo.store.store import SPLITS, TASK_STATES, TRAJECTORY_STATES
+from agentevo.store.records import SPLITS, TASK_STATES, TRAJECTORY_STATES
 
 SCHEMA_VERSION = 3
 

@@ -3,25 +3,47 @@ edge it stands. The next tasks begin there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentevo.errors import ConfigError
 from agentevo.rollout.curriculum import TaskCurriculum
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.folder import check_run_folder, read_store, run_config
+from agentevo.task_making.documents import PASSAGE
 from agentevo.task_making.files import made_rows
-from agentevo.task_making.scenario import PARENT
+from agentevo.task_making.scenario import CALLS, CONTENT, PARENT
 
 
-def left_by(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+class QuestionsLeft(NamedTuple):
+    """What a run has left of questions about documents."""
+
+    solved: list[dict[str, Any]]
+    """Rows that it retired."""
+    unsolved: list[dict[str, Any]]
+    asked: set[str]
+    """All that it trained on or holds out."""
+
+
+def questions_left(run: Path) -> QuestionsLeft:
+    """Raises ConfigError as `left_by`."""
+    solved, unsolved = left_by(run, (PASSAGE, CONTENT))
+    held_out = made_rows(run_config(run).tasks.eval, (PASSAGE, CONTENT))
+    asked = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
+    return QuestionsLeft(solved, unsolved, asked)
+
+
+def left_by(
+    run: Path, keys: Iterable[str] = (CALLS, CONTENT)
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of the tasks that the run retired, and of the others, which wait for nothing any more.
-    Raises ConfigError for a run without a curriculum, and for tasks that nobody made."""
+    `keys`: what each has that was made. Raises ConfigError for a run without a curriculum, and for
+    tasks that nobody made."""
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
         raise ConfigError(f"{run}: was trained without tasks.curriculum: nothing is known of tasks")
-    rows = {str(row["id"]): row for row in made_rows(config.tasks.train)}
+    rows = {str(row["id"]): row for row in made_rows(config.tasks.train, keys)}
     curriculum = TaskSource(config, None).curriculum
     assert curriculum is not None
     read_store(run, curriculum.learn)

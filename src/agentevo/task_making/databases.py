@@ -13,7 +13,7 @@ import json
 import random
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -156,21 +156,41 @@ async def find_database(
         table = _table(await ask(f"SELECT sql {listed} AND name = {literal(each)}"))
         if table is None:
             continue
-        columns = []
-        for column in table.columns:
-            is_value = f"{quoted(column.name)} IS NOT NULL AND {quoted(column.name)} <> ''"
-            short = f"length({quoted(column.name)}) <= {LONGEST_VALUE}"
-            drawn = f"SELECT DISTINCT {quoted(column.name)} AS one FROM {quoted(table.name)} "
-            drawn += f"WHERE {is_value} AND {short} ORDER BY 1 LIMIT {MAX_VALUES}"
-            values = _read(await ask(f"SELECT json_group_array(one) FROM ({drawn})"))
-            plain = tuple(one for one in values if isinstance(one, (str, int, float)))
-            columns.append(column._replace(values=plain))
+        columns = await _with_values(ask, table.name, table.columns)
         if any(one.values for one in columns):
-            known.append(table._replace(columns=tuple(columns)))
+            known.append(table._replace(columns=columns))
     if not known:
         return None
     first = Question(table=known[0].name).sql
     return Database(parameter, tuple(known)), await asked(tools, name, {parameter: first})
+
+
+async def _with_values(
+    ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[Column]
+) -> tuple[Column, ...]:
+    """Columns of a table with values of theirs, found out by one question; by two, each of half of
+    the columns, where that has no answer: one that is too long for a result, or a column that can't
+    be asked for."""
+    drawn = []
+    for column in columns:
+        name = quoted(column.name)
+        is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {LONGEST_VALUE}"
+        values = f"SELECT DISTINCT {name} AS one FROM {quoted(table)} WHERE {is_value}"
+        values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
+        drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
+    found = _read(await ask(f"json_array({', '.join(drawn)})"))
+    if len(found) == len(columns):
+        return tuple(
+            column._replace(values=tuple(one for one in of if isinstance(one, (str, int, float))))
+            for column, of in zip(columns, found, strict=True)
+        )
+    if len(columns) < 2:
+        return tuple(columns)
+    half = len(columns) // 2
+    return (
+        *await _with_values(ask, table, columns[:half]),
+        *await _with_values(ask, table, columns[half:]),
+    )
 
 
 async def answer_of(

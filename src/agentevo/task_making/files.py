@@ -4,6 +4,7 @@
     demonstrations.jsonl        conversations that solve tasks of train.jsonl, for `agentevo sft`
     reserve.jsonl               tasks that all or none of the attempts at them have solved
     corpus.jsonl                the passages that tasks were made of, for the tool `search`
+    documents.jsonl             the documents that these were read from, with their sha256
     made.json                   the account; written last
 
 The folder appears whole. One that is there already is added to by nobody: it is refused.
@@ -23,6 +24,7 @@ from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.scenario import CALLS, CONTENT
 
 DEMONSTRATIONS, RESERVE, CORPUS = "demonstrations.jsonl", "reserve.jsonl", "corpus.jsonl"
+DOCUMENTS = "documents.jsonl"
 ACCOUNT = "made.json"
 
 
@@ -40,6 +42,7 @@ def write_made(
     reserve: Sequence[dict[str, Any]] = (),
     demonstrations: Sequence[dict[str, Any]] = (),
     corpus: Sequence[dict[str, Any]] = (),
+    documents: Sequence[dict[str, Any]] = (),
     account: Mapping[str, Any],
 ) -> None:
     """Writes all of it, or nothing."""
@@ -50,6 +53,7 @@ def write_made(
         RESERVE: reserve,
         DEMONSTRATIONS: demonstrations,
         CORPUS: corpus,
+        DOCUMENTS: documents,
     }
     with must_write(folder, "make room there, or give another --out"):
         folder.parent.mkdir(parents=True, exist_ok=True)

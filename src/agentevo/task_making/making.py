@@ -40,7 +40,9 @@ MAX_MISSES = 400
 LONGEST_QUERY = 4000
 """Characters of a task: descriptions may be of any length."""
 MOST_ALIKE = 0.4
-"""Share of the tasks that have one difficulty, as long as others are found."""
+"""Share of the tasks that have one difficulty, as long as others are found: beyond it one is taken
+after MAX_MISSES / 2 walks in vain, the next one after half as many, and so on, so that looking for
+others costs MAX_MISSES walks in all."""
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
 """Tasks at most whose last call and answer are the same, or that share of all that are wanted: an
@@ -153,7 +155,7 @@ class _Maker:
         self._taken, self._queries = set(taken), set[str]()
         self._made = Made(known=known)
         self._graded = Counter[int]()
-        self._misses = 0
+        self._misses, self._patience = 0, MAX_MISSES // 2
         self._parents = parents
 
     async def make(self) -> Made:
@@ -225,7 +227,9 @@ class _Maker:
         if not least <= planned.difficulty <= most:
             self._reasons["of a difficulty that is not wanted"] += 1
             return None
-        if planned.kind == "state" and (reason := self._superfluous(planned)):
+        is_known = planned.kind == "state" or steps[-1].question is not None
+        reason = self._superfluous(planned) if is_known else self._too_many_alike(planned)
+        if reason:  # what others have an answer of is not asked for
             self._reasons[reason] += 1
             return None
         try:
@@ -252,6 +256,8 @@ class _Maker:
         self._taken.add(scenario.content)
         self._queries.add(query)
         self._used.add([one.tool for one in scenario.steps], scenario.answer)
+        if self._is_common(scenario.difficulty):
+            self._patience //= 2
         self._graded[scenario.difficulty] += 1
         rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
         rows.append(scenario.row(query, language=language, persona=persona, worlds=wanted.worlds))
@@ -267,6 +273,9 @@ class _Maker:
             wanted.held_out if is_apart else wanted.train
         ):
             return "enough of its side of the split"
+        return self._too_many_alike(scenario)
+
+    def _too_many_alike(self, scenario: Scenario) -> str:
         return "enough have its difficulty" if self._has_enough(scenario.difficulty) else ""
 
     def _problem(self, scenario: Scenario, query: str) -> str:
@@ -289,5 +298,8 @@ class _Maker:
 
     def _has_enough(self, difficulty: int) -> bool:
         """Whether other difficulties are looked for first."""
+        return self._is_common(difficulty) and self._misses < self._patience
+
+    def _is_common(self, difficulty: int) -> bool:
         most = MOST_ALIKE * (self._wanted.train + self._wanted.held_out)
-        return self._graded[difficulty] >= most and self._misses < MAX_MISSES // 2
+        return self._graded[difficulty] >= most

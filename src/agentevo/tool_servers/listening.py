@@ -20,7 +20,7 @@ from agentevo.console import to_stderr
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
-from agentevo.inference.address import is_this_machine
+from agentevo.http_clients import is_this_machine
 from agentevo.inference.admission import Connection, Limits
 from agentevo.inference.http_server import open_socket, serving, url_of
 from agentevo.signals import LOOK_S, asked_to_stop

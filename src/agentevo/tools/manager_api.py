@@ -27,6 +27,7 @@ import msgspec
 
 from agentevo.config.mcp_manager import PATH
 from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, described
+from agentevo.http_clients import trusted_context
 from agentevo.registry import nearest
 from agentevo.tools.mcp_connection import MAX_TOOLS, object_schema, without_secrets
 from agentevo.tools.tool import ToolResult, ToolSpec
@@ -56,7 +57,6 @@ class ManagerAPI:
         self._name, self._key = name, key
         self._idle: list[httpx.AsyncClient] = []
         """Clients with a connection each: a pool of many looks through all for every request."""
-        self._context: Any = None
 
     async def tools(self, node: str, servers: Sequence[str], within_s: float) -> list[ToolSpec]:
         """The tools of a node's servers, of all unless some are named. A node that does not answer
@@ -177,14 +177,12 @@ class ManagerAPI:
             return self._idle.pop()
         import httpx
 
-        if self._context is None:
-            self._context = httpx.create_ssl_context()
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         # What a call may take is its own deadline, around all of this.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        return httpx.AsyncClient(headers=headers, timeout=timeout, verify=self._context)
+        return httpx.AsyncClient(headers=headers, timeout=timeout, verify=trusted_context())
 
     async def _json(self, method: str, url: str, content: bytes | None = None) -> dict[str, Any]:
         """The object that is the answer. Raises ToolUnavailableError and ToolArgumentsError."""

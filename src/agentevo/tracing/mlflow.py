@@ -17,8 +17,8 @@ from typing import Any
 
 from agentevo.credentials import without_password
 from agentevo.errors import MissingExtraError
-from agentevo.extras import load_extra
-from agentevo.tracing.otlp import OTLP, ExportError, proto_request
+from agentevo.tracing.otlp import OTLP, ExportError
+from agentevo.tracing.otlp_proto import encoded_span
 from agentevo.tracing.span import Source, Span
 
 EXPERIMENT_HEADER = "x-mlflow-experiment-id"
@@ -30,9 +30,8 @@ def mlflow_exporter(uri: str, experiment: str, source: Source) -> MLflowServer |
     """What exports to a tracking URI. Raises MissingExtraError; a server or database is first asked
     by the first export."""
     if uri.startswith(("http://", "https://")):
-        load_extra("opentelemetry.exporter.otlp.proto.http", "tracing", NEEDED_BY)
         return MLflowServer(uri, experiment, source)
-    return MLflowDatabase(uri, experiment, source)
+    return MLflowDatabase(uri, experiment)
 
 
 class MLflowServer:
@@ -47,14 +46,13 @@ class MLflowServer:
         if self._otlp is None:
             headers = _authorization()
             headers[EXPERIMENT_HEADER] = self._experiment_id(headers)
-            self._otlp = OTLP(self._source, self._uri, headers=headers, needed_by=NEEDED_BY)
-            self._otlp.open()
+            self._otlp = OTLP(self._source, self._uri, headers=headers)
 
-    def made(self, span: Span) -> Span:
+    def made(self, span: Span) -> bytes:
         """See Exporter."""
-        return span
+        return encoded_span(span)
 
-    def export(self, made: Sequence[Span]) -> None:
+    def export(self, made: Sequence[bytes]) -> None:
         """See Exporter."""
         self.open()
         assert self._otlp is not None
@@ -104,7 +102,7 @@ class MLflowServer:
 class MLflowDatabase:
     """An exporter into a database, which needs MLflow's package."""
 
-    def __init__(self, uri: str, experiment: str, source: Source) -> None:
+    def __init__(self, uri: str, experiment: str) -> None:
         """Raises MissingExtraError."""
         where = f"{NEEDED_BY} without a server"
         if find_spec("mlflow") is None:
@@ -112,26 +110,21 @@ class MLflowDatabase:
                 f"{where} needs the package 'mlflow': pip install mlflow, or give "
                 "tracing.endpoint=http://HOST:PORT of a server"
             )
-        load_extra("opentelemetry.exporter.otlp.proto.common", "tracing", where)
-        self._uri, self._experiment, self._source = uri, experiment, source
+        self._uri, self._experiment = uri, experiment
         self._client: Any = None
         self._experiment_id = ""
 
-    def made(self, span: Span) -> Span:
+    def made(self, span: Span) -> bytes:
         """See Exporter."""
-        return span
+        return encoded_span(span)
 
-    def export(self, made: Sequence[Span]) -> None:
+    def export(self, made: Sequence[bytes]) -> None:
         """See Exporter."""
         self.open()
         from mlflow.entities.span import Span as MLflowSpan
+        from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 
-        told = [
-            MLflowSpan.from_otel_proto(span)
-            for resource in proto_request(made, self._source).resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
+        told = [MLflowSpan.from_otel_proto(ProtoSpan.FromString(span)) for span in made]
         self._client.log_spans(self._experiment_id, told)
 
     def close(self) -> None:

@@ -8,12 +8,13 @@ import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from urllib.parse import unquote
 
 import agentevo
 from agentevo.config import RunConfig
 from agentevo.config.tracing import TracingSection
 from agentevo.credentials import with_environment
-from agentevo.errors import ConfigError, DiskError
+from agentevo.errors import ConfigError, DiskError, storable
 from agentevo.files import create_atomic
 from agentevo.tracing import conventions as names
 from agentevo.tracing.otlp_json import JsonLines
@@ -24,7 +25,10 @@ from agentevo.tracing.tracer import Exporter, Limits, Tracer
 
 FOLDER = "tracing"
 """In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
-LENGTH, QUEUE, BATCH, DELAY_MS = 16384, 4096, 512, 1000
+LENGTH, QUEUE, BATCH = 16384, 4096, 512
+FILE_DELAY_MS, DELAY_MS = 1000, 5000
+"""The longest that a span waits for others: a file is near, and for the rest it is OpenTelemetry's
+default, as each request costs milliseconds."""
 _UNSAFE = re.compile(r"[^\w.-]")
 _TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
 """Of the variable for contents, in all spellings that instrumentations know."""
@@ -112,12 +116,17 @@ def source(*, of_this_process: bool = True) -> Source:
     for pair in os.environ.get(names.ENV_RESOURCE, "").split(","):
         key, separator, value = pair.partition("=")
         if separator and key.strip():
-            attributes[key.strip()] = value.strip()
+            attributes[_attribute(key)] = _attribute(value)
     if service := os.environ.get(names.ENV_SERVICE):
-        attributes[names.SERVICE_NAME] = service
+        attributes[names.SERVICE_NAME] = storable(service)
     if of_this_process:
         attributes["process.pid"] = str(os.getpid())
     return Source(attributes=attributes, version=agentevo.__version__)
+
+
+def _attribute(text: str) -> str:
+    """Percent-decoded, as the specification has it, and in UTF-8 whatever the environment holds."""
+    return storable(unquote(text.strip()))
 
 
 def _exporter(config: RunConfig, process: str) -> Exporter:
@@ -146,9 +155,9 @@ def _limits(section: TracingSection) -> Limits:
     queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
     batch = _number(names.ENV_BATCH) or BATCH
     delay_ms = _number(names.ENV_DELAY_MS)
-    return Limits(
-        queue=queue, batch=batch, delay_s=(DELAY_MS if delay_ms is None else delay_ms) / 1000
-    )
+    if delay_ms is None:
+        delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
+    return Limits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
 
 
 def _number(name: str) -> int | None:

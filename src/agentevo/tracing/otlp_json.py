@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 
 from agentevo.tracing import conventions as names
-from agentevo.tracing.span import Shared, Source, Span, Value
+from agentevo.tracing.span import Shared, Source, Span, Value, remembering
 
 _KINDS = {"internal": 1, "server": 2, "client": 3}
 _ERROR = 2
-LONGEST_REMEMBERED = 200
 
 
 def encoded(spans: Sequence[Span], source: Source, *, end: bytes = b"") -> bytes:
@@ -102,12 +101,7 @@ def encoded_span(span: Span) -> bytes:
 
 def _add_attributes(parts: list[bytes], attributes: Mapping[str, Value], before: bytes) -> None:
     for key, value in attributes.items():
-        known: Any = tuple(value) if type(value) is list else value
-        size = len(known) if type(known) is str else 0
-        if type(known) is tuple:
-            size = sum(map(len, known))
-        encode = _remembered if size <= LONGEST_REMEMBERED else _encoded
-        parts += (before, encode(key, known))
+        parts += (before, _attribute(key, value))
         before = b","
 
 
@@ -117,8 +111,7 @@ def _encoded(key: str, value: Any) -> bytes:
 
 _json = msgspec.json.Encoder().encode
 _name = lru_cache(1024)(_json)
-_remembered = lru_cache(8192, typed=True)(_encoded)
-"""Most attributes of a span are those of many others."""
+_attribute = remembering(_encoded)
 
 
 @lru_cache(4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -63,3 +65,22 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     attributes: dict[str, Any]
     version: str
     """Of this package."""
+
+
+LONGEST_REMEMBERED = 200
+"""Characters of a value."""
+
+
+def remembering(encode: Callable[[str, Any], bytes]) -> Callable[[str, Value], bytes]:
+    """What encodes an attribute, and remembers short ones: most attributes of a span are those of
+    many others. `encode` gets a tuple in place of a list."""
+    remembered = lru_cache(8192, typed=True)(encode)
+
+    def attribute(key: str, value: Value) -> bytes:
+        known: Any = tuple(value) if type(value) is list else value
+        size = len(known) if type(known) is str else 0
+        if type(known) is tuple:
+            size = sum(map(len, known))
+        return (remembered if size <= LONGEST_REMEMBERED else encode)(key, known)
+
+    return attribute

@@ -143,6 +143,8 @@ class Tracer:
             why = self._problem or f"the exporter did not end within {self._flush_s:g} s"
         if lost := self.dropped + self.refused + left:
             self._tell(f"tracing: {lost} spans were not exported, {self.exported} were: {why}")
+        elif self.exported:
+            self._tell(f"tracing: {self.exported} spans were exported")
 
     def _work(self) -> None:
         try:

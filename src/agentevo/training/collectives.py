@@ -175,6 +175,13 @@ def slices_gathered(
     return torch.cat(cut).movedim(0, dim).contiguous()
 
 
+def owned_given(x: torch.Tensor, ranks: Ranks, owner: int, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of this shape that one process of the group has and gives to all; no gradient."""
+    whole = x.detach().contiguous() if ranks.rank == owner else x.new_empty(shape)
+    distributed.broadcast(whole, group=ranks.group, group_src=owner)
+    return whole
+
+
 def _sum(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     total = x.contiguous().clone()
     distributed.all_reduce(total, group=ranks.group)

@@ -1,9 +1,9 @@
 """Which process has which part of the work: the device meshes of a training.
 
 All meshes count the same processes in the same order, the innermost dimension first: tensor,
-context, shard, replicas.
+context, pipeline, shard, replicas.
 
-    whole    dp x cp x tp          dp = replicas x shard: each has its own part of a minibatch
+    whole    dp x pp x cp x tp     dp = replicas x shard: each has its own part of a minibatch
     data     replicate x shard     over which FSDP shards and adds up
     experts  sharing x ep          of the mixtures that trainer.parallel.expert spreads, where dp is
                                    sharing x ep
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentevo.config import ParallelSection
 from agentevo.errors import ConfigError
-from agentevo.training.parallel import CONTEXT, DATA_PARALLEL, use_mesh
+from agentevo.training.kernels.stages import Stage
+from agentevo.training.parallel import CONTEXT, DATA_PARALLEL, PIPELINE, use_mesh
 
 TENSOR, EXPERT, SHARING = "tp", "ep", "sharing"
 REPLICATE, SHARD = "replicate", "shard"
@@ -38,6 +39,8 @@ class Meshes:
     """None where experts are not spread."""
     both: DeviceMesh | None
     """With tensor parallelism: the experts' dimension and the tensor group as one."""
+    pipeline: Stage | None
+    """None where each process has all layers."""
 
     def coordinates(self) -> Iterator[tuple[str, int, int]]:
         """The name of each dimension, where this process stands in it, and its size."""
@@ -55,12 +58,12 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         replicas = section.replicas(distributed.get_world_size())
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    inner = section.context * section.tensor
+    inner = section.pipeline * section.context * section.tensor
     ranks = replicas * section.shard
     whole = init_device_mesh(
         device_type,
-        (ranks, section.context, section.tensor),
-        mesh_dim_names=(DATA_PARALLEL, CONTEXT, TENSOR),
+        (ranks, section.pipeline, section.context, section.tensor),
+        mesh_dim_names=(DATA_PARALLEL, PIPELINE, CONTEXT, TENSOR),
     )
     data = init_device_mesh(
         device_type,
@@ -80,5 +83,6 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         groups = split.transpose(1, 2).flatten(2).flatten(0, 1)
         both = DeviceMesh(device_type, groups, mesh_dim_names=("others", EXPERT))
     use_mesh(whole)
+    stage = Stage.of(whole, PIPELINE) if section.pipeline > 1 else None
     data = data[SHARD] if replicas == 1 else data[REPLICATE, SHARD]
-    return Meshes(section, whole, data, experts, both)
+    return Meshes(section, whole, data, experts, both, stage)

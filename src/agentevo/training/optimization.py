@@ -9,6 +9,7 @@ the optimizer steps float32 numbers: the weights themselves, or their float32 ma
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
 from agentevo.models.parts import Part, Stored
 from agentevo.training.master_weights import MasterWeights, needs_masters
-from agentevo.training.parallel import loss_share, sum_gradients
+from agentevo.training.parallel import loss_share, stages, sum_gradients
 from agentevo.training.phases import phase
 from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
 from agentevo.training.sharding.layouts import (
@@ -114,6 +115,8 @@ class Optimization:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.layouts = layouts
         self.steps = 0
+        self._waiting: deque[torch.Tensor] = deque()
+        """Losses of micro-batches that are under way behind this stage of a pipeline."""
         self.leave_out(0)
 
     @property
@@ -168,6 +171,12 @@ class Optimization:
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradient of the loss. Raises TrainingError, before any weight changes, if the
         loss is not finite."""
+        ahead = 0 if (pipeline := stages()) is None else pipeline.size - 1 - pipeline.rank
+        if ahead:  # the last stage knows the loss (sharding/pipeline.py)
+            self._waiting.append(loss)
+            if len(self._waiting) > ahead:
+                self._waiting.popleft().backward()
+            return
         if not torch.isfinite(loss):
             self._clear_gradients()
             raise TrainingError(
@@ -180,6 +189,8 @@ class Optimization:
     def finish(self) -> float:
         """Sums the gradients over ranks, clips their L2 norm to max_grad_norm, and steps. Returns
         the norm from before clipping. Raises TrainingError if it is not finite."""
+        while self._waiting:
+            self._waiting.popleft().backward()
         sum_gradients(self.parameters, self.layouts)
         norm = self._clip()
         if not math.isfinite(norm):

@@ -11,7 +11,8 @@ Losses are parts of the whole minibatch's, so what a single process adds up over
 added up over ranks: gradients here, tables and metrics where they are made. All ranks then take the
 same step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together
 and each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
-What FSDP has sharded, it has summed over data-parallel ranks itself.
+What FSDP has sharded, it has summed over data-parallel ranks itself. The stages of a pipeline (the
+mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
 
 Store and disk belong to one process, the first of all: `on_first` is around what writes there
 (checkpoints in `checkpoint.py`). In a run the loop is one process, which tells the others what to
@@ -44,6 +45,8 @@ DATA_PARALLEL = "dp"
 """Name of the mesh's dimension over which minibatches are split."""
 CONTEXT = "cp"
 """Name of the one along which processes compute a pass together, a stretch of it each."""
+PIPELINE = "pp"
+"""Name of the one along which processes have the layers, a stretch each."""
 
 _group: distributed.ProcessGroup | None = None
 """This process's data-parallel group; None for all processes. Set by `use_mesh` alone, beside the
@@ -51,12 +54,15 @@ default group that torch.distributed keeps."""
 _context: Ranks | None = None
 """The processes that compute this one's passes with it; None for no others. Set by `use_mesh`."""
 
+_pipeline: Ranks | None = None
+"""The stages of this process's rank; None where it has all layers. Set by `use_mesh` alone."""
+
 
 def use_mesh(mesh: DeviceMesh) -> None:
     """From now on ranks are those of the mesh's dimension "dp". Called once by every process, after
     torch.distributed is initialised and before anything is trained. Raises TrainingError for a mesh
     without that dimension."""
-    global _group, _context
+    global _group, _context, _pipeline
     names = mesh.mesh_dim_names or ()
     if DATA_PARALLEL not in names:
         raise TrainingError(
@@ -66,6 +72,13 @@ def use_mesh(mesh: DeviceMesh) -> None:
     _group = mesh.get_group(DATA_PARALLEL)
     context = Ranks.of(mesh, CONTEXT) if CONTEXT in names else None
     _context = context if context is not None and context.size > 1 else None
+    stages = Ranks.of(mesh, PIPELINE) if PIPELINE in names else None
+    _pipeline = stages if stages is not None and stages.size > 1 else None
+
+
+def stages() -> Ranks | None:
+    """The stages of a pipeline; None where there is none."""
+    return _pipeline
 
 
 def loss_share() -> float:
@@ -111,12 +124,16 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 def gathered(value: T) -> list[T]:
-    """The value of each rank, in order of ranks; called by all of them. Values are pickled: for
-    tables and metrics, not for weights."""
-    if num_ranks() == 1:
-        return [value]
-    values: list[T | None] = [None] * num_ranks()
-    distributed.all_gather_object(values, value, group=_group)
+    """The value of each rank, in order of ranks; called by all of them. Of the stages of a pipeline
+    it is the last one's, which knows log-probs and losses. Values are pickled: for tables and
+    metrics, not for weights."""
+    values: list[T | None] = [value]
+    if num_ranks() > 1:
+        values *= num_ranks()
+        distributed.all_gather_object(values, value, group=_group)
+    if _pipeline is not None:
+        last = _pipeline.size - 1
+        distributed.broadcast_object_list(values, group=_pipeline.group, group_src=last)
     return values  # type: ignore[return-value]
 
 
@@ -163,6 +180,8 @@ def sum_gradients(
         _sum_over(shared, group)
     if _context is not None:
         _sum_over(parameters, _context.group)
+    if _pipeline is not None:
+        _used(parameters, _pipeline.group)  # slices of length 0 are stepped with the others
     own = {id(parameter) for parameter in parameters}
     add_parts({p: layout for p, layout in layouts.items() if id(p) in own})
 
@@ -170,18 +189,27 @@ def sum_gradients(
 def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None) -> None:
     if not parameters:
         return
-    used = torch.tensor(
-        [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
-    )
+    waiting = [
+        distributed.all_reduce(local(gradient), group=group, async_op=True)
+        for gradient in _used(parameters, group)
+    ]
+    for work in waiting:
+        work.wait()
+
+
+def _used(
+    parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """The gradients that any process of the group has found, zeros on those that have not."""
+    flags = [p.grad is not None for p in parameters]
+    used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
     distributed.all_reduce(used, group=group)
-    waiting = []
+    found = []
     for parameter, count in zip(parameters, used.tolist(), strict=True):
         if count:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(
                     parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
                 )
-            gradient = local(parameter.grad)
-            waiting.append(distributed.all_reduce(gradient, group=group, async_op=True))
-    for work in waiting:
-        work.wait()
+            found.append(parameter.grad)
+    return found

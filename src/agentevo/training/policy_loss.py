@@ -24,6 +24,7 @@ from agentevo.training.batching.staleness import AGE, age_sums
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.parallel import gathered, num_ranks
 from agentevo.training.phases import phase
+from agentevo.training.routing_replay import mismatches
 from agentevo.types import Sample
 
 
@@ -123,6 +124,7 @@ class MinibatchLoss:
             "trainer/distinct_tokens": float(batch.num_distinct),
             "trainer/logical_tokens": float(batch.num_logical),
             "trainer/trained_tokens": float(len(chosen_logp)),
+            **mismatches(batch),
         }
         if AGE in batch.columns:
             off_policy = _off_policy(logp, batch, measured)

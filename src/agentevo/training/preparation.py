@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.divergence import bind_kl
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.value import explained_variance
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.config import AlgorithmSection
 from agentevo.config.credit import find_credit
+from agentevo.config.routing import recomputes
+from agentevo.errors import TrainingError
 from agentevo.models.grammar import Grammars
+from agentevo.models.routers import KEY
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
@@ -37,6 +39,7 @@ from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
 from agentevo.training.roles.token_rewards import TokenRewardModel
+from agentevo.training.routing_replay import RoutingReplay
 from agentevo.types import Sample, Trajectory
 
 
@@ -61,18 +64,22 @@ class Preparation:
         *,
         merge: bool = True,
         grammars: Grammars | None = None,
+        replay: RoutingReplay,
     ) -> None:
-        self.grammars = grammars
+        """Raises TrainingError for a replay that no pass of these would record."""
+        self.grammars, self.replay = grammars, replay
         self.section, self.max_tokens, self.merge = section, max_tokens, merge
         algorithm = section.resolved()
         self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
         self.credit = None if section.credit is None else find_credit(section.credit)
         self.kl = bind_kl(section.kl)
         self.collision = "sum_pi_squared" in self.advantage.needs
-        self.recomputed = (
-            section.old_logprobs == "recomputed"
-            or "proximal_logp" in POLICY_LOSSES[algorithm.policy_loss].needs
-        )
+        self.recomputed = recomputes(section)
+        if replay.mode == "update" and not self.recomputed:
+            raise TrainingError(
+                f"{KEY}=update records in the pass that computes the old log-probs again: set "
+                "algorithm.old_logprobs=recomputed"
+            )
 
     def __call__(
         self,
@@ -90,11 +97,18 @@ class Preparation:
         rows = [
             row
             for t in trajectories
-            for row in trajectory_rows(t, masks.get(t.id, {}), train_observations=observations)
+            for row in trajectory_rows(
+                t,
+                masks.get(t.id, {}),
+                train_observations=observations,
+                routed=self.replay.reads_records,
+            )
         ]
         if not rows:
             return PreparedBatch([], masked)
+        rows = self.replay.begin(rows)
         tables, metrics = self._tables(rows, roles)
+        rows = self.replay.finish(rows)
         if observations:
             rows = with_observed_logprobs(rows, tables["logp"])
         bonus, bonus_metrics = self._bonus(rows, roles, tables, kl_coef)
@@ -120,18 +134,19 @@ class Preparation:
 
         def compute(batch: PackedBatch) -> dict[str, torch.Tensor]:
             columns: dict[str, torch.Tensor] = {}
+            routed = self.replay.before_update(batch)
             if self.recomputed or self.collision:
                 if self.collision:
-                    columns["logp"], squares = token_logprobs_and_squares(roles.policy, batch)
+                    columns["logp"], squares = token_logprobs_and_squares(roles.policy, routed)
                     columns["sum_pi_squared"] = squares[batch.rows]
                 else:
-                    columns["logp"] = token_logprobs(roles.policy, batch)[0]
+                    columns["logp"] = token_logprobs(roles.policy, routed)[0]
                 if self.recomputed:
                     columns["old_logp"] = columns["logp"]
             if roles.reference is not None:
                 columns["ref_logp"] = roles.reference.logprobs(batch)
             if roles.critic is not None:
-                columns["values"] = roles.critic.values(batch)
+                columns["values"] = roles.critic.values(routed if roles.critic.shared else batch)
             if roles.reward_model is not None:
                 columns["reward_model"] = roles.reward_model.rewards(batch)
             return columns
@@ -139,7 +154,9 @@ class Preparation:
         beside = (roles.reference, roles.critic, roles.reward_model)
         if not (self.recomputed or self.collision or any(role is not None for role in beside)):
             return {}, {}
-        tables = token_tables(samples, self.max_tokens, device, compute, merge=self.merge)
+        tables = token_tables(
+            samples, self.max_tokens, device, compute, merge=self.merge, listen=self.replay.heard
+        )
         if roles.process_reward is None:
             return tables, {}
         process, reference = roles.process_reward, tables["ref_logp"]

@@ -1,5 +1,6 @@
 """A freshly loaded and prepared model -> this process's part of it, as trainer.parallel says: it is
-cut by tensor, context and expert parallelism first, and FSDP shards what is left here.
+cut by tensor, context and expert parallelism first, and FSDP shards what is left here. Stages of a
+pipeline are cut no further.
 
 Experts that are spread differ between data-parallel ranks: FSDP shards them over those alone that
 have the same ones.
@@ -10,7 +11,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection
-from agentevo.models.sharded import check_shard, shard
+from agentevo.models.sharded import check_shard, make_plain, shard
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
 from agentevo.training.sharding.context_parallel import check_context, context_parallel
@@ -20,18 +21,16 @@ from agentevo.training.sharding.expert_parallel import (
     expert_parallel,
     is_stack,
 )
+from agentevo.training.sharding.pipeline import check_pipeline, pipeline_parallel
 from agentevo.training.sharding.tensor_parallel import check_tensor, tensor_parallel
 from agentevo.training.workload import keep_flops
-
-
-def is_spread(section: ParallelSection) -> bool:
-    """Whether no process has the whole model to itself."""
-    return max(section.shard, section.tensor, section.context, section.expert) > 1
 
 
 def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
     """Raises ModelError or TrainingError for a model that `spread` can't divide so; changes
     nothing and asks no other process."""
+    if section.pipeline > 1:
+        check_pipeline(model, section.pipeline)
     if section.tensor > 1:
         check_tensor(model, Ranks.imagined(section.tensor))
     if section.context > 1:
@@ -47,9 +46,13 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     weights, before an optimizer is made. A model beside the policy may have no experts to spread.
     Raises ModelError or TrainingError where the model can't be divided so."""
     section = meshes.section
-    if not is_spread(section):
+    if not section.is_spread:
         return model
     keep_flops(model)
+    if section.shard > 1:
+        make_plain(model)  # before it is cut: slices are known by the layers that have them
+    if meshes.pipeline is not None:
+        pipeline_parallel(model, meshes.pipeline)
     tensor = Ranks.of(meshes.whole, TENSOR) if section.tensor > 1 else None
     if tensor is not None:
         tensor_parallel(model, tensor, experts=meshes.experts is None)

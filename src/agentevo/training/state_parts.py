@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.models.parts import Box, Part
 
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)  # each process reads what it wants, alone
 FOLDER = "trainer"
 METADATA = ".metadata"
 _KEY = "dcp"

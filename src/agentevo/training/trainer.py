@@ -26,12 +26,13 @@ from agentevo.config import (
 )
 from agentevo.models.grammar import Grammars
 from agentevo.progress import Bar, bar
+from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import Listener
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.parallel import gathered, num_ranks, summed
+from agentevo.training.parallel import gathered, num_processes, summed
 from agentevo.training.phases import phase
 from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.preparation import Preparation, Roles
@@ -39,6 +40,7 @@ from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
 from agentevo.training.roles.token_rewards import TokenRewardModel
+from agentevo.training.routing_replay import RoutingReplay
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.training.workload import FlopCounter
@@ -61,17 +63,20 @@ class Trainer:
         memory: MemorySection | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: those of the policy's tokens, needed for turns that were drawn under one."""
+        """`grammars`: those of the policy's tokens, needed for turns that were drawn under one.
+        Raises TrainingError for a policy that can't replay what `trainer.routing_replay` asks."""
         self.section, self.algorithm = trainer, algorithm
         self.critic_section = critic or CriticSection()
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = MinibatchLoss(algorithm)
+        self.replay = RoutingReplay(trainer.routing_replay, model)
         self.preparation = Preparation(
             algorithm,
             trainer.micro_batch_tokens,
             merge=trainer.prefix_merging,
             grammars=grammars,
+            replay=self.replay,
         )
         self.memory = memory or MemorySection()
         self.optimization = Optimization(
@@ -154,6 +159,7 @@ class Trainer:
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
+        self.replay.check(samples)
         if self.numbers is not None:
             self.numbers.begin()
         with bar("update", len(samples) * self.section.epochs, "samples") as passed:
@@ -165,7 +171,7 @@ class Trainer:
                 "actor/logprob_diff_max": updates[0]["actor/logprob_diff_max"],
             }
         self.steps += 1
-        if self.numbers is not None and num_ranks() > 1:
+        if self.numbers is not None and num_processes() > 1:
             for of_rank in gathered(self.numbers.items()):
                 self.numbers.add(of_rank)
         if self.roles.reference is not None:
@@ -174,15 +180,15 @@ class Trainer:
 
     def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
-        section = self.section
-        device, merge = device_of(self.model), section.prefix_merging
-        batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
+        device, merge = device_of(self.model), self.section.prefix_merging
+        batches = micro_batches(samples, self.section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
-        parts, critic, metrics = [batch for _, batch in batches], self.roles.critic, {}
+        routed = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
+        critic, metrics = self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
-            metrics = critic.update(parts, nulls)
-            for indices, batch in batches if not critic.shared else ():
-                self.flops.trained([samples[i] for i in indices], batch)
+            metrics = critic.update([b for _, b in (routed if critic.shared else batches)], nulls)
+            if not critic.shared:
+                self._count(samples, batches)
         if self.pretraining:
             return metrics | self.flops.take()
         lr, entropy_coef, kl_coef = self.optimization.begin(), self._entropy_coef(), self.kl.coef
@@ -191,9 +197,9 @@ class Trainer:
             metrics["critic/lr"] = joint.optimization.begin()
         num_tokens = sum(s.num_trained for s in samples)
         weights = self.objective.row_weights(samples)
-        statistics = self.objective.statistics(self.model, parts, nulls)
+        statistics = self.objective.statistics(self.model, [b for _, b in routed], nulls)
         sums, largest_diff = defaultdict[str, float](float), 0.0
-        for indices, batch in batches:
+        for indices, batch in routed:
             self.flops.trained([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
@@ -209,9 +215,8 @@ class Trainer:
                     listen=self._listener([samples[i] for i in indices]),
                 )
             if joint is not None and heard is not None:
-                value_loss, of_values = joint.loss(
-                    joint.values_of(heard.hidden, batch), batch, num_tokens
-                )
+                values = joint.values_of(heard.hidden, batch)
+                value_loss, of_values = joint.loss(values, batch, num_tokens)
                 loss, token_sums = loss + joint.section.coef * value_loss, token_sums | of_values
             self.optimization.backward(loss)
             largest_diff = max(largest_diff, token_sums.pop("largest_diff"))
@@ -232,6 +237,13 @@ class Trainer:
             | self.flops.take()
             | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
         )
+
+    def _count(
+        self, samples: Sequence[Sample], batches: Sequence[tuple[list[int], PackedBatch]]
+    ) -> None:
+        """Counts the operations of a critic's passes."""
+        for indices, batch in batches:
+            self.flops.trained([samples[i] for i in indices], batch)
 
     def _listener(
         self, samples: Sequence[Sample]

@@ -6,7 +6,7 @@ from fastapi import Request
 
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
-from agentevo.store.store import StoredTrajectory
+from agentevo.store.records import StoredTrajectory
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard
 from agentevo.ui.index.reader import IndexAway, Row

@@ -16,7 +16,7 @@ from agentevo.event_loop import in_thread
 from agentevo.observability import attempt_diff, attempt_tokens, attempt_view
 from agentevo.observability.attempt_tokens import Training
 from agentevo.store.calls import StoredCall
-from agentevo.store.store import StoredTrajectory
+from agentevo.store.records import StoredTrajectory
 from agentevo.ui.annotate_page import annotation_facts, annotations_of
 from agentevo.ui.attempt_loading import load_attempt
 from agentevo.ui.attempt_training import Tools, tools_of, training_of
@@ -90,6 +90,7 @@ async def attempt(
         num_calls=len(calls),
         ending=attempt_view.ending(trajectory, calls),
         slips=attempt_view.slips(trajectory),
+        limit=attempt_view.limit(trajectory, view.config),
         verdicts=attempt_view.verdicts(calls),
         tree=attempt_view.tree(trajectory.turns, leaf),
         leaves=ends if attempt_view.is_branched(trajectory.turns) else [],
@@ -241,5 +242,6 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         right=right,
         rows=rows,
         slips=attempt_view.slips,
+        limit=attempt_view.limit,
         preferred=(await annotations_of(view)).pairs.get(frozenset((a, b))),
     )

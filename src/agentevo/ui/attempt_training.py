@@ -14,7 +14,8 @@ import numpy as np
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
 from agentevo.observability.attempt_tokens import Training
-from agentevo.store.store import Store, StoredTrajectory
+from agentevo.store.records import StoredTrajectory
+from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
 from agentevo.ui.index.reader import IndexAway, IndexReader, Row

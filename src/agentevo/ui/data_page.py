@@ -18,7 +18,8 @@ from agentevo.credentials import without_password
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
-from agentevo.store.store import Split, StoredTask, open_store
+from agentevo.store.records import Split, StoredTask
+from agentevo.store.store import open_store
 from agentevo.ui import task_tallies
 from agentevo.ui.changes import WRITE_S, ask_again, changes, see
 from agentevo.ui.context import NotFoundError, dashboard, run_of

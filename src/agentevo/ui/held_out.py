@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agentevo.evaluation.estimates import RESAMPLES, Estimate, mean_of, paired_difference
-from agentevo.store.store import SPLITS
+from agentevo.store.records import SPLITS
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.index.reader import IndexReader
 

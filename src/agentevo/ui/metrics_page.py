@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Annotated
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 from starlette.responses import Response
 
@@ -53,10 +54,22 @@ async def metrics(
         "smooth": min(max(smooth, 0.0), 0.99),
         "num_left_out": max(len(names) - MOST_SHOWN, 0),
         "total": len(view.table.columns),
+        "num_new": 0,
     }
     if is_part(request):
         return part("metrics_list.html", view=view, **data)
     return run_page(request, "metrics.html", view, "metrics", **data)
+
+
+@router.get("/runs/{run}/metrics/new", response_class=HTMLResponse)
+async def new_metrics(
+    request: Request, run: str, seen: Annotated[int, Query(ge=0, le=10**9)]
+) -> HTMLResponse:
+    """How many metrics the run has beyond those of a page that is open, such as those of its first
+    evaluation."""
+    view = await run_of(request, run)
+    num_new = max(len(view.table.columns) - seen, 0)
+    return part("metrics_new.html", view=view, total=seen, num_new=num_new)
 
 
 @router.get("/runs/{run}/series")

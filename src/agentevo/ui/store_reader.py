@@ -16,7 +16,7 @@ from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.signs import told_warnings
 from agentevo.store import Store
-from agentevo.store.store import StepRecord
+from agentevo.store.records import StepRecord
 from agentevo.ui.run_state import PIECE_S, RunView, State
 from agentevo.ui.sources import RunSource
 from agentevo.ui.stores import Stores

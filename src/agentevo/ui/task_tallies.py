@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentevo.store.store import SPLITS, TRAJECTORY_STATES
+from agentevo.store.records import SPLITS, TRAJECTORY_STATES
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.index.reader import IndexReader
 

@@ -17,6 +17,7 @@ from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.trainer import Trainer
+from examples import examples
 
 ARCHITECTURES = ["llama", "gemma2", *slow("qwen2", "qwen3", "mistral")]
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, learning_rate=1e-6)
@@ -70,6 +71,7 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_loss_and_gradients_of_the_whole_objective(
@@ -123,7 +125,7 @@ def test_branches_at_any_depth(name, random_model, samples_of, slow_loss, gradie
     letters = st.lists(st.sampled_from([5, 6]), min_size=1, max_size=6)
     stem = words(26, 3)
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=examples(12), deadline=None, derandomize=True)
     @given(st.lists(st.tuples(st.integers(0, 26), letters), min_size=1, max_size=7))
     @example([(26, [5]), (26, [5, 6]), (25, [5]), (26, [5])])
     def any_trie(branches):

@@ -42,6 +42,7 @@ def every_split(ordered: list[list[int]], limit: int):
                 yield pieces
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(sequences_of_few_letters, st.integers(1, 30))
 @example([[1, 1, 1, 1, 1], [1, 1, 1, 1, 2], [1, 1, 1, 1, 0], [2, 2, 2], [2, 2, 1]], 7)
@@ -80,6 +81,7 @@ def test_ranks_differ_by_no_more_than_their_micro_batches(sequences, limit, rank
         assert max(loads) - min(loads) <= max(single) - min(single) + 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=60, derandomize=True)
 @given(sequences_of_few_letters, st.integers(4, 40), st.integers(2, 3))
 def test_no_other_split_over_ranks_has_a_much_cheaper_worst_micro_batch(sequences, limit, ranks):

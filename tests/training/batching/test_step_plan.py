@@ -12,6 +12,7 @@ import pytest
 from agentevo.config import AlgorithmSection
 from agentevo.errors import TrainingError
 from agentevo.penalties import Penalties
+from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.training.batching.step_plan import Plan, plan_digest
 from agentevo.types import Constraint, Message, RemoteTurn, SamplingOverrides, Trajectory, Turn
@@ -83,6 +84,7 @@ OTHER_TURN: dict[str, Any] = {
     "overrides": SamplingOverrides(temperature=1.0),
     "constraint": Constraint(grammar="start: /a/", end_ids=(7,), masks="0"),
     "penalties": Penalties(presence=0.5),
+    "routed_experts": RoutedExperts(layers=1, top_k=1, num_experts=2, data=bytes(5)),
     "tools": "[]",
     "reward": 0.0,
     "messages": [Message(role="user", content="hello")],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from agentevo.training.kernels import flex_tree
 from agentevo.training.kernels.flex_tree import FlexTree
@@ -90,3 +91,40 @@ def test_a_mask_for_128k_nodes_takes_no_memory_for_all_pairs():
     tree = build_tree([list(range(131072))])
     mask = FlexTree(tree, CPU).block_mask(None)
     assert mask.kv_num_blocks.sum() == 1024 and mask.full_kv_num_blocks.sum() == 1024 * 1023 // 2
+
+
+@pytest.mark.parametrize("lengths", [[300], [200, 300, 150]])
+def test_long_texts_that_share_nothing_take_flash_attention(lengths, monkeypatch):
+    monkeypatch.setattr(flex_tree, "LONG", 200)
+    monkeypatch.setattr(flex_tree, "_run", lambda kind: pytest.fail("FlexAttention was called"))
+    tree = build_tree([[10 * n + 1] * length for n, length in enumerate(lengths)])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tree.num_nodes, heads, 16, generator=generator) for heads in (4, 2, 2))
+    found = FlexTree(tree, CPU).attend(q, k, v, 0.25, None, None)
+    wanted = TreeAttention(tree, CPU).attend(q, k, v, 0.25, None, None)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_short_texts_and_those_that_share_take_flex_attention(monkeypatch):
+    monkeypatch.setattr(flex_tree, "LONG", 200)
+    shared = [1] * 400
+    for sequences in ([[1] * 300, [2] * 60], [[*shared, 2, 2], [*shared, 3, 3, 3]]):
+        assert FlexTree(build_tree(sequences), CPU).texts == []
+
+
+def test_narrow_heads_are_padded():
+    tree = build_tree(GROUP)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tree.num_nodes, heads, 8, generator=generator) for heads in (4, 2, 2))
+    given = []
+
+    def attention(*heads, **kwargs):
+        given.append([x.shape[-1] for x in heads])
+        return flex_attention(*heads, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex_tree, "_run", lambda kind: attention)
+        found = FlexTree(tree, CPU).attend(q, k, v, 0.25, None, None)
+    assert given == [[16, 16, 16]] and found.shape == q.shape
+    wanted = TreeAttention(tree, CPU).attend(q, k, v, 0.25, None, None)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from agentevo.training.kernels import cells, fused_cells
 from agentevo.training.kernels import linear_logprobs as module
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
+from examples import examples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,9 +23,9 @@ def small_cells():
     """Cells of at most 5 rows and about a hundred scores, of which the first two or so are kept:
     small matrices have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CELL_ROWS", {"cpu": 5})
-        patch.setattr(module, "CELL_BYTES", {"cpu": 4 * 100})
-        patch.setattr(module, "COLUMN_STEP", 4)
+        patch.setattr(cells, "CELL_ROWS", {"cpu": 5})
+        patch.setattr(cells, "CELL_BYTES", {"cpu": 4 * 100})
+        patch.setattr(cells, "COLUMN_STEP", 4)
         patch.setattr(module, "KEPT_BYTES", 4 * 250)
         yield
 
@@ -71,12 +74,22 @@ class Problem:
         ]
 
 
+@contextmanager
+def one_kernel_per_cell(*, compiled=False):
+    """As on a GPU; without the compiler, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compiles", lambda kind: True)
+        if not compiled:
+            patch.setattr(fused_cells, "compiled", lambda function: function)
+        yield
+
+
 def assert_same(ours, theirs, tolerance):
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(
     shape=st.tuples(st.integers(0, 13), st.integers(1, 90), st.integers(0, 30)),
     temperature=st.sampled_from([0.6, 1.0, 1.7]),
@@ -103,9 +116,38 @@ def test_any_shape_and_tail(shape, temperature, softcap, logit_scale, with_bias,
         )
         assert_same(
             problem.solved(linear_logprobs, entropy, **tail),
-            problem.solved(dense, entropy, **tail),
+            wanted := problem.solved(dense, entropy, **tail),
             tolerance,
         )
+        with one_kernel_per_cell():
+            assert_same(problem.solved(linear_logprobs, entropy, **tail), wanted, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entropy", [True, False])
+def test_one_compiled_kernel_per_cell(entropy):
+    problem = Problem(3, 23, 170, 40)
+    with one_kernel_per_cell(compiled=True):
+        found = problem.solved(linear_logprobs, entropy, temperature=0.7)
+    assert_same(found, problem.solved(dense, entropy, temperature=0.7), 1e-5)
+
+
+def test_targets_keep_their_digits_where_products_are_rounded():
+    """A sure token's gradient is what is left of two numbers that are almost alike."""
+    hidden = torch.zeros(2, 8, dtype=torch.bfloat16)
+    hidden[:, 0] = 8.0
+    weight = torch.zeros(40, 8, dtype=torch.bfloat16)
+    weight[7, 0] = 1.0
+    rows, targets = torch.tensor([0, 0, 1]), torch.tensor([7, 7, 7])
+
+    def gradient(dtype):
+        leaf = weight.to(dtype, copy=True).requires_grad_()
+        logp, _ = linear_logprobs(hidden.to(dtype), leaf, None, rows, targets)
+        logp.sum().backward()
+        return float(leaf.grad[7, 0])
+
+    with one_kernel_per_cell():
+        assert gradient(torch.bfloat16) == pytest.approx(gradient(torch.float64), rel=0.02)
 
 
 @pytest.mark.parametrize("kept", [0, 10**9])
@@ -118,8 +160,8 @@ def test_what_is_kept_changes_nothing(kept, monkeypatch):
 
 @pytest.mark.parametrize("num_rows", [1, 600, 1100])
 def test_cells_of_the_real_size(num_rows, monkeypatch):
-    monkeypatch.setattr(module, "CELL_ROWS", {"cpu": 1024})
-    monkeypatch.setattr(module, "CELL_BYTES", {"cpu": 8 * 2**20})
+    monkeypatch.setattr(cells, "CELL_ROWS", {"cpu": 1024})
+    monkeypatch.setattr(cells, "CELL_BYTES", {"cpu": 8 * 2**20})
     problem = Problem(4, num_rows, 2500, 700)
     assert_same(problem.solved(linear_logprobs), problem.solved(dense), 2e-5)
 
@@ -210,6 +252,7 @@ def test_scores_far_apart_stay_finite():
     assert torch.isfinite(weight.grad).all()
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_float32():
     """4,000 rows that each add a little to the same weights: summed up in bfloat16 block by block,
     the end of them would be lost."""
@@ -280,13 +323,13 @@ def test_what_is_saved_does_not_grow_with_the_vocabulary():
 PEAK = """
 import re, sys, torch
 from pathlib import Path
-from agentevo.training.kernels import linear_logprobs as module
+from agentevo.training.kernels import cells, linear_logprobs as module
 
 def resident(name):
     status = Path("/proc/self/status").read_text()
     return int(re.search(name + r":\\s+(\\d+) kB", status).group(1)) / 1024
 
-module.KEPT_BYTES, module.CELL_BYTES = 8 * 2**20, {"cpu": 2 * 2**20}
+module.KEPT_BYTES, cells.CELL_BYTES = 8 * 2**20, {"cpu": 2 * 2**20}
 num_rows, num_tokens, width = 1000, 40000, 16
 hidden = torch.randn(num_rows, width, requires_grad=True)
 weight = torch.randn(num_tokens, width, requires_grad=True)

@@ -12,6 +12,7 @@ from slow import slow
 from agentevo.training.kernels import attention_kernels, tree_attention
 from agentevo.training.kernels.tree_attention import TreeAttention, lay_out
 from agentevo.training.tree import build_tree
+from examples import examples
 
 CPU = torch.device("cpu")
 sequences_of_few_letters = st.lists(
@@ -61,7 +62,7 @@ def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, blo
     monkeypatch.setattr(tree_attention, "BLOCK", block)
     monkeypatch.setattr(attention_kernels, "MATH_ROWS", 7)
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=examples(12), deadline=None, derandomize=True)
     @given(sequences_of_few_letters, st.booleans())
     @example(LONG, True)
     @example(LONG, False)

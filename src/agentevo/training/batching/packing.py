@@ -3,14 +3,17 @@ and what it weighs."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from agentevo.models.routers import Routing
 from agentevo.penalties import Changes
+from agentevo.training.batching.routing import merge_keys, node_rows
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree
@@ -54,8 +57,16 @@ class PackedBatch:
     nothing is constrained."""
     penalties: PenaltyTable | None
     """What changes at these rows; None where nothing does."""
+    routed_experts: torch.Tensor | None
+    """[N, layers, top_k] int64: see `node_rows`; None where nothing was recorded."""
     num_logical: int
     """The number of tokens of all samples, counted even where they share a node."""
+
+    def routed(self, routing: Routing) -> PackedBatch:
+        """The batch for passes of a model whose routers `routing` hears of."""
+        plan = copy.copy(self.plan)
+        plan.routing = routing
+        return replace(self, plan=plan)
 
     @property
     def num_distinct(self) -> int:
@@ -88,7 +99,9 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     is computed once for each. Either way no sample sees another's tokens, and the results are the
     same."""
     temperature = _one_temperature(samples)
-    tree = build_tree([s.ids for s in samples], merge=merge)
+    tree = build_tree(merge_keys(samples), merge=merge)
+    for sample, path in zip(samples, tree.paths, strict=True):
+        tree.ids[path] = sample.ids
     predictors, nodes = [], []
     for sample, path in zip(samples, tree.paths, strict=True):
         _check(sample, samples[0])
@@ -126,6 +139,7 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         temperature=temperature,
         masks=None if masks is None else tensor(masks),
         penalties=PenaltyTable.of({int(rows[m]): c for m, c in changes.items()}, device),
+        routed_experts=node_rows(samples, tree.paths, tree.num_nodes, device),
         num_logical=sum(len(s.ids) for s in samples),
     )
 

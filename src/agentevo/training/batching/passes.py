@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from agentevo.models.sharded import any_sharded
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
+from agentevo.training.batching.routing import merge_keys
 from agentevo.training.kernels.output_layer import token_logprobs
-from agentevo.training.parallel import gathered, num_ranks, rank
+from agentevo.training.parallel import gathered, num_ranks, rank, stages
 from agentevo.training.phases import phase
 from agentevo.training.sharding.expert_parallel import any_joint
 from agentevo.types import Sample
@@ -28,7 +29,7 @@ def micro_batches(
 ) -> list[tuple[list[int], PackedBatch]]:
     """This rank's micro-batches: the indices of their samples, and these samples packed; see
     `spread` and, for `merge`, `pack`."""
-    split = spread([s.ids for s in samples], max_tokens, num_ranks(), merge=merge)[rank()]
+    split = spread(merge_keys(samples), max_tokens, num_ranks(), merge=merge)[rank()]
     return [
         (indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split
     ]
@@ -66,20 +67,23 @@ def token_tables(
     compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]],
     *,
     merge: bool = True,
+    listen: Callable[[Sequence[int], PackedBatch], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Collects what `compute` returns for the trained tokens of each micro-batch, name -> [M], in
     tables name -> [S, T] float32 on the CPU.
 
-    Row s holds the trained tokens of sample s from the left, then zeros.
+    Row s holds the trained tokens of sample s from the left, then zeros. `listen` hears of each of
+    this rank's micro-batches, after `compute`, the indices of its samples.
     """
     width = max(s.num_trained for s in samples)
     batches = micro_batches(samples, max_tokens, device, merge=merge)
     nulls = null_batches(samples, len(batches), device, merge=merge)
-    parts = [
-        (name, indices, batch.table(values.float()).cpu())
-        for indices, batch in batches
-        for name, values in compute(batch).items()
-    ]
+    parts = []
+    for indices, batch in batches:
+        for name, values in compute(batch).items():
+            parts.append((name, indices, batch.table(values.float()).cpu()))
+        if listen is not None:
+            listen(indices, batch)
     for batch in nulls:
         compute(batch)
     tables: dict[str, torch.Tensor] = {}
@@ -109,7 +113,7 @@ def backward_through_sums(
     then sum_i g_i s_i has the same gradient and falls apart into micro-batches.
     """
     num = max(owners) + 1
-    if len(batches) == 1 and num_ranks() == 1:
+    if len(batches) == 1 and num_ranks() == 1 and stages() is None:
         sums = _sums(model, *batches[0], owners, num)
         loss = loss_of(sums)
         backward(loss)

@@ -23,6 +23,7 @@ from agentevo.errors import TrainingError
 from agentevo.penalties import TokenPenalties
 from agentevo.training.batching.constrained import TurnMasks, joined
 from agentevo.training.batching.credit import credit_table
+from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
 
 Tables: TypeAlias = Mapping[str, torch.Tensor]
@@ -179,6 +180,7 @@ def trajectory_rows(
     masks: TurnMasks = MappingProxyType({}),
     *,
     train_observations: bool = False,
+    routed: bool = False,
 ) -> list[Row]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
     the others it is context, as is everywhere a turn that was drawn from another distribution than
@@ -187,7 +189,9 @@ def trajectory_rows(
     they were drawn from.
 
     `train_observations`: what the policy read between two turns of a path belongs to the later one,
-    and is trained with it. Nobody drew it: its log-probs are nan, for `with_observed_logprobs`."""
+    and is trained with it. Nobody drew it: its log-probs are nan, for `with_observed_logprobs`.
+    `routed`: samples have the routed experts that were recorded; raises TrainingError where these
+    don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}
     trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
     trained |= {index for index, of_turn in masks.items() if of_turn is None}
@@ -199,7 +203,8 @@ def trajectory_rows(
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
         if any(turn.index not in trained for turn in path):
-            rows.append(_path_row(trajectory, path, trained, masks, train_observations))
+            row = _path_row(trajectory, path, trained, masks, train_observations)
+            rows.append(_with_recorded(row, path) if routed else row)
         trained.update(turn.index for turn in path)
     return rows
 
@@ -210,6 +215,11 @@ def with_observed_logprobs(rows: Sequence[Row], logprobs: torch.Tensor) -> list[
         row._replace(sample=_with_observed(row.sample, own))
         for row, own in zip(rows, logprobs.numpy(), strict=True)
     ]
+
+
+def _with_recorded(row: Row, path: Sequence[Turn]) -> Row:
+    recorded = path_rows(row.trajectory.id, path)
+    return row._replace(sample=msgspec.structs.replace(row.sample, routed_experts=recorded))
 
 
 def _with_observed(sample: Sample, own: np.ndarray) -> Sample:

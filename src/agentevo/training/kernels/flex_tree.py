@@ -1,5 +1,6 @@
 """Attention over a token tree on a GPU: PyTorch's FlexAttention under a block mask that is made
-from the tree, not from all pairs of nodes.
+from the tree, not from all pairs of nodes; and its flash attention, which is faster, where a pass
+has nothing but long texts that share nothing.
 
 Node k is seen by node q exactly when k <= q < ends[k] (training/tree.py), so a block of keys is
 seen by some query of a later block if the largest of its ends lies beyond that block's first query,
@@ -18,12 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentevo.devices import compiles_flex
-from agentevo.training.tree import TokenTree
+from agentevo.devices import compiles
+from agentevo.training.tree import TokenTree, segments
 
 BLOCK = 128
 """Nodes of a block, FlexAttention's own default. Nodes are padded to a multiple; a padded one sees
 itself."""
+
+
+NARROWEST = 16
+"""Numbers that a head has at least in FlexAttention's kernels."""
+LONG = 2048
+"""Tokens from which on a text is worth a kernel of its own."""
 
 
 class FlexTree:
@@ -36,6 +43,8 @@ class FlexTree:
         self.depth = np.concatenate([tree.positions, np.zeros_like(padded)])
         self.device = device
         self._masks: dict[int | None, BlockMask] = {}
+        self.texts = _long_texts(tree)
+        """What flash attention computes, where it can compute all; else empty."""
 
     def attend(
         self,
@@ -47,10 +56,17 @@ class FlexTree:
         softcap: float | None,
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
+        if self.texts and window is None and softcap is None:
+            outs = [_flash(q[text], k[text], v[text], scaling) for text in self.texts]
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
         if window not in self._masks:
             self._masks[window] = self.block_mask(window)
+        more, dim = len(self.ends) - self.num_nodes, q.shape[-1]
+        wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
         heads = [
-            F.pad(x, (0, 0, 0, 0, 0, len(self.ends) - self.num_nodes)).transpose(0, 1).unsqueeze(0)
+            (F.pad(x, (0, wider, 0, 0, 0, more)) if more or wider else x)
+            .transpose(0, 1)
+            .unsqueeze(0)
             for x in (q, k, v)
         ]
         out = _run(q.device.type)(
@@ -60,7 +76,7 @@ class FlexTree:
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        rows: torch.Tensor = out[0].transpose(0, 1)[: self.num_nodes]
+        rows: torch.Tensor = out[0].transpose(0, 1)[: self.num_nodes, :, :dim]
         return rows
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -96,6 +112,24 @@ class FlexTree:
             some &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
             every &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
         return some, every
+
+
+def _long_texts(tree: TokenTree) -> list[slice]:
+    """The texts of a tree without branches, where they are long; else none."""
+    found = segments(tree)
+    if tree.num_nodes < LONG * len(found) or any(one.end > one.last for one in found):
+        return []
+    return [slice(one.first, one.last) for one in found]
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention of one text: q [n, H, D], k and v [n, G, D] -> [n, H, D]."""
+    queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    return out[0].transpose(0, 1)
 
 
 def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,5 +186,5 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 def _run(device: str) -> Callable[..., Any]:
     """FlexAttention; without compiling it makes all scores, which only serves to test it without a
     GPU."""
-    attention: Any = torch.compile(flex_attention) if compiles_flex(device) else flex_attention
+    attention: Any = torch.compile(flex_attention) if compiles(device) else flex_attention
     return attention

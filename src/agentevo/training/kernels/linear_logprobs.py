@@ -17,33 +17,28 @@ output layer is frozen (adapters elsewhere), what exceeds the limit costs nothin
 gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes it,
 [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures all
 that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
+On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number
+(fused_cells.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from agentevo.devices import compiles
 from agentevo.models.linear import available, product
+from agentevo.training.kernels import fused_cells
+from agentevo.training.kernels.cells import Cell, Cells
 from agentevo.training.kernels.token_masks import LOWEST, masked
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.vocabulary import VocabularySlice
 
 KEPT_BYTES = 256 * 2**20
 """Size of the products that are kept for the backward pass."""
-CELL_BYTES = {"cpu": 8 * 2**20}
-"""Size of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster,
-and threads wait for each other more often), elsewhere OTHER_CELL_BYTES, enough to fill the
-device."""
-OTHER_CELL_BYTES = 128 * 2**20
-CELL_ROWS = {"cpu": 1024}
-OTHER_CELL_ROWS = 4096
-COLUMN_STEP = 64
-"""Columns of a cell are a multiple of this, where the vocabulary has as many."""
 
 
 def linear_logprobs(
@@ -107,7 +102,7 @@ def linear_logprobs_and_squares(
     vocabulary of p^2 [R], the chance that two draws agree."""
     tail = _Tail(temperature, softcap, logit_scale, masks, penalties).within(own)
     mine = tail.mine(targets)
-    cells = _Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
+    cells = Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
     sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
     sums.combine(tail.own, mine, len(targets))
     return sums.logprobs(rows), sums.squares / sums.total.square()
@@ -142,6 +137,12 @@ class _Tail(NamedTuple):
             return slice(None)
         return ((targets >= self.own.first) & (targets < self.own.end)).nonzero().squeeze(1)
 
+    def is_plain(self, hidden: torch.Tensor) -> bool:
+        """Whether a cell's arithmetic is one kernel (fused_cells.py)."""
+        changed = self.softcap is not None or self.masks is not None or self.penalties is not None
+        narrow = hidden.dtype.itemsize <= torch.float32.itemsize
+        return narrow and not changed and compiles(hidden.device.type)
+
     @property
     def slope(self) -> float:
         """Of the scores in the products, where no cap bends it."""
@@ -153,7 +154,7 @@ class _Tail(NamedTuple):
         return (products.to(_exact(products)) * (self.logit_scale / self.softcap)).tanh_()
 
     def scores(
-        self, products: torch.Tensor, cell: _Cell, bent: torch.Tensor | None = None
+        self, products: torch.Tensor, cell: Cell, bent: torch.Tensor | None = None
     ) -> torch.Tensor:
         """float32 at least, LOWEST where a token is forbidden; the products themselves where there
         is nothing to do."""
@@ -172,66 +173,6 @@ class _Tail(NamedTuple):
             return exact if self.slope == 1.0 else exact * self.slope
         bent = self.bend(products) if bent is None else bent
         return bent * (self.softcap / self.temperature)
-
-
-class _Cell(NamedTuple):
-    rows: slice
-    columns: slice
-    chosen: torch.Tensor
-    """Which of the M targets lie in the cell."""
-    places: tuple[torch.Tensor, torch.Tensor]
-    """Their rows and columns, counted from the cell's first."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """R rows x V columns, cut up: columns outside, rows inside."""
-
-    rows: list[slice]
-    columns: list[slice]
-    order: torch.Tensor
-    """[M] targets, cell by cell."""
-    bounds: list[int]
-    """Where in `order` each cell begins."""
-    places: tuple[torch.Tensor, torch.Tensor]
-    """[M] row and column of each target."""
-
-    @classmethod
-    def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
-    ) -> _Cells:
-        kind, num_rows, num_columns = hidden.device.type, len(hidden), len(weight)
-        height = _even_part(num_rows, CELL_ROWS.get(kind, OTHER_CELL_ROWS))
-        width = _even_part(
-            num_columns,
-            max(COLUMN_STEP, CELL_BYTES.get(kind, OTHER_CELL_BYTES) // (4 * height)),
-            COLUMN_STEP,
-        )
-        of_rows = [
-            slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)
-        ]
-        of_columns = [
-            slice(start, min(start + width, num_columns)) for start in range(0, num_columns, width)
-        ]
-        cell, order = torch.sort(targets // width * len(of_rows) + rows // height)
-        starts = torch.arange(len(of_rows) * len(of_columns) + 1, device=cell.device)
-        return cls(
-            of_rows, of_columns, order, torch.searchsorted(cell, starts).tolist(), (rows, targets)
-        )
-
-    def in_column(self, index: int) -> Iterator[_Cell]:
-        columns = self.columns[index]
-        for number, part in enumerate(self.rows, index * len(self.rows)):
-            chosen = self.order[self.bounds[number] : self.bounds[number + 1]]
-            rows, targets = (places[chosen] for places in self.places)
-            yield _Cell(part, columns, chosen, (rows - part.start, targets - columns.start))
-
-
-def _even_part(total: int, largest: int, step: int = 1) -> int:
-    """Length of the fewest equal parts of `total` that are at most `largest` long, rounded up to a
-    multiple of `step`."""
-    count = max(1, -(-total // largest))
-    return max(1, -(-total // (count * step)) * step)
 
 
 @dataclass(eq=False)
@@ -279,6 +220,12 @@ class _Sums:
             self.top, (self.total, self.moment, self.squares), self.picked, mine, num_targets
         )
 
+    def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
+        """`absorb` of scores that are the products times a number, in one kernel."""
+        of_rows = [self.top[rows], self.total[rows], self.moment[rows]]
+        found = fused_cells.compiled(fused_cells.absorbed)(products, slope, *of_rows)
+        self.top[rows], self.total[rows], self.moment[rows] = found
+
     def absorb(
         self, rows: slice, scores: torch.Tensor, squares: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,7 +252,7 @@ def _sweep(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    cells: _Cells,
+    cells: Cells,
     tail: _Tail,
     room: int,
     *,
@@ -314,16 +261,21 @@ def _sweep(
 ) -> _Sums:
     """One pass over all cells; keeps up to `room` bytes of products."""
     sums = _Sums.empty(hidden, len(cells.order), ahead)
+    fused = tail.is_plain(hidden) and not squares and not ahead
     for index in range(len(cells.columns)):
         for cell in cells.in_column(index):
-            # Step 1: the cell's scores; its products are kept while there is room.
+            # Step 1: the cell's products, which are kept while there is room.
             products = _products(hidden, weight, bias, cell)
-            bent = None if tail.softcap is None else tail.bend(products)
-            scores = tail.scores(products, cell, bent)
             room -= products.nbytes
             if room >= 0:
                 sums.kept.append(products)
+            if fused:
+                sums.picked[cell.chosen] = tail.plain_scores(products[cell.places], None)
+                sums.absorb_products(cell.rows, products, tail.slope)
+                continue
             # Step 2: the targets' scores, and the running sums of every row.
+            bent = None if tail.softcap is None else tail.bend(products)
+            scores = tail.scores(products, cell, bent)
             sums.picked[cell.chosen] = scores[cell.places]
             weights, fade = sums.absorb(cell.rows, scores, squares)
             # Step 3 (frozen output layer, large batch): the gradient of log Z, ahead of the loss.
@@ -351,7 +303,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mine = tail.mine(targets)
-        cells = _Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
+        cells = Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
         sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
         sums.combine(tail.own, mine, len(targets))
         mean = sums.moment / sums.total
@@ -368,7 +320,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, top, total, mean, picked, pull, *kept = ctx.saved_tensors
         slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.tail)
-        slopes = slopes._replace(of_logp=slopes.of_logp[ctx.mine])
+        fused = bias is None and pull is None and ctx.tail.is_plain(hidden)
+        slopes = slopes.of_targets(ctx.mine, ctx.cells, fused)
         if pull is not None and slopes.of_entropy is None:
             return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
                 None
@@ -409,6 +362,9 @@ class _Slopes(NamedTuple):
     """[R] sum of these."""
     of_entropy: torch.Tensor | None
     """[R]"""
+    together: torch.Tensor | None
+    """[M] sum of `of_logp` over all targets that are the same token of the same row, where a cell
+    is one kernel."""
     top: torch.Tensor
     total: torch.Tensor
     mean: torch.Tensor
@@ -429,10 +385,18 @@ class _Slopes(NamedTuple):
         of_logp = total.new_zeros(len(rows)) if grad_logp is None else grad_logp * tail.slope
         of_row = torch.zeros_like(total).index_add_(0, rows, of_logp)
         of_entropy = None if grad_entropy is None else grad_entropy * tail.slope
-        return cls(of_logp, of_row, of_entropy, top, total, mean, tail)
+        return cls(of_logp, of_row, of_entropy, None, top, total, mean, tail)
 
-    def of_products(self, products: torch.Tensor, cell: _Cell) -> torch.Tensor:
+    def of_targets(self, mine: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
+        """With `of_logp` of the targets whose scores are here alone."""
+        of_logp = self.of_logp[mine]
+        together = cells.together(of_logp) if fused and len(of_logp) else None
+        return self._replace(of_logp=of_logp, together=together)
+
+    def of_products(self, products: torch.Tensor, cell: Cell) -> torch.Tensor:
         """The gradient in one cell's products."""
+        if self.together is not None:
+            return self._in_one_kernel(products, cell, self.together[cell.chosen])
         bent = None if self.tail.softcap is None else self.tail.bend(products)
         # Step 1: the part of every token of the vocabulary, -p times what comes in, where p is
         # e^(z - a) / s, and log p + H is z - a - t / s.
@@ -452,6 +416,24 @@ class _Slopes(NamedTuple):
             here = self.tail.penalties.within(rows, cell.columns)
             slope[here.rows, here.tokens] *= here.slopes(self.tail.plain_scores(products, bent))
         return slope if bent is None else slope.mul_(_slope_of(bent))
+
+    def _in_one_kernel(
+        self, products: torch.Tensor, cell: Cell, of_targets: torch.Tensor
+    ) -> torch.Tensor:
+        """`of_products` in the products' dtype; what comes of the targets is added in float32."""
+        numbers = (self.top, self.total, self.mean, self.of_row, self.of_entropy)
+        of_rows = [None if one is None else one[cell.rows] for one in numbers]
+        slope: torch.Tensor = fused_cells.compiled(fused_cells.rounded_slopes)(
+            products, self.tail.slope, *of_rows
+        )
+        rows = cell.places[0]
+        at_targets = fused_cells.slopes(
+            products[cell.places].unsqueeze(1),
+            self.tail.slope,
+            *(None if one is None else one[rows] for one in of_rows),  # type: ignore[arg-type]
+        )
+        slope[cell.places] = (at_targets.squeeze(1) + of_targets).to(slope.dtype)
+        return slope
 
     def of_hidden(
         self,
@@ -481,7 +463,7 @@ def _exact(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _products(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: _Cell
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: Cell
 ) -> torch.Tensor:
     """Products of one cell, [rows, columns]."""
     return _multiplied(

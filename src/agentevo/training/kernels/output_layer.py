@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from agentevo.models.linear import FastLinear, PackedWeights
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
+from agentevo.training.kernels.stages import passed_on, sends_on
 from agentevo.training.kernels.token_masks import masked
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
@@ -44,6 +45,8 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Tail | None]] = WeakKeyDictio
 def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] of the batch's trained tokens, and entropies [R] of the nodes that predict
     them, in nats; differentiable."""
+    if (stage := sends_on(model)) is not None:
+        return passed_on(model, stage, batch)
     output = linear_output(model, batch)
     if output is None:
         return selected_logprobs(
@@ -68,6 +71,8 @@ def token_logprobs_and_squares(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [M] as `token_logprobs`, and for each node that predicts the sum over the
     vocabulary of p^2 [R], the chance that two draws agree; no gradient."""
+    if (stage := sends_on(model)) is not None:
+        return passed_on(model, stage, batch)
     output = linear_output(model, batch)
     if output is None:
         logits = allowed_logits(model, batch)
@@ -89,6 +94,9 @@ def token_logprobs_and_squares(
 
 def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """Logits [R, V] of the nodes that predict, differentiable."""
+    if (stage := sends_on(model)) is not None:
+        _, nodes = passed_on(model, stage, batch)
+        return nodes[:, None].expand(-1, model.config.get_text_config().vocab_size)
     outputs: Any = model(**batch.inputs)
     return outputs.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from agentevo.devices import compiles_flex
+from agentevo.devices import compiles
+from agentevo.models.routers import Routing
 from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
 from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.tree import Segment, TokenTree, segments
@@ -67,8 +68,10 @@ class TreeAttention:
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.tree, self.device = tree, device
+        self.routing: Routing | None = None
+        """Hears of the experts that are chosen (models/routers.py)."""
         self._deepest = int(tree.positions.max())
-        self.flex = FlexTree(tree, device) if compiles_flex(device.type) else None
+        self.flex = FlexTree(tree, device) if compiles(device.type) else None
         self._layouts: dict[int | None, _Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 

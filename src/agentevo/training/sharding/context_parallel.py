@@ -64,6 +64,11 @@ class HeadExchange:
 
     def __init__(self, plan: AttentionPlan, num_nodes: int, ranks: Ranks) -> None:
         self.plan, self.num_nodes, self.ranks = plan, num_nodes, ranks
+        self.routing: Any = getattr(plan, "routing", None)
+        """Of the process's stretch (models/routers.py)."""
+        if self.routing is not None:
+            length = -(-num_nodes // ranks.size)
+            self.routing = self.routing.stretch(ranks.rank * length, length)
 
     def attend(
         self,

@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from agentevo.models.parts import Cut, Part, Saved, own_part
-from agentevo.training.collectives import Ranks, slices_gathered
+from agentevo.training.collectives import Ranks, owned_given, slices_gathered
 
 _KEY = "_agentevo_layouts"
 """Attribute of a module: name of its parameter -> layout. It stays with copies of the module and
@@ -58,6 +58,10 @@ class Layout:
         """The inverse of `own`, called by all processes of the group."""
         if self.dim is None:
             return own
+        owners = [rank for rank, size in enumerate(self.sizes) if size]
+        if len(owners) == 1:
+            shape = whole_shape(own, self)
+            return owned_given(own, self.ranks, owners[0], shape)
         return slices_gathered(own, self.ranks, self.dim, self.sizes)
 
     def __deepcopy__(self, memo: object) -> Layout:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from agentevo.store.store import SPLITS, TRAJECTORY_STATES
+from agentevo.store.records import SPLITS, TRAJECTORY_STATES
 from agentevo.types import Status
 
 STATUSES: tuple[str, ...] = get_args(Status)

@@ -23,7 +23,8 @@ from typing import Any
 
 from agentevo.errors import AgentEvoError, StoreError
 from agentevo.event_loop import in_thread
-from agentevo.store.store import StepRecord, Store, StoredTrajectory
+from agentevo.store.records import StepRecord, StoredTrajectory
+from agentevo.store.store import Store
 from agentevo.training.token_numbers import largest_moves, name_of
 from agentevo.ui.index.advantages import Rule, largest, step_samples, without_words
 from agentevo.ui.index.derived import TaskWords, derived, task_words

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from agentevo.errors import AgentEvoError
-from agentevo.store.store import SPLITS
+from agentevo.store.records import SPLITS
 from agentevo.ui.index.bars import Bar, bars
 from agentevo.ui.index.columns import NONE, Columns
 from agentevo.ui.index.columns import WORDS as COLUMN_WORDS

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.store.store import SPLITS, TRAJECTORY_STATES
+from agentevo.store.records import SPLITS, TRAJECTORY_STATES
 from agentevo.ui.index.columns import STATUSES
 
 ORDERS: dict[str, tuple[str, bool, str]] = {

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentevo.rollout.failures import failure_kind
-from agentevo.store.store import StepRecord, TrajectorySummary
+from agentevo.store.records import StepRecord, TrajectorySummary
 from agentevo.ui.index.database import MAX_TEXT_BYTES
 from agentevo.ui.index.derived import Derived, TaskWords, judge_gap, unpacked
 

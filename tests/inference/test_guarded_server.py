@@ -6,13 +6,13 @@ import subprocess
 import sys
 import time
 
-from agentevo.inference.sglang_process import GuardedServer
+from agentevo.inference.guarded_server import GuardedServer
 
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = f"""
 import sys, time
 from pathlib import Path
-from agentevo.inference.sglang_process import GuardedServer
+from agentevo.inference.guarded_server import GuardedServer
 GuardedServer([sys.executable, "-c", {CHILD!r}], Path(sys.argv[1]))
 time.sleep(600)
 """
@@ -31,7 +31,7 @@ def _is_gone(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 

@@ -2,6 +2,8 @@
 
 Between the two stands a guard (this file as a program): it reads a pipe that nobody writes to, and
 when that ends, because whoever held it is gone, it ends the server with everything that it started.
+Other children of this process may hold the pipe too (`held_by`): then the server ends with the last
+of them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,17 +24,27 @@ SHOWN_LINES = 15
 class GuardedServer:
     """See the module."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: variables that it has beside ours."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._guard = subprocess.Popen(
                 [sys.executable, "-P", __file__, *command],
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    @property
+    def held_by(self) -> int:
+        """The file descriptor that keeps it alive, for `pass_fds` of a process that uses it."""
+        assert self._guard.stdin is not None
+        return self._guard.stdin.fileno()
 
     def ended(self) -> str:
         """How it ended, with the last lines of its log; empty while it runs."""
@@ -43,9 +55,10 @@ class GuardedServer:
         return "\n".join([f"exit code {code}; {self.log} ends with:", *lines[-SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Returns when it has ended."""
+        """Returns when it has ended, whoever else holds it."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
+        self._guard.terminate()
         try:
             self._guard.wait(3 * GRACE_S)
         except subprocess.TimeoutExpired:
@@ -54,12 +67,18 @@ class GuardedServer:
 
 
 def guard(command: Sequence[str]) -> int:
-    """Runs the command until it ends, or standard input does."""
+    """Runs the command until it ends, standard input does, or SIGTERM comes."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def end_with_parent() -> None:
+    def wait_for_parent() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
+        asked.set()
+
+    def end_when_asked() -> None:
+        asked.wait()
         for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             try:
                 os.killpg(server.pid, number)
@@ -67,7 +86,8 @@ def guard(command: Sequence[str]) -> int:
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    for work in (wait_for_parent, end_when_asked):
+        threading.Thread(target=work, daemon=True).start()
     code = server.wait()
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)  # what it has left behind

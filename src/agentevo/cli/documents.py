@@ -1,0 +1,149 @@
+"""`agentevo tasks from-documents`, and who writes tasks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentevo.cli.arguments import path_word
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.remote_models.model import RemoteModel
+    from agentevo.task_making.documents import Read
+    from agentevo.tools.corpus import Passage
+
+Out = Annotated[
+    Path, typer.Option("--out", parser=path_word, metavar="FOLDER", help="A new folder for them.")
+]
+Train = Annotated[int, typer.Option(min=1, max=100_000, help="Tasks to train on.")]
+HeldOut = Annotated[int, typer.Option(min=0, max=100_000, help="Held-out tasks.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of all draws.")]
+After = Annotated[
+    Path | None,
+    typer.Option(
+        parser=path_word,
+        metavar="RUN_DIR",
+        help="Go on from a run with tasks.curriculum: its tasks that are not solved, and harder "
+        "variants of those that are, or of documents further questions.",
+    ),
+]
+Writer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL|MODEL",
+        help="A model that says them: the URL of its OpenAI-compatible API; or a folder, a run or "
+        "a known model, which is computed here; with --after a name of that run's remote_models.",
+    ),
+]
+WriterModel = Annotated[str, typer.Option(metavar="NAME", help="Its name at the URL.")]
+WriterKey = Annotated[
+    str | None, typer.Option(metavar="${env:NAME}", help="Its key, in an environment variable.")
+]
+
+
+def open_writer(
+    word: str | None, name: str, key: str | None, after: Path | None
+) -> RemoteModel | None:
+    """Raises ConfigError."""
+    if word is None:
+        return None
+    from agentevo.remote_models.model import RemoteModel
+    from agentevo.runs.folder import check_run_folder, run_config
+    from agentevo.task_making.writer_model import writer_section
+
+    known = {} if after is None else run_config(check_run_folder(after)).remote_models
+    try:
+        return RemoteModel("writer", writer_section(word, name=name, key=key, known=known))
+    except ConfigError as error:
+        raise ConfigError(f"--writer: {error}") from error
+
+
+def from_documents(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=path_word,
+            metavar="FILE|FOLDER...",
+            help="Plain texts, corpora (.jsonl): a line for each passage, or folders of them.",
+        ),
+    ],
+    out: Out,
+    train: Train = 200,
+    held_out: HeldOut = 50,
+    seed: Seed = 0,
+    per_passage: Annotated[int, typer.Option(min=1, max=100, help="Tasks of a passage.")] = 2,
+    language: Annotated[str, typer.Option(help="Of a writer's questions.")] = "en",
+    after: After = None,
+    writer: Writer = None,
+    writer_model: WriterModel = "default",
+    writer_key: WriterKey = None,
+) -> None:
+    """Make tasks from documents, held-out ones among them: sentences with a gap, or with --writer
+    a model's questions, whose answers stand in a passage. The passages are written beside them, as
+    the corpus of the tool `search`."""
+    from agentevo.task_making.afterwards import questions_left
+    from agentevo.task_making.document_files import read_documents
+    from agentevo.task_making.documents import check_made
+    from agentevo.task_making.files import check_new, write_made
+
+    check_new(out)
+    if after is not None and held_out:
+        raise ConfigError("--after makes tasks to train on: give --held-out 0")
+    left = None if after is None else questions_left(after)
+    model = open_writer(writer, writer_model, writer_key, after)
+    documents = read_documents(files)
+    if told := documents.note():
+        _note(told)
+    passages = documents.passages
+    wanted: dict[str, Any] = {"train": train, "held_out": held_out}
+    wanted |= {"per_passage": per_passage, "seed": seed}
+    made = _made(passages, model, wanted, language, () if left is None else left.asked)
+    num_new = len(made.train) + len(made.held_out)
+    if left is None:
+        check_made(made, held_out)
+    else:  # where the documents have no more, what was solved is all that there is
+        made.train = [*left.unsolved, *made.train] or left.solved
+    corpus = [{"id": one.id, "title": one.title, "text": one.text} for one in passages]
+    account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
+    write_made(
+        out,
+        train=made.train,
+        held_out=made.held_out,
+        corpus=corpus if left is None else [],  # that of the first tasks stays the agent's
+        account={**account, "writer": made.reasons, "seed": seed},
+    )
+    print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
+    where = f", in {out / 'corpus.jsonl'}" if left is None else ""
+    print(f"passages     {len(passages)}{where}")
+    if missing := train + held_out - num_new:
+        why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
+        _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")
+
+
+def _made(
+    passages: list[Passage],
+    model: RemoteModel | None,
+    wanted: dict[str, Any],
+    language: str,
+    asked: set[str] | tuple[()],
+) -> Read:
+    from agentevo.event_loop import run_coroutine
+    from agentevo.progress import bar
+    from agentevo.task_making.documents import asked_from, tasks_from
+
+    with bar("making tasks", wanted["train"] + wanted["held_out"], "tasks") as so_far:
+        wanted = {**wanted, "asked": asked, "progress": so_far.to}
+        if model is None:
+            return tasks_from(passages, **wanted)
+        try:
+            return run_coroutine(asked_from(passages, model, language=language, **wanted))
+        finally:
+            model.close()
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)

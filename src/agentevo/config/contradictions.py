@@ -1,0 +1,130 @@
+"""Values of a recipe that are each right but can't hold together: those that concern several
+sections, and what the modules of single ones say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentevo.config.advantage import advantage_contradictions
+from agentevo.config.algorithm import algorithm_contradictions
+from agentevo.config.collect import collect_contradictions
+from agentevo.config.memory import memory_contradictions
+from agentevo.config.named_agents import named_agent_contradictions
+from agentevo.config.parallel import parallel_contradictions
+from agentevo.config.preference import preference_contradictions
+from agentevo.config.remote_models import name_problems, unknown_helpers
+from agentevo.config.rollout import rollout_contradictions
+from agentevo.config.routing import routing_contradictions
+from agentevo.config.sections import TinyModel
+
+if TYPE_CHECKING:
+    from agentevo.config.recipe import RunConfig
+
+
+def recipe_contradictions(config: RunConfig) -> list[str]:
+    """Values that are each right but can't hold together, as 'what: remedy'."""
+    problems = preference_contradictions(config)
+    if config.algorithm.preference() is None:
+        problems += algorithm_contradictions(config.algorithm)
+    problems += _of_the_training(config)
+    problems += collect_contradictions(config)
+    problems += memory_contradictions(config)
+    problems += rollout_contradictions(config)
+    problems += advantage_contradictions(config)
+    problems += routing_contradictions(config)
+    problems += parallel_contradictions(config)
+    problems += named_agent_contradictions(config)
+    if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
+        problems.append(
+            f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
+            "a folder of its own with run.dir"
+        )
+    if config.trainer.minibatches > config.trainer.groups_per_step:
+        problems.append(
+            f"trainer.minibatches={config.trainer.minibatches} is more than "
+            f"trainer.groups_per_step={config.trainer.groups_per_step}: "
+            "a group is never split, so set trainer.minibatches no higher than "
+            "trainer.groups_per_step"
+        )
+    problems += _of_the_model(config)
+    problems += name_problems(list(config.remote_models), config.model.name)
+    return problems + unknown_helpers(config.remote_models, config.agent)
+
+
+def _of_the_training(config: RunConfig) -> list[str]:
+    """Contradictions of the sampling, the groups and the algorithm that trains on them."""
+    sampling, trainer, problems = config.sampling, config.trainer, list[str]()
+    if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
+        problems.append(
+            "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
+            "ratio assumes whole: "
+            "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
+        )
+    if trainer.optimizer_from is not None and (config.agents or config.cold_start.episodes):
+        problems.append(
+            "trainer.optimizer_from goes on with one policy's optimizer: leave agents and "
+            "cold_start out"
+        )
+    if trainer.epochs == 0 and config.data.given:
+        problems.append(
+            "trainer.epochs=0 only samples, and data.pairs or data.pairs_from is given to train "
+            "on: set trainer.epochs=1, or remove it"
+        )
+    if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
+        if config.algorithm.within_group:
+            problems.append(
+                f"algorithm.name={config.algorithm.name} compares the members of a group, but "
+                "trainer.group_size is 1: set it to 2 or more"
+            )
+        elif config.algorithm.keep_groups < 1:
+            problems.append(
+                "algorithm.keep_groups ranks groups by their spread of rewards, but "
+                "trainer.group_size is 1: set it to 2 or more"
+            )
+    return problems
+
+
+def _of_the_model(config: RunConfig) -> list[str]:
+    """Contradictions of the model, its adapters and the lengths that it has room for."""
+    sampling, problems = config.sampling, list[str]()
+    tiny = config.model.tiny
+    if config.model.name != "tiny" and tiny != TinyModel():
+        problems.append(
+            f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or "
+            "remove model.tiny"
+        )
+    if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
+        problems.append(
+            f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
+            f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
+        )
+    if config.algorithm.reference == "base" and not config.model.lora.enabled:
+        problems.append(
+            "algorithm.reference=base is the policy with its adapters off, but model.lora has "
+            "none: set model.lora.rank=16, or "
+            "reference=frozen"
+        )
+    supervised = (
+        config.cold_start.episodes
+        or config.data.train
+        or config.data.demonstrations
+        or config.data.best_of
+    )
+    if config.model.lora.dropout > 0 and not supervised:
+        problems.append(
+            f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
+            "trains on the log-probs that tokens were "
+            "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
+            "data for `agentevo sft`"
+        )
+    if (
+        config.engine.kv_cache_tokens is not None
+        and sampling.max_new_tokens > config.engine.kv_cache_tokens
+    ):
+        problems.append(
+            f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit "
+            f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
+            "lower the former or raise the latter"
+        )
+    return problems

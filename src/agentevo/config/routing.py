@@ -1,0 +1,80 @@
+"""Routing replay: which keys go together, and who records (docs/routing.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.config.foreign_engines import OWN
+
+if TYPE_CHECKING:
+    from agentevo.config.algorithm import AlgorithmSection
+    from agentevo.config.recipe import RunConfig
+
+KEY = "trainer.routing_replay"
+
+
+def with_recording(tree: Any) -> Any:
+    """A recipe's tree in which the engine records what trainer.routing_replay=rollout replays,
+    where the recipe does not say whether it does; unreadable parts stay as they are."""
+    if not isinstance(tree, Mapping):
+        return tree
+    trainer, engine = tree.get("trainer"), tree.get("engine", {})
+    asked = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
+    if asked != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
+        return tree
+    return {**tree, "engine": {**engine, "routed_experts": True}}
+
+
+def needs_routers(config: RunConfig) -> bool:
+    """Whether passes of the policy record or replay what its routers choose."""
+    return config.trainer.routing_replay != "none" or config.engine.routed_experts
+
+
+def without_routing(config: RunConfig) -> RunConfig:
+    """For who only plays: nothing is recorded, and any model will do."""
+    trainer = config.trainer.model_copy(update={"routing_replay": "none"})
+    engine = config.engine.model_copy(update={"routed_experts": False})
+    return config.model_copy(update={"trainer": trainer, "engine": engine})
+
+
+def routing_contradictions(config: RunConfig) -> list[str]:
+    """Values that can't hold together, as 'what: remedy'."""
+    mode, algorithm, problems = config.trainer.routing_replay, config.algorithm, list[str]()
+    if config.engine.routed_experts and config.engine.type != OWN:
+        problems.append(
+            f"engine.routed_experts: engine.type={config.engine.type} is not asked which experts "
+            f"it chose, only the embedded engine tells: set engine.type={OWN}, or {KEY}=update, "
+            "which records in the trainer's own pass, and engine.routed_experts=false"
+        )
+    if mode == "none":
+        return problems
+    if mode == "rollout" and not config.engine.routed_experts:
+        problems.append(
+            f"{KEY}=rollout replays what the engine records, but engine.routed_experts is false: "
+            "leave that out"
+        )
+    if algorithm.preference() is not None:
+        problems.append(
+            f"{KEY}={mode}: algorithm.name={algorithm.name} compares answers by passes of its own, "
+            f"which replay nothing: set {KEY}=none"
+        )
+    elif mode == "update" and not recomputes(algorithm):
+        problems.append(
+            f"{KEY}=update records in the pass that computes the old log-probs again, but "
+            "algorithm.old_logprobs is rollout: set algorithm.old_logprobs=recomputed, or "
+            f"{KEY}=rollout"
+        )
+    if mode == "update" and config.trainer.parallel.context > 1:
+        problems.append(
+            f"{KEY}=update: with trainer.parallel.context each process computes a stretch of a "
+            f"sequence, and none hears of all choices: set it to 1, or {KEY}=rollout"
+        )
+    return problems
+
+
+def recomputes(algorithm: AlgorithmSection) -> bool:
+    """Whether the trainer computes the old log-probs again."""
+    loss = POLICY_LOSSES[algorithm.resolved().policy_loss]
+    return algorithm.old_logprobs == "recomputed" or "proximal_logp" in loss.needs

@@ -1,0 +1,320 @@
+"""What an evolution learns from: a server of tools, or documents.
+
+A source says which tools the policy gets, makes the first tasks, and names the command that makes
+those of later rounds. Nothing is called or read before `check` or `make`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentevo.config.mcp import MCPServerSection
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.config.tools import FunctionToolSection
+from agentevo.data.rows import read_rows
+from agentevo.errors import ConfigError
+from agentevo.event_loop import run_coroutine
+from agentevo.evolution.schema import EvolveSection
+from agentevo.progress import bar
+from agentevo.remote_models.model import RemoteModel, key_of_model
+from agentevo.rollout.task_files import write_rows
+from agentevo.task_making.demonstrations import demonstration
+from agentevo.task_making.document_files import Documents, changed, read_documents
+from agentevo.task_making.documents import asked_from, check_made, tasks_from
+from agentevo.task_making.files import CORPUS, DOCUMENTS
+from agentevo.task_making.lookups import looked_up
+from agentevo.task_making.making import Wanted, check_wanted, make_tasks
+from agentevo.task_making.writer import reworded
+from agentevo.task_making.writer_model import writer_section
+from agentevo.tools.corpus import Passage
+
+Note = Callable[[str], None]
+
+
+@dataclass
+class FirstTasks:
+    """What a source makes."""
+
+    train: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    account: dict[str, Any]
+    demonstrations: list[dict[str, Any]] = field(default_factory=list)
+    corpus: list[dict[str, Any]] = field(default_factory=list)
+    documents: list[dict[str, Any]] = field(default_factory=list)
+    """Paths and sha256 of what was read."""
+
+
+class Source(Protocol):
+    """See the module. `tasks` is the folder that the first tasks are, or will be, in."""
+
+    def check(self, tasks: Path) -> str:
+        """Raises ConfigError for what can be told before a task is made; writes into the folder,
+        which is thrown away, what the tools need to be looked at. Returns what there is, in
+        words, or nothing."""
+        ...
+
+    def sections(self, tasks: Path) -> list[Any]:
+        """The tools as the policy gets them."""
+        ...
+
+    def make(self, note: Note, scratch: Path) -> FirstTasks:
+        """Blocks. Raises ConfigError, AgentEvoError. `scratch`: a folder that is thrown away."""
+        ...
+
+    def words(self, recipe: Path, tasks: Path) -> list[str]:
+        """Of `agentevo tasks` for a later round's tasks, which lack --seed, --after and --out."""
+        ...
+
+    def changes(self, tasks: Path) -> str:
+        """What is not as it was when the first tasks were made, in words; empty where all is."""
+        ...
+
+
+class ServerSource:
+    """Tools of a server, or of the recipe."""
+
+    def __init__(
+        self,
+        section: EvolveSection,
+        sections: Sequence[Any],
+        *,
+        seed: int,
+        system: str,
+        models: Mapping[str, RemoteModelSection],
+    ) -> None:
+        """`sections`: the tools; `system`: the agent's system prompt. Raises ConfigError."""
+        self._section, self._system, self._models = section, system, models
+        self._tools = [_chosen(one, section) for one in sections]
+        self.wanted = _wanted(section, seed)
+        check_wanted(self.wanted)
+        self._writer = _writer_of(section, models)
+
+    def check(self, tasks: Path) -> str:
+        """See Source."""
+        return ""
+
+    def sections(self, tasks: Path) -> list[Any]:
+        """See Source."""
+        return self._tools
+
+    def make(self, note: Note, scratch: Path) -> FirstTasks:
+        """See Source. Real calls are made."""
+        wanted = self.wanted
+        with bar("making tasks", wanted.train + wanted.held_out, "tasks") as so_far:
+            work = make_tasks(self._tools, wanted, tell=note, progress=so_far.to)
+            made = run_coroutine(work)
+        account = {**made.account, "seed": wanted.seed}
+        if self._writer is not None:
+            with closing(RemoteModel("writer", self._writer)) as model:
+                rows = [*made.train, *made.held_out]
+                written = reworded(rows, model, made.known.names, seed=wanted.seed)
+                rows, account["writer"] = run_coroutine(written)
+            made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+        draw = random.Random(f"demonstrations-{wanted.seed}")
+        shown = [
+            demonstration(draw.choice(made.train), made.known.specs, self._system)
+            for _ in range(self._section.demonstrations.count)
+        ]
+        return FirstTasks(made.train, made.held_out, account, shown)
+
+    def words(self, recipe: Path, tasks: Path) -> list[str]:
+        """See Source."""
+        section = self._section.tasks
+        words = ["make", "--train", str(self._section.new_tasks), "--held-out", "0"]
+        words += ["--worlds", str(section.worlds)]
+        words += ["--max-calls", str(min(12, section.max_calls + 2))]
+        for option, values in (
+            ("--kind", section.kinds),
+            ("--language", section.languages),
+            ("--persona", filter(None, section.personas)),
+        ):
+            words += [word for value in values for word in (option, value)]
+        words += [
+            word
+            for name, values in section.values.items()
+            for word in ("--value", f"{name}={json.dumps(values)}")
+        ]
+        return [*words, *_writer_words(self._section), str(recipe)]
+
+    def changes(self, tasks: Path) -> str:
+        """See Source."""
+        return ""
+
+
+class DocumentsSource:
+    """Texts, corpora and folders of them, with the tool `search` over their passages."""
+
+    def __init__(
+        self,
+        section: EvolveSection,
+        paths: Sequence[Path],
+        given: Sequence[Any],
+        *,
+        seed: int,
+        system: str,
+        models: Mapping[str, RemoteModelSection],
+    ) -> None:
+        """`given`: the recipe's own tools; one of the name `search` says how it looks. Raises
+        ConfigError."""
+        self._section, self._paths, self._given = section, paths, given
+        self._seed, self._system = section.tasks.seed or seed, system
+        self._writer = _writer_of(section, models)
+
+    @cached_property
+    def documents(self) -> Documents:
+        """Read once. Raises ConfigError."""
+        return read_documents(self._paths)
+
+    def check(self, tasks: Path) -> str:
+        """See Source."""
+        read = self.documents
+        write_rows([_row(read.passages[0])], tasks / CORPUS)
+        told = f"{len(read.digests):,} documents, {len(read.passages):,} passages"
+        return "; ".join(filter(None, (told, read.note())))
+
+    def sections(self, tasks: Path) -> list[Any]:
+        """See Source."""
+        corpus = {"corpus": str(tasks / CORPUS)}
+        own = [one for one in self._given if _is_search(one)]
+        found = [
+            one.model_copy(update={"options": {**one.options, **corpus}}) if one in own else one
+            for one in self._given
+        ]
+        return found if own else [FunctionToolSection(name="search", options=corpus), *found]
+
+    def make(self, note: Note, scratch: Path) -> FirstTasks:
+        """See Source."""
+        if told := self.documents.note():
+            note(told)
+        passages, tasks = self.documents.passages, self._section.tasks
+        corpus = [_row(one) for one in passages]
+        wanted: dict[str, Any] = {"train": tasks.train, "held_out": tasks.held_out}
+        wanted |= {"per_passage": tasks.per_passage, "seed": self._seed}
+        with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
+            wanted["progress"] = so_far.to
+            if self._writer is None:
+                made = tasks_from(passages, **wanted)
+            else:
+                with closing(RemoteModel("writer", self._writer)) as model:
+                    language = tasks.languages[0]
+                    made = run_coroutine(asked_from(passages, model, language=language, **wanted))
+        check_made(made, tasks.held_out)
+        write_rows(corpus, scratch / CORPUS)
+        shown, num_unfound = run_coroutine(
+            looked_up(
+                made.train,
+                passages,
+                [one for one in self.sections(scratch) if _is_search(one)],
+                count=self._section.demonstrations.count,
+                seed=self._seed,
+                system=self._system,
+            )
+        )
+        missing = tasks.train + tasks.held_out - len(made.train) - len(made.held_out)
+        if missing > 0:
+            note(f"{missing} fewer tasks than asked for: the documents have no more")
+        if num_unfound:
+            note(f"{num_unfound} tasks are not shown: a search for their words does not find them")
+        account = {
+            "train": len(made.train),
+            "held_out": len(made.held_out),
+            "passages": len(passages),
+            "documents": len(self.documents.digests),
+            "left_out": self.documents.left_out,
+            "writer": made.reasons,
+            "not_found": num_unfound,
+            "seed": self._seed,
+        }
+        read = [
+            {"path": os.path.abspath(path), "sha256": digest}
+            for path, digest in self.documents.digests.items()
+        ]
+        return FirstTasks(made.train, made.held_out, account, shown, corpus, read)
+
+    def words(self, recipe: Path, tasks: Path) -> list[str]:
+        """See Source."""
+        section = self._section.tasks
+        words = ["from-documents", str(tasks / CORPUS), "--held-out", "0"]
+        words += ["--train", str(self._section.new_tasks)]
+        words += ["--per-passage", str(section.per_passage), "--language", section.languages[0]]
+        return [*words, *_writer_words(self._section)]
+
+    def changes(self, tasks: Path) -> str:
+        """See Source."""
+        rows = [one.value for one in read_rows(str(tasks / DOCUMENTS))]
+        found = changed({str(one["path"]): str(one["sha256"]) for one in rows})
+        if not found:
+            return ""
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return (
+            f"{found[0]}{more} changed since the tasks were made: what is made of the documents as "
+            "they were goes on; a new run.dir begins with what they are now"
+        )
+
+
+def _row(passage: Passage) -> dict[str, Any]:
+    return {"id": passage.id, "title": passage.title, "text": passage.text}
+
+
+def _is_search(section: Any) -> bool:
+    return isinstance(section, FunctionToolSection) and section.name == "search"
+
+
+def _writer_of(
+    section: EvolveSection, models: Mapping[str, RemoteModelSection]
+) -> RemoteModelSection | None:
+    """Raises ConfigError."""
+    writer = section.tasks.writer
+    if writer is None:
+        return None
+    try:
+        found = writer_section(writer, known=models)
+        key_of_model("writer", found)
+        return found
+    except ConfigError as error:
+        raise ConfigError(f"evolve.tasks.writer: {error}") from error
+
+
+def _writer_words(section: EvolveSection) -> list[str]:
+    writer = section.tasks.writer
+    return [] if writer is None else ["--writer", writer]
+
+
+def _chosen(section: Any, given: EvolveSection) -> Any:
+    """A tool's section with what the evolution says of it."""
+    changes: dict[str, Any] = {}
+    if given.include:
+        changes["include"] = given.include
+    if given.exclude:
+        changes["exclude"] = (*section.exclude, *given.exclude)
+    if isinstance(section, MCPServerSection):
+        if given.outcome is not None:
+            changes["outcome"] = given.outcome
+        if section.url is not None and given.tasks.worlds > 1:
+            changes["send_task"] = True
+    return section.model_copy(update=changes)
+
+
+def _wanted(section: EvolveSection, seed: int) -> Wanted:
+    tasks = section.tasks
+    return Wanted(
+        train=tasks.train,
+        held_out=tasks.held_out,
+        seed=tasks.seed or seed,
+        worlds=tasks.worlds,
+        max_calls=tasks.max_calls,
+        languages=tasks.languages,
+        personas=tasks.personas,
+        kinds=tasks.kinds,
+        min_difficulty=tasks.min_difficulty,
+        max_difficulty=tasks.max_difficulty,
+        values=tasks.values,
+    )

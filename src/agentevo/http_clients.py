@@ -1,0 +1,40 @@
+"""What all HTTP clients have in common: the authorities that they trust, which are read once (it
+takes 50 ms, in which nobody plays), and before which servers no proxy lies."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import ssl
+
+
+def trusted_context() -> ssl.SSLContext:
+    """As httpx makes it for a client: SSL_CERT_FILE and SSL_CERT_DIR count. One context serves any
+    number of clients and threads. Raises OSError for a file that can't be read."""
+    return _context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL is of this machine, so that no proxy lies before it, and none may see its
+    keys."""
+    return is_this_machine(urlsplit(url).hostname or "")
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether the name or address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@lru_cache(maxsize=4)
+def _context(file: str | None, folder: str | None) -> ssl.SSLContext:
+    import httpx
+
+    return httpx.create_ssl_context()

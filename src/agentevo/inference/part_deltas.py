@@ -1,0 +1,218 @@
+"""What changed of weights that lie in parts on several processes: each compares what it has with
+what it had when they were published, and only what differs travels to the first one.
+
+    keep      each process copies the boxes that it gives: these were published
+    compare   each compares them with what it has now, and tells the first one the sizes of what
+              changed, and the checksum of each box
+    give      the others send what changed; the first one writes it (`PartsDelta.taken`)
+
+A box that several processes have (a replica, a norm under tensor parallelism) is kept and compared
+by the first of them alone, so all copies together are one model. What changed of a box is packed
+where it lies: its elements count within the box, and a reader applies it to the box (`Grid`). All
+processes make each of these calls, in the same order; what the first one has written in the end,
+and whether it has, is for it to know, so the others keep what they have until they are told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import distributed
+
+from agentevo.errors import ModelError
+from agentevo.inference.weight_delta import box_keys, change_of, checksum, combined
+from agentevo.models.parts import (
+    Box,
+    Grid,
+    Part,
+    Spec,
+    as_bytes,
+    boxes_of,
+    boxes_of_all,
+    givers_of,
+    grid_of,
+)
+
+
+class Found(NamedTuple):
+    """What a process says of a box that it has compared."""
+
+    box: Box
+    changes: dict[str, Spec]
+    """Of `gaps` and `values`, or of `whole`; nothing where nothing changed."""
+    sha256: str
+    """The box's checksum as it is now."""
+
+
+class PublishedParts:
+    """What this process has of the version that was published last; see the module."""
+
+    def __init__(
+        self,
+        own: Callable[[], Mapping[str, Part]],
+        group: distributed.ProcessGroup | None = None,
+    ) -> None:
+        """`own`: this process's parts of what is published, as they are now; the same names in the
+        same order everywhere. `group`: all processes, for tensors on the CPU."""
+        self._own, self._group = own, group
+        self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
+        self._changes: dict[str, dict[str, torch.Tensor]] = {}
+        """What changed of the boxes that are not given whole."""
+
+    def keep(self) -> None:
+        """What is there now is what was published."""
+        self._changes, old, self._kept = {}, self._kept, {}
+        for name, part in self._given().items():
+            kept = old.pop(name, None)
+            spec = Spec(part.spec.dtype, part.box.sizes)
+            if kept is None or Spec(kept[1].dtype, tuple(kept[1].shape)) != spec:
+                copy = torch.empty(spec.shape, dtype=spec.dtype)
+            else:
+                copy = kept[1]
+            self._kept[name] = (part.box, copy.copy_(part.given))
+
+    def compare(self) -> PartsDelta | None:
+        """On the first process: what changed, unless it can't be said, because nothing was kept or
+        other tensors are trained now. None on the others."""
+        own, found = self._own(), self._compared()
+        of_all: list[dict[str, Found] | None] = [found]
+        if distributed.is_initialized():
+            first = distributed.get_rank(self._group) == 0
+            of_all *= distributed.get_world_size(self._group)
+            distributed.gather_object(
+                found, of_all if first else None, group=self._group, group_dst=0
+            )
+            if not first:
+                return None
+        known = [one for one in of_all if one is not None]
+        return PartsDelta.of(own, known, self) if len(known) == len(of_all) else None
+
+    def give(self) -> None:
+        """On the others: sends what `compare` has found."""
+        for name in list(self._changes):
+            for tensor in self.pop(name).values():
+                distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
+
+    def pop(self, name: str) -> dict[str, torch.Tensor]:
+        """What changed of this process's box, which is let go."""
+        changes = self._changes.pop(name)
+        return changes or {"whole": self._own()[name].given}
+
+    def take(self, process: int, spec: Spec) -> torch.Tensor:
+        """On the first process: what another one gives next."""
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        distributed.recv(as_bytes(tensor), group=self._group, group_src=process)
+        return tensor
+
+    def _given(self) -> dict[str, Part]:
+        """This process's parts without those that another one gives."""
+        own = self._own()
+        boxes = boxes_of_all(own, self._group)
+        me = distributed.get_rank(self._group) if distributed.is_initialized() else 0
+        return {
+            name: part
+            for name, part in own.items()
+            if me in givers_of([of_one[name] for of_one in boxes])
+        }
+
+    def _compared(self) -> dict[str, Found] | None:
+        """Of each box that this process gives; None where it has not kept the same ones."""
+        given, self._changes = self._given(), {}
+        wanted = {name: (p.box, p.spec.dtype) for name, p in given.items()}
+        if wanted != {name: (box, kept.dtype) for name, (box, kept) in self._kept.items()}:
+            return None
+        found = {}
+        for name, part in given.items():
+            now = part.given
+            change = change_of(self._kept[name][1], now)
+            specs = {kind: Spec(one.dtype, tuple(one.shape)) for kind, one in change.items()}
+            if change:  # what is given whole is made again when it is given
+                self._changes[name] = {} if "whole" in change else change
+            found[name] = Found(part.box, specs, checksum(now))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class PartsDelta:
+    """On the first process: what changed of the whole tensors."""
+
+    specs: dict[str, Spec]
+    """What a delta's files have, in this order."""
+    grids: dict[str, Grid]
+    """Of the tensors that lie in several boxes."""
+    state: dict[str, str]
+    """Checksum of every tensor as it is now."""
+    _givers: list[tuple[str, int, dict[str, str]]]
+    """(tensor, process, kind -> key of `specs`) of each box that changed, in the same order."""
+    _parts: PublishedParts
+
+    @classmethod
+    def of(
+        cls, own: Mapping[str, Part], found: list[dict[str, Found]], parts: PublishedParts
+    ) -> PartsDelta:
+        """`found`: of each process. Raises ModelError where it is not all of a tensor."""
+        made = cls({}, {}, {}, [], parts)
+        for name, part in own.items():
+            of_boxes = {
+                of_one[name].box: (process, of_one[name])
+                for process, of_one in enumerate(found)
+                if name in of_one
+            }
+            made._add(name, part.spec, of_boxes)
+        return made
+
+    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, Found]]) -> None:
+        if not math.prod(spec.shape):
+            self.state[name] = checksum(torch.empty(spec.shape, dtype=spec.dtype))
+            return
+        try:
+            grid = grid_of(list(found), spec.shape)
+        except ValueError as error:
+            raise ModelError(
+                f"{name}: processes have {error}: this is a defect, please report it"
+            ) from error
+        boxes = boxes_of(grid, spec.shape)
+        checksums = [found[box][1].sha256 for box in boxes]
+        self.state[name] = checksums[0] if len(boxes) == 1 else combined(checksums)
+        if len(boxes) > 1:
+            self.grids[name] = grid
+        for key, box in zip(box_keys(name, len(boxes)), boxes, strict=True):
+            process, one = found[box]
+            keys = {kind: f"{kind}:{key}" for kind in one.changes}
+            if keys:
+                self.specs.update({keys[kind]: one.changes[kind] for kind in keys})
+                self._givers.append((name, process, keys))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that changed."""
+        return sum(spec.num_bytes for spec in self.specs.values())
+
+    @contextmanager
+    def taken(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """What changed, by its key in `specs` and in that order, while the others `give`. Whoever
+        breaks off takes the rest, too, so that they come to their end."""
+        waiting = iter(self._givers)
+
+        def coming() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, process, keys in waiting:
+                if process == 0:
+                    change = self._parts.pop(name)
+                else:
+                    change = {
+                        kind: self._parts.take(process, self.specs[key])
+                        for kind, key in keys.items()
+                    }
+                for kind, key in keys.items():
+                    yield key, change.pop(kind)
+
+        try:
+            yield coming()
+        finally:
+            for _ in coming():
+                pass

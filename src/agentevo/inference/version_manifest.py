@@ -1,0 +1,100 @@
+"""What a version of the weights says of itself, and its place: see weight_versions.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from agentevo.inference.weight_transport import Latest
+from agentevo.models.parts import Grid
+
+MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest.json"
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file of a version."""
+
+    file: str
+    sha256: str
+    bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Contents of a version's manifest.json."""
+
+    version: int
+    bytes: int
+    """Of all its files."""
+    tensors: int
+    """The number of tensors of the model that it is about."""
+    parts: list[Part]
+    chain: list[Latest] = []
+    """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
+    deltas: int = 0
+    """Bytes of this delta and those in `chain`."""
+    state: dict[str, str] = {}
+    """Checksum of every tensor after a delta."""
+    grids: dict[str, list[list[int]]] = {}
+    """Tensors of which the delta has, and `state` is made of, several boxes: see
+    part_deltas.py."""
+
+
+class Base(NamedTuple):
+    """A version that a delta may build on."""
+
+    latest: Latest
+    manifest: Manifest
+
+
+def folder_name(version: int) -> str:
+    """Of a version, beside latest.json."""
+    return f"version-{version:06d}"
+
+
+def version_numbers(names: Iterable[str]) -> list[int]:
+    """The versions whose folders have these names, oldest first."""
+    matches = (re.fullmatch(r"version-(\d+)", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def full_manifest(version: int, tensors: int) -> Callable[[list[Part]], bytes]:
+    """What makes a full version's manifest of its files."""
+    return lambda parts: msgspec.json.encode(
+        Manifest(version, sum(part.bytes for part in parts), tensors, parts)
+    )
+
+
+def delta_manifest(
+    version: int,
+    base: Base,
+    state: dict[str, str],
+    grids: Mapping[str, Grid] = MappingProxyType({}),
+) -> Callable[[list[Part]], bytes]:
+    """What makes a delta's manifest of its files. `state`: checksum of every tensor."""
+
+    def manifest(parts: list[Part]) -> bytes:
+        size = sum(part.bytes for part in parts)
+        return msgspec.json.encode(
+            Manifest(
+                version,
+                size,
+                len(state),
+                parts,
+                chain=[*base.manifest.chain, base.latest],
+                deltas=base.manifest.deltas + size,
+                state=state,
+                grids={name: [list(starts) for starts in grid] for name, grid in grids.items()},
+            )
+        )
+
+    return manifest
+
+
+def base_of(latest: Latest, manifest: bytes) -> Base:
+    """A version that has just been written with this manifest."""
+    return Base(latest, msgspec.json.decode(manifest, type=Manifest))

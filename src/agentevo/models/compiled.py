@@ -1,0 +1,68 @@
+"""Decoder layers that PyTorch's compiler has made fewer kernels of, for training on a GPU.
+
+A transformers decoder layer reads and writes its hidden states some thirty times beside its matrix
+products: norms in float32, rotations, the gate. Compiled, each run of such operations is one
+kernel, and what the backward pass needs of them is computed again within its own kernels, so less
+is kept. Attention stays the plan's (`attention.py`), between two compiled parts.
+
+One compilation serves all layers of a kind and all numbers of tokens. The
+engine's passes stay as they are: their plans, and so the shapes, change with every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentevo.models.linear import PackedWeights
+
+
+class CompiledLayer(PackedWeights):
+    """Stands in for the `forward` of one decoder layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own `forward`."""
+        forward: Callable[..., Any] = type(self.layer).forward
+        if not torch.is_inference_mode_enabled():
+            forward = _compiled(forward)
+        return forward(self.layer, *args, **kwargs)
+
+    def drop(self) -> None:
+        """See PackedWeights.drop: it packs nothing."""
+
+
+def compile_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives every decoder layer of a model that `prepare` has prepared its `CompiledLayer`, in
+    place; parameters and names stay. Layers with experts stay as they are: which tokens an expert
+    gets is data that the compiler can't see. Call before `keep_activations`."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and not _has_experts(layer):
+            layer.forward = CompiledLayer(layer)
+    return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any layer is."""
+    return any(
+        isinstance(getattr(forward, "inner", forward), CompiledLayer)
+        for forward in (vars(module).get("forward") for module in model.modules())
+    )
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return any(parameter.dim() > 2 for parameter in layer.parameters())
+
+
+@cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return made

@@ -1,0 +1,386 @@
+"""The routers of a mixture: what they choose is recorded in one pass and replayed in another
+("rollout routing replay", arXiv 2510.11370, section 3).
+
+`routed(model)` puts a `_Router` in the place of each router's `forward`, and around each decoder
+layer a `RoutedLayer`, which takes from the pass's plan who is to hear of choices:
+
+    plan.routing = Recording(...)    the router's own choice, written down
+    plan.routing = Replay(...)       the recorded one in its place
+
+A layer that is computed again in the backward pass is called with the same plan, so it chooses the
+same experts. A pass whose plan has no `routing` is the model's own.
+
+A router's code is never written a second time here. It runs as it is, and of its calls of
+`torch.topk` the one whose indices it returns is answered with the recorded experts s and the scores
+at them: with x the scores, the router goes on with x[s] where it would have gone on with the
+highest of x. So weights are computed from the present logits and normalised as the architecture
+does, and their gradient flows into the router:
+
+    g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
+
+Where the router agrees with the record these are the same operations on the same numbers, to the
+last bit. That a router is of this kind is found out by trying, when the model is loaded; one that
+is not is refused.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentevo.errors import ModelError, TrainingError
+from agentevo.models.linear import PackedWeights
+from agentevo.models.trial import pass_alone
+
+KEY = "trainer.routing_replay"
+NAMES = ("gate", "router")
+"""What architectures call the module that chooses among its neighbour `experts`."""
+OWN = -1
+"""In a row of `Replay`: what the router itself chooses, for tokens that nothing is predicted
+from."""
+TOKENS = 8
+"""Tokens of the passes that try a model's routers."""
+
+
+class Routing(Protocol):
+    """Hears of the routers of a pass."""
+
+    def asked(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a router answers that is called with these arguments."""
+        ...
+
+
+class Chooser(ABC):
+    """A Routing that says which experts are chosen."""
+
+    def asked(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Routing.asked."""
+        with _Choice(self, router.layer, router.number):
+            return router.alone(args, kwargs)
+
+    @abstractmethod
+    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """own [T, K], what router number `layer` would choose -> what it chooses."""
+
+
+class Routers(NamedTuple):
+    """What the routers of a model have in common."""
+
+    layers: int
+    top_k: int
+    num_experts: int
+
+
+_ROUTING: ContextVar[Routing | None] = ContextVar("routing", default=None)
+"""Of the layer that is being computed."""
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class Recording(Chooser):
+    """Keeps the routers' own choices in one pass."""
+
+    def __init__(self, routers: Routers) -> None:
+        self.routers = routers
+        self._chosen: dict[int, torch.Tensor] = {}
+
+    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """See Chooser.choose."""
+        self._chosen[layer] = own
+        return own
+
+    def rows(self) -> np.ndarray:
+        """[T, layers, K] uint16 on the CPU. Raises ModelError where a router was not asked."""
+        chosen = _of_all(self._chosen, self.routers.layers)
+        found: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
+        return found
+
+
+class Replay(Chooser):
+    """Answers with recorded experts in one pass, or only tells where they differ from the router's
+    own."""
+
+    def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
+        """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
+        everywhere."""
+        self.rows, self.apply = rows, apply
+        self._differs: dict[int, torch.Tensor] = {}
+        self._is_divided = False
+
+    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """See Chooser.choose. Raises TrainingError for another number of tokens than were
+        recorded."""
+        recorded = self.rows[:, layer]
+        if recorded.shape != own.shape:
+            raise TrainingError(
+                f"{KEY}: router {layer} chooses {own.shape[1]} experts for {own.shape[0]} tokens, "
+                f"and {recorded.shape[1]} for {recorded.shape[0]} are recorded: this is a defect "
+                f"of AgentEvo; set {KEY}=none until it is mended"
+            )
+        chosen = torch.where(recorded == OWN, own, recorded)
+        self._differs[layer] = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
+        return chosen if self.apply else own
+
+    def differs(self) -> torch.Tensor | None:
+        """[T, layers] bool: where the router would have chosen other experts than were recorded;
+        None where several processes have a stretch of the pass each. Raises ModelError where a
+        router was not asked."""
+        return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
+
+    def stretch(self, first: int, length: int) -> Replay:
+        """Of a process that has these tokens of the pass alone; what is behind its end decides for
+        itself."""
+        self._is_divided = True
+        own = self.rows[first : first + length]
+        padding = own.new_full((length - len(own), *own.shape[1:]), OWN)
+        return Replay(torch.cat([own, padding]), apply=self.apply)
+
+
+def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
+    if len(of_layers) != layers:
+        raise ModelError(
+            f"{KEY}: {len(of_layers)} of the model's {layers} routers were asked in a pass: set "
+            f"{KEY}=none for this model"
+        )
+    return torch.stack([of_layers[layer] for layer in range(layers)], dim=1)
+
+
+class _Choice(TorchFunctionMode):
+    """While a router computes: one of its calls of topk is answered with what `chooser` chooses."""
+
+    def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
+        super().__init__()
+        self.chooser, self.layer, self.number = chooser, layer, number
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _TOPK:
+            return func(*args, **kwargs)
+        self.calls += 1
+        found = func(*args, **kwargs)
+        if self.calls - 1 != self.number:
+            return found
+        chosen = self.chooser.choose(self.layer, found.indices)
+        if chosen is found.indices:
+            return found
+        scores = args[0] if args else kwargs["input"]
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+class _Router:
+    """Stands in for the `forward` of one router."""
+
+    def __init__(self, router: nn.Module, layer: int) -> None:
+        self.router, self.layer = router, layer
+        self.number = 0
+        """Which of its calls of topk chooses, from 0; as of `routers`, known once it was tried."""
+        self.routers: Routers | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        routing = _ROUTING.get()
+        return self.alone(args, kwargs) if routing is None else routing.asked(self, args, kwargs)
+
+    def alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The router's own answer."""
+        return type(self.router).forward(self.router, *args, **kwargs)
+
+
+class RoutedLayer(PackedWeights):
+    """Stands in for the `forward` of a decoder layer that has routers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = _ROUTING.set(getattr(kwargs.get("plan"), "routing", None))
+        try:
+            return type(self.layer).forward(self.layer, *args, **kwargs)
+        finally:
+            _ROUTING.reset(before)
+
+    def drop(self) -> None:
+        """See PackedWeights.drop: it keeps none."""
+
+
+def routers_of(model: nn.Module) -> Routers | None:
+    """Those of a model that `routed` has prepared, or of a copy of one."""
+    stand_ins = (vars(module).get("forward") for module in model.modules())
+    return next((one.routers for one in stand_ins if isinstance(one, _Router)), None)
+
+
+def routed(model: PreTrainedModel) -> PreTrainedModel:
+    """Lets passes of the model record and replay what its routers choose, in place; after
+    `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, with the
+    model as it was, for one without experts, and for routers of another kind."""
+    found = _find(model)
+    routers = [_Router(router, number) for number, router in enumerate(found)]
+    stand_ins: list[tuple[nn.Module, Any]] = [(one.router, one) for one in routers]
+    stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(found.values())]
+    taken = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
+    if taken is not None:
+        raise _refusal(model, f"something stands in the place of its {type(taken).__name__}")
+    for module, stand_in in stand_ins:
+        module.forward = stand_in
+    trial = _Trial()
+    try:
+        with _Counting() as counted:
+            pass_alone(model, TOKENS, trial)
+        facts = trial.facts(len(routers), counted.calls)
+        if isinstance(facts, str):
+            raise _refusal(model, facts)
+    except BaseException:
+        for module, _ in stand_ins:
+            del module.forward
+        raise
+    for one in routers:
+        one.routers = facts
+    return model
+
+
+def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
+    """Router -> the decoder layer that has it, in the order of the model's modules."""
+    found: dict[nn.Module, nn.Module] = {}
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for block in layer.modules():
+                names = [name for name in NAMES if isinstance(block._modules.get(name), nn.Module)]
+                if "experts" in block._modules and len(names) == 1:
+                    found[block.get_submodule(names[0])] = layer
+    if not found:
+        raise _refusal(model, "it has no experts with a router beside them")
+    return found
+
+
+def _refusal(model: nn.Module, why: str) -> ModelError:
+    inner: Any = model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return ModelError(
+        f"{KEY}: what {type(inner).__name__} routes can't be replayed, because {why}: set "
+        f"{KEY}=none, or choose a mixture such as Mixtral, Qwen3-MoE or DeepSeek-V3"
+    )
+
+
+class _Counting(TorchFunctionMode):
+    """Counts calls of topk, and keeps what they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[torch.Tensor, Any]] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self.given)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in _TOPK:
+            self.given.append((args[0] if args else (kwargs or {})["input"], found))
+        return found
+
+
+class _Forced(Chooser):
+    """Chooses the experts `wanted` [T, K]."""
+
+    def __init__(self, wanted: torch.Tensor) -> None:
+        self.wanted = wanted
+
+    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """See Chooser.choose."""
+        return self.wanted
+
+
+class _Trial:
+    """Finds out, in one pass of the model, how each router chooses, and that it takes another
+    choice."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Of topk, in routers."""
+        self.problem = ""
+        self._found: dict[int, Routers] = {}
+
+    def facts(self, layers: int, calls: int) -> Routers | str:
+        """What `layers` routers have in common, or why they can't be replayed. `calls`: of topk, in
+        the whole pass."""
+        if self.problem:
+            return self.problem
+        if len(self._found) != layers:
+            return f"only {len(self._found)} of its {layers} routers are asked"
+        if calls != self.calls:
+            return "it chooses experts elsewhere than in its routers, too"
+        kinds = {found._replace(layers=layers) for found in self._found.values()}
+        return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
+
+    def asked(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See Routing.asked: the router's own answer."""
+        with _Counting() as own:
+            answer = router.alone(args, kwargs)
+        given = _tensors(answer)
+        places = [
+            place
+            for place, (_, found) in enumerate(own.given)
+            if any(x.shape == found.indices.shape and torch.equal(x, found.indices) for x in given)
+        ]
+        name = type(router.router).__name__
+        if not places:
+            self.problem = f"its {name} returns no experts that topk has chosen"
+            return answer
+        router.number = places[-1]
+        scores, found = own.given[router.number]
+        wrong = _unforced(router, args, kwargs, found.indices, scores.shape[-1], given)
+        if wrong:
+            self.problem = f"its {name} {wrong}"
+        self.calls += (1 + len(_SHIFTS)) * own.calls
+        self._found[router.layer] = Routers(1, found.indices.shape[1], scores.shape[-1])
+        return answer
+
+
+_SHIFTS = (0, 1, 2)
+"""Experts that a router is made to choose in a trial: its own, and those so many numbers on."""
+
+
+def _unforced(
+    one: _Router,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: torch.Tensor,
+    num_experts: int,
+    given: list[torch.Tensor],
+) -> str:
+    """What a router does wrong that is made to choose other experts than `chosen`, with which it
+    gave these tensors; empty where nothing is."""
+    weights = _weights(given, chosen)
+    if weights is None:
+        return "returns no weights of the chosen experts"
+    for shift in _SHIFTS:
+        wanted = ((chosen + shift) % num_experts).flip(-1)
+        again = _tensors(_Forced(wanted).asked(one, args, kwargs))
+        theirs = _weights(again, wanted)
+        if theirs is None or not any(torch.equal(x, wanted) for x in again):
+            return "chooses again among what topk gave it"
+        if not (torch.isfinite(theirs) & (theirs != 0)).all():
+            return "gives no weight to experts of groups that it would not have chosen"
+        near = 1e-5 if theirs.dtype == torch.float32 else 2e-2
+        if shift == 0 and not torch.allclose(theirs.flip(-1), weights, rtol=near):
+            return "has other weights than those of the scores of the experts that it chooses"
+    return ""
+
+
+def _tensors(answer: Any) -> list[torch.Tensor]:
+    parts = answer if isinstance(answer, tuple | list) else ()
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _weights(given: Sequence[torch.Tensor], chosen: torch.Tensor) -> torch.Tensor | None:
+    """The floating-point tensor of the chosen experts' shape, the last one."""
+    found = [x for x in given if x.is_floating_point() and x.shape == chosen.shape]
+    return found[-1] if found else None

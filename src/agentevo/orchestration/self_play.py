@@ -1,0 +1,51 @@
+"""A step of self-play: the proposer asks, the solver tries, the proposer is paid.
+
+    prompts ──► proposals ──► questions ──► the solver's groups, written
+                    └────────────── rewards ◄──┘ then the proposals' groups, written
+
+A proposal is written with its reward, so after the solver's attempts. Killed in between, a resumed
+step proposes again from the same seeds; the groups that it finds in the store it does not sample
+again, and what is paid twice is paid the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from agentevo.data.asked import asked_key
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.rollout_sources import Round, SynchronousRollouts
+from agentevo.rollout.self_play import pay, read_proposals
+from agentevo.types import Task
+
+
+class SelfPlayRollouts(SynchronousRollouts):
+    """See the module."""
+
+    def __init__(self, parts: Components) -> None:
+        super().__init__(parts)
+        section, proposals = parts.config.tasks.self_play, parts.tasks.proposals
+        assert section is not None and proposals is not None
+        self._section, self._group_size = section, proposals.group_size
+        keys = (asked_key(task.query or "") for task in parts.tasks.never_trained())
+        self._held_out = {key for key in keys if key is not None}
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        """The solver's groups, then the proposer's. `tasks`: the step's prompts."""
+        sampler, config = self._parts.sampler, self._parts.config
+        for engine in self._parts.engines:
+            await engine.forget_cache()
+        sample = partial(
+            sampler.sample,
+            temperature=config.sampling.temperature,
+            split="train",
+            step=step,
+            label="train",
+        )
+        asked = await sample(tasks, attempts=self._group_size, write=False)
+        proposals = read_proposals(asked, step, self._held_out)
+        attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
+        paid = pay(proposals, attempts, self._section)
+        earned = await sampler.write(paid.trajectories, split="train", step=step)
+        return Round([*attempts, *earned], dropped=paid.dropped, metrics=paid.metrics)

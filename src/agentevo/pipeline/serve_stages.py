@@ -1,0 +1,82 @@
+"""A stage that serves a model: later ones ask it by its URL, as a judge, a writer or a player."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from agentevo.config import RunConfig, Section
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.inference.secret import RunSecret
+from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.processes.client_door import SERVING, read_url
+
+LOG = "server.log"
+"""In the stage's folder."""
+
+
+class ServeOptions(Section):
+    """How a model is served."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Where on this machine. 0 takes a free one, and after a stop the same one again where it is
+    still free."""
+    keep: bool = False
+    """Whether it is served on when all other stages are done, until Ctrl-C."""
+    start_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Longest time until it answers."""
+
+
+class ServeStage(StageKind):
+    about: ClassVar[str] = "a model for later stages by its URL, as `agentevo serve --openai`"
+    Options: ClassVar[type[Section]] = ServeOptions
+    needs_environment: ClassVar[bool] = False
+    serves: ClassVar[bool] = True
+    says: ClassVar[Mapping[str, str]] = {
+        "url": "http://127.0.0.1:1/v1",
+        "key": "${env:AGENTEVO_KEY}",
+    }
+
+    def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
+        assert config is not None
+        if model is None and config.model.name == "tiny":
+            raise ConfigError(
+                "model: a tiny model is made anew, and knows nothing: say which one is served, "
+                "such as ${stages.NAME.checkpoint}"
+            )
+
+    def words(self, job: Job) -> list[str]:
+        options: ServeOptions = job.options
+        words = [*AGENTEVO, "serve", "--openai", str(job.recipe), "--name", job.id]
+        return [*words, "--port", str(options.port)]
+
+    def is_finished(self, job: Job) -> bool:
+        return False  # by its own end it has failed
+
+    def can_resume(self, job: Job) -> bool:
+        return True  # with the key that it had
+
+    def made(self, job: Job) -> Made:
+        url = read_url(job.folder / SERVING)
+        if url is None:
+            raise ConfigError(f"{job.folder / SERVING}: nobody serves there")
+        return Made({}, says={"url": f"{url}/v1", "key": f"${{env:{key_variable(job.id)}}}"})
+
+
+def key_variable(id_: str) -> str:
+    """The environment variable in which other stages find the key of the server that a stage is."""
+    return f"AGENTEVO_KEY_{hashlib.sha256(id_.encode()).hexdigest()[:8].upper()}"
+
+
+def key_of(job: Job) -> str:
+    """Empty where there is none yet."""
+    try:
+        return RunSecret(job.folder / SERVING).file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError, AgentEvoError):
+        return ""
+
+
+SERVE = ServeStage()

@@ -1,0 +1,165 @@
+"""The servers of a pipeline's stages: started, waited for, looked after and ended.
+
+    starting -> answers -> ended, when no stage that is left needs it
+             -> failed     ended by itself, or did not answer in time
+
+A server ends with this process and the stages that use it, however they end: each of them holds the
+pipe that keeps it alive (inference/guarded_server.py). A stage that is resumed and needs one that
+has ended begins when that has been started again (standing.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx
+
+from agentevo.files import must_write
+from agentevo.inference.guarded_server import GuardedServer
+from agentevo.pipeline.serve_stages import LOG, key_of, key_variable
+from agentevo.processes.client_door import SERVING, URL, read_url
+
+if TYPE_CHECKING:
+    from agentevo.pipeline.kinds import Job
+    from agentevo.pipeline.standing import Decided, Standing
+
+ASK_TIMEOUT_S = 2.0
+"""For one question whether it answers."""
+
+
+@dataclass(eq=False)
+class StageServer:
+    """One server under way."""
+
+    standing: Standing
+    decided: Decided
+    process: GuardedServer
+    name: str
+    log: Path
+    job: Job
+    since: float = field(default_factory=time.monotonic)
+    answers: bool = False
+
+    @property
+    def id(self) -> str:
+        """Of its stage."""
+        return self.decided.one.id
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.since
+
+
+class Servers:
+    """Those of one life of a pipeline. Used by one thread."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self.under_way: list[StageServer] = []
+
+    def start(
+        self, standing: Standing, decided: Decided, name: str, more: Mapping[str, str]
+    ) -> StageServer:
+        """Raises OSError where it can't be started, DiskError."""
+        before = standing.state.stages[decided.one.id].says.get("url", "")
+        job = _with_port(standing.begin(decided), before)
+        log = job.folder / LOG
+        with must_write(log):
+            (job.folder / SERVING / URL).unlink(missing_ok=True)
+        environment = {**more, **self.keys_for(standing, decided)}
+        process = GuardedServer(decided.one.kind.words(job), log, environment)
+        server = StageServer(standing, decided, process, name, log, job)
+        self.under_way.append(server)
+        return server
+
+    def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
+        """Those that answer from now on, and those that failed with how they did."""
+        ready, failed = [], []
+        for one in list(self.under_way):
+            how = one.process.ended().partition(";")[0]
+            limit = one.job.options.start_s
+            if not how and not one.answers and one.seconds > limit:
+                how = f"has not answered within {limit:g} s"
+            if how:
+                one.process.close()
+                self.under_way.remove(one)
+                failed.append((one, how))
+            elif not one.answers and _answers(one.job):
+                one.answers = True
+                ready.append(one)
+        return ready, failed
+
+    def end_idle(self) -> None:
+        """Ends those that no stage needs any more."""
+        for one in list(self.under_way):
+            is_kept = one.job.options.keep
+            if one.answers and not is_kept and not one.standing.is_needed(one.id):
+                self._note(f"{one.name}: ended, as no further stage needs it")
+                self._end(one)
+
+    def end_starting(self) -> None:
+        """Ends those that do not answer yet: the pipeline stops."""
+        for one in list(self.under_way):
+            if not one.answers:
+                self._end(one)
+                one.standing.ended(one.decided, 130, one.seconds)
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for one in list(self.under_way):
+            self._end(one)
+
+    def _end(self, one: StageServer) -> None:
+        one.process.close()
+        self.under_way.remove(one)
+        one.standing.alive.discard(one.id)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether some do not answer yet."""
+        return any(not one.answers for one in self.under_way)
+
+    def used_by(self, standing: Standing, decided: Decided) -> list[StageServer]:
+        """Those that a stage asks."""
+        used = {one.stage for one in decided.inputs}
+        return [one for one in self.under_way if one.standing is standing and one.id in used]
+
+    def keys_for(self, standing: Standing, decided: Decided) -> dict[str, str]:
+        """Environment variables with the keys of those that a stage asks."""
+        return {key_variable(one.id): key_of(one.job) for one in self.used_by(standing, decided)}
+
+
+def _with_port(job: Job, url: str) -> Job:
+    """With the port that it had, where any will do and that one is free."""
+    port = urlsplit(url).port
+    if port is None or job.options.port:
+        return job
+    from agentevo.errors import ConfigError
+    from agentevo.inference.http_server import open_socket
+
+    try:
+        with open_socket("127.0.0.1", port):
+            pass
+    except ConfigError:
+        return job
+    return replace(job, options=job.options.model_copy(update={"port": port}))
+
+
+def _answers(job: Job) -> bool:
+    url = read_url(job.folder / SERVING)
+    if url is None:
+        return False
+    headers = {"Authorization": f"Bearer {key_of(job)}"}
+    try:
+        answer = httpx.get(  # no proxy is to see the key
+            f"{url}/v1/models", headers=headers, timeout=ASK_TIMEOUT_S, trust_env=False
+        )
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200

@@ -1,0 +1,156 @@
+"""What is proposed under self-play: questions, the families that they are of, and the agent that
+asks the proposer for one.
+
+A family is a user's class (config/self_play.py). It reads a question out of a reply while the
+attempt plays, on a thread of its own and within the attempt's time, and what it found is kept with
+the proposer's trajectory as QUESTION. Who solves it reads that file, never the reply again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from agentevo.agents import FunctionAgent
+from agentevo.agents.policy import Policy
+from agentevo.agents.single_turn import conversation_of
+from agentevo.config.self_play import PROPOSES, SelfPlay, question_families
+from agentevo.config.tasks import TaskFields
+from agentevo.daemon_threads import run_in_thread
+from agentevo.data import RowError
+from agentevo.data.conversation import check_text
+from agentevo.errors import ConfigError, UnknownNameError, described, shown, storable
+from agentevo.rewards.reward import rewards
+from agentevo.rollout.given_tasks import task_of
+from agentevo.types import QUERY_MESSAGES, Outcome, Task
+
+QUESTION = "question.json"
+"""What was read out of a reply, among the files of the proposer's trajectory."""
+LONGEST_REASON = 500
+"""Characters that are kept of why a reply asks nothing."""
+LARGEST = 1 << 20
+"""Bytes of one question."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A question that a proposer has asked, as its family reads it."""
+
+    query: str | list[dict[str, Any]]
+    """What the solver is asked: a text, or chat messages."""
+    answer: Any = None
+    """The right answer, for rewards, as JSON can hold it."""
+    scorer: str | None = None
+    """Name of the reward for it, in place of the recipe's `rewards`."""
+    cluster: str | None = None
+    """Questions with the same text here count as one question repeated. Default: those that ask the
+    same but for white space and case."""
+    difficulty: float | None = None
+    """A number for the metric `selfplay/difficulty`, such as how many steps a solution takes."""
+    metadata: dict[str, Any] = {}
+    """What else the solver's agent and rewards are to know of it."""
+
+
+class QuestionFamily(Protocol):
+    """See config/self_play.py."""
+
+    def prompt(self, rng: random.Random) -> str | list[dict[str, Any]]: ...
+
+    def read(self, text: str, prompt: str | list[dict[str, Any]]) -> Question: ...
+
+
+def make_family(section: SelfPlay) -> QuestionFamily:
+    """Raises ConfigError for a family that is unknown or can't be made with its options."""
+    try:
+        kind = question_families.get(section.family)
+    except UnknownNameError as error:
+        raise ConfigError(
+            f"tasks.self_play.family: {error}; one of your own is a class under "
+            f"`@agentevo.question_family({section.family!r})`, in a file that the recipe imports "
+            "(key import)"
+        ) from error
+    try:
+        family: QuestionFamily = kind(**section.options)
+    except Exception as error:
+        raise ConfigError(
+            f"tasks.self_play: the family {section.family!r} can't be made with the options "
+            f"{shown(section.options)}: {described(error)}"
+        ) from error
+    return family
+
+
+class SelfPlayAgent(FunctionAgent):
+    """The agent of the recipe for the solver's tasks and held-out ones; one question to the policy
+    for the proposer's."""
+
+    def __init__(self, solver: FunctionAgent, family: QuestionFamily) -> None:
+        self._solver, self._family = solver, family
+        self.needs_scorer, self.needs_session = solver.needs_scorer, solver.needs_session
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run. What the family raises, but for ValueError, fails the attempt. The reward
+        of a proposal is known when the solver has tried it (self_play.py)."""
+        if PROPOSES not in task.metadata:
+            return await self._solver.run(task, policy)
+        reply = await policy.generate(conversation_of(task, system=None, instruction=None))
+        prompt = task.metadata.get(QUERY_MESSAGES) or task.query
+        row = await run_in_thread(partial(self._read, reply.answer, prompt), "question family")
+        policy.keep_files({QUESTION: row})
+        return Outcome(reward=0.0)
+
+    def _read(self, text: str, prompt: Any) -> bytes:
+        try:
+            question = self._family.read(text, prompt)
+        except ValueError as error:
+            reason = storable(str(error), LONGEST_REASON)
+            return msgspec.json.encode({"invalid": reason or "no question"})
+        return encoded(question)
+
+    async def close(self) -> None:
+        """See FunctionAgent.close."""
+        await self._solver.close()
+
+
+def encoded(question: Question) -> bytes:
+    """A question as it is kept. Raises TypeError for what a family should not have returned:
+    another object, values that JSON can't hold, more than LARGEST bytes; RowError for half of a
+    surrogate pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""
+    if not isinstance(question, Question):
+        raise TypeError(
+            f"the family's read returned {shown(question)}: return an agentevo.Question, or raise "
+            "ValueError where the reply asks none"
+        )
+    number = question.difficulty
+    if number is not None and not (isinstance(number, (int, float)) and math.isfinite(number)):
+        raise TypeError(f"the difficulty of a question is {shown(number)}: give a finite number")
+    if not isinstance(question.cluster, str | None):
+        raise TypeError(f"the cluster of a question is {shown(question.cluster)}: give a text")
+    if not isinstance(question.metadata, Mapping):
+        raise TypeError(f"the metadata of a question is {shown(question.metadata)}: give a mapping")
+    try:
+        text = json.dumps(msgspec.structs.asdict(question), allow_nan=False)
+    except ValueError as error:
+        raise TypeError(f"a question holds what JSON can't: {error}") from error
+    if len(text) > LARGEST:
+        raise TypeError(f"a question of {len(text)} bytes: {LARGEST} are the most")
+    row = json.loads(text)
+    check_text(row)
+    task_of_question(row, "question")
+    if question.scorer is not None:
+        rewards.get(question.scorer)
+    return text.encode()
+
+
+def task_of_question(row: Mapping[str, Any], name: str) -> Task:
+    """The task that the solver gets, of a question as it is kept. Raises RowError for one that is
+    no task: without words, with a reserved key in its metadata."""
+    taken = sorted({"id", "query", "answer", "scorer"} & row["metadata"].keys())
+    if taken:
+        raise RowError("unknown_form", f"the metadata has the key {taken[0]}: rename it")
+    own = {"id": name, "query": row["query"], "answer": row["answer"], "scorer": row["scorer"]}
+    return task_of({**row["metadata"], **own}, TaskFields(), "agentevo")

@@ -1,0 +1,253 @@
+"""Self-play: which prompts a step gives its proposer, what was proposed, and what it earns.
+
+    a valid question        max(0, learnability(p) - repetition |C| / K)
+    a reply without one     the key `invalid`
+
+p is the share of the solver's completed attempts that succeed, C the proposals among the K
+completed ones of its prompt that ask the same question, itself included. Learnability is
+1 - 2 |p - 1/2| and the penalty that of R-Zero (arXiv 2508.05004; clusters are of equal questions
+and not by BLEU), or 1 - p and 0 where p is 0 or 1, as in Absolute Zero (arXiv 2505.03335).
+
+A question that is held out is neither solved nor paid for, and its proposal is not trained on: no
+gradient depends on what is held out. Equal questions of one step are one task, whoever proposed
+them. All of it follows from the trajectories, so a resumed step pays the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
+from agentevo.config.tasks import TaskFields
+from agentevo.data.asked import asked_key
+from agentevo.errors import ConfigError, StoreError, described
+from agentevo.rollout.given_tasks import content_id, task_of
+from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question
+from agentevo.seeds import derive_seed
+from agentevo.types import Task, Trajectory
+
+HELD_OUT = "held-out"
+"""Drop reason of a proposal that asks what is held out."""
+UNTRIED = "untried"
+"""Drop reason of a proposal whose question has no completed attempt, so that nothing is known of
+it."""
+PROPOSED_BY = "proposed_by"
+"""Key of a question's metadata: the ids of the trajectories that have proposed it."""
+
+
+def role_of(task: Task) -> str:
+    """The agent that plays a task."""
+    return PROPOSER if PROPOSES in task.metadata else SOLVER
+
+
+def learnability(p: float, kind: str) -> float:
+    """What a question of which the share p of the attempts succeed is worth. See the module."""
+    if kind == "r_zero":
+        return 1.0 - 2.0 * abs(p - 0.5)
+    return 1.0 - p if 0.0 < p < 1.0 else 0.0
+
+
+class ProposalTasks:
+    """What the proposer is asked, step by step: from the run's seed."""
+
+    def __init__(self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int) -> None:
+        self._family, self._seed = family, seed
+        self.group_size = groups if section.group_size is None else section.group_size
+        self._prompts = groups // self.group_size
+
+    def of_step(self, step: int) -> list[Task]:
+        """A task for each prompt of a step. Raises ConfigError where the family gives none."""
+        return [self._task(step, number) for number in range(self._prompts)]
+
+    def _task(self, step: int, number: int) -> Task:
+        rng = random.Random(derive_seed(self._seed, "self_play", step, number))
+        name = f"propose-{step}-{number}"
+        try:
+            task = task_of({"id": name, "query": self._family.prompt(rng)}, TaskFields())
+        except Exception as error:
+            raise ConfigError(
+                f"tasks.self_play: the family's prompt(rng) gives nothing to ask: "
+                f"{described(error)}: return a text, or chat messages that end with the user's"
+            ) from error
+        return replace(task, metadata=task.metadata | {PROPOSES: step})
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One reply of the proposer."""
+
+    trajectory: Trajectory
+    row: dict[str, Any] | None
+    """The question as it is kept. None where there is none, or the attempt is not completed."""
+    key: bytes | None = None
+    """Of what is asked."""
+    is_held_out: bool = False
+
+    @property
+    def cluster(self) -> str:
+        """Equal for proposals that repeat each other."""
+        assert self.row is not None and self.key is not None
+        given = self.row.get("cluster")
+        return self.key.hex() if given is None else f"={given}"
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """All of one step. `tasks`: what the solver tries, each question once, in the order in which
+    they were proposed."""
+
+    step: int
+    all: list[Proposal]
+    tasks: list[Task] = field(init=False)
+    _task_of: dict[bytes, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        asked: dict[bytes, list[Proposal]] = defaultdict(list)
+        for one in self.all:
+            if one.key is not None and not one.is_held_out:
+                asked[one.key].append(one)
+        tasks = []
+        for key, proposals in asked.items():
+            row = proposals[0].row
+            assert row is not None
+            task = task_of_question(row, f"question-{self.step}-{content_id(row)}")
+            by = {PROPOSED_BY: [one.trajectory.id for one in proposals]}
+            tasks.append(replace(task, metadata=task.metadata | by))
+            self._task_of[key] = task.id
+        object.__setattr__(self, "tasks", tasks)
+
+    def task_of(self, proposal: Proposal) -> str | None:
+        """The id of the task that a proposal became."""
+        return None if proposal.key is None else self._task_of.get(proposal.key)
+
+
+def read_proposals(
+    trajectories: Sequence[Trajectory], step: int, held_out: Iterable[bytes]
+) -> Proposals:
+    """What these attempts of the proposer ask. `held_out`: keys of the questions that are never
+    trained on. Raises StoreError for a damaged file of a stored one."""
+    never = frozenset(held_out)
+    found = []
+    for one in trajectories:
+        row = _row_of(one) if one.status == "completed" else None
+        if row is None or "invalid" in row:
+            found.append(Proposal(one, None))
+            continue
+        query = task_of_question(row, "question").query or ""
+        key = asked_key(query)
+        assert key is not None  # task_of_question refuses an empty text
+        found.append(Proposal(one, row, key, key in never))
+    return Proposals(step, found)
+
+
+def _row_of(trajectory: Trajectory) -> dict[str, Any]:
+    try:
+        row = json.loads(trajectory.files[QUESTION])
+        if "invalid" not in row:  # without what became of it, where the proposal is paid already
+            row = {name: row[name] for name in Question.__struct_fields__}
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{trajectory.id}: its {QUESTION} is missing or damaged ({described(error)}): the "
+            "store was changed from outside"
+        ) from error
+    return row
+
+
+@dataclass(frozen=True)
+class Paid:
+    """What a step's proposals have earned."""
+
+    trajectories: list[Trajectory]
+    """Those of the proposer, with their rewards; QUESTION of each says what became of it."""
+    dropped: dict[str, str]
+    metrics: dict[str, float]
+
+
+def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay) -> Paid:
+    """What each proposal earns by the solver's `attempts` at the questions."""
+    solved: dict[str, list[bool]] = defaultdict(list)
+    for one in attempts:
+        if one.status == "completed":
+            solved[one.task_id].append(one.success)
+    size, repeats = Counter[str](), Counter[tuple[str, str]]()
+    for proposal in proposals.all:
+        group = proposal.trajectory.group_id
+        size[group] += proposal.trajectory.status == "completed"
+        if proposal.row is not None:
+            repeats[group, proposal.cluster] += 1
+    dropped: dict[str, str] = {}
+    paid: list[Trajectory] = []
+    for proposal in proposals.all:
+        one, task = proposal.trajectory, proposals.task_of(proposal)
+        if one.status != "completed":
+            paid.append(one)
+            continue
+        if proposal.row is None:
+            paid.append(_with(one, {"invalid": section.invalid}, {}))
+            continue
+        tries = solved.get(task or "", [])
+        if not tries:
+            dropped[one.id] = HELD_OUT if proposal.is_held_out else UNTRIED
+            paid.append(_with(one, {}, {dropped[one.id].replace("-", "_"): True}))
+            continue
+        p, same = fmean(tries), repeats[one.group_id, proposal.cluster]
+        worth = learnability(p, section.reward)
+        taken = min(worth, section.repetition * same / size[one.group_id])
+        found = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
+        parts = {"learnability": worth, "repetition": -taken}
+        paid.append(_with(one, parts, found, success=0.0 < p < 1.0))
+    return Paid(paid, dropped, _metrics(proposals, solved, repeats))
+
+
+def _with(
+    trajectory: Trajectory,
+    parts: Mapping[str, float],
+    found: Mapping[str, Any],
+    success: bool = False,
+) -> Trajectory:
+    """With its reward, and what is known of its question now."""
+    row = json.loads(trajectory.files[QUESTION]) | dict(found)
+    return replace(
+        trajectory,
+        reward=sum(parts.values()),
+        reward_parts=dict(parts),
+        success=success,
+        files={**trajectory.files, QUESTION: msgspec.json.encode(row)},
+    )
+
+
+def _metrics(
+    proposals: Proposals,
+    solved: Mapping[str, Sequence[bool]],
+    repeats: Mapping[tuple[str, str], int],
+) -> dict[str, float]:
+    """Shares of the step's proposals, and of its questions what the solver came to."""
+    completed = [one for one in proposals.all if one.trajectory.status == "completed"]
+    valid = [one for one in completed if one.row is not None]
+    metrics = {
+        "selfplay/proposed": float(len(completed)),
+        "selfplay/questions": float(len(proposals.tasks)),
+        "selfplay/held_out": float(sum(one.is_held_out for one in valid)),
+    }
+    if completed:
+        metrics["selfplay/valid"] = len(valid) / len(completed)
+    if valid:
+        metrics["selfplay/distinct"] = len(repeats) / len(valid)
+    shares = [fmean(tries) for tries in solved.values()]
+    if shares:
+        metrics["selfplay/success_rate"] = fmean(shares)
+        metrics["selfplay/at_edge"] = fmean(0.0 < p < 1.0 for p in shares)
+    rows = [one.row for one in valid if one.row is not None]
+    levels = [row["difficulty"] for row in rows if row["difficulty"] is not None]
+    if levels:
+        metrics["selfplay/difficulty"] = fmean(levels)
+    return metrics

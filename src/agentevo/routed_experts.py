@@ -1,0 +1,114 @@
+"""Which experts the routers of a mixture chose, token by token.
+
+A turn has a row for each token that was computed for it first: the last token of the turn that it
+goes on from, its prompt, and its completion without the last token, which nothing was predicted
+from yet. So along a path of the turn tree the rows of its turns, one after the other, are those of
+its tokens but the last:
+
+    rows(path) = sum over its turns of (prompt tokens + completion tokens) - 1
+
+The row of a token is that of the pass in which the token after it was drawn (of a prompt's other
+tokens: of the pass before that draw). Rows that are too few or too many are refused wherever they
+turn up, and never filled up or cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class RoutedExperts(msgspec.Struct, frozen=True):
+    """Rows of chosen experts, [tokens, layers, top_k]. Raises ValueError for bytes that are no such
+    rows."""
+
+    layers: int
+    """Routers of a pass, in the order of the model's modules: one per layer with experts."""
+    top_k: int
+    """Experts that each router chooses for a token."""
+    num_experts: int
+    """Experts that each router chooses from."""
+    data: bytes
+    """The numbers of experts, a byte each up to 256 experts, else two, the lower one first. Within
+    a token they are in the order in which the router gave them."""
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.top_k, self.num_experts) < 1 or self.num_experts > 2**15:
+            raise ValueError(
+                f"routed experts: {self.layers} layers that choose {self.top_k} of "
+                f"{self.num_experts} experts are no routing"
+            )
+        if len(self.data) % self.bytes_per_token:
+            raise ValueError(
+                f"routed experts: {len(self.data)} bytes are no rows of {self.bytes_per_token}"
+            )
+        if self.data and int(self.array().max()) >= self.num_experts:
+            raise ValueError(
+                f"routed experts: expert {int(self.array().max())} of {self.num_experts}"
+            )
+
+    @classmethod
+    def of(cls, rows: np.ndarray, num_experts: int) -> RoutedExperts:
+        """Rows [tokens, layers, top_k] of integers."""
+        _, layers, top_k = rows.shape
+        return cls(layers, top_k, num_experts, rows.astype(_dtype(num_experts)).tobytes())
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.top_k * _dtype(self.num_experts).itemsize
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows."""
+        return len(self.data) // self.bytes_per_token
+
+    def array(self) -> np.ndarray:
+        """[tokens, layers, top_k] uint8 or uint16, which can't be written to."""
+        rows = np.frombuffer(self.data, dtype=_dtype(self.num_experts))
+        return rows.reshape(-1, self.layers, self.top_k)
+
+    def within(self, start: int, stop: int) -> RoutedExperts:
+        """The rows from `start` up to `stop`. Raises ValueError where there are not so many."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise ValueError(
+                f"routed experts: rows {start} to {stop} of {self.num_tokens} are asked for"
+            )
+        size = self.bytes_per_token
+        return msgspec.structs.replace(self, data=self.data[start * size : stop * size])
+
+
+def rows_of_turn(prompt: int, completion: int, *, is_root: bool) -> int:
+    """How many rows a turn has whose prompt adds so many tokens; see the module."""
+    return max(prompt + completion - is_root, 0)
+
+
+def misaligned(turn: Any) -> str:
+    """What is wrong with the number of rows of a turn (types.Turn) that has some; empty where
+    nothing is."""
+    routed: RoutedExperts = turn.routed_experts
+    sizes = len(turn.prompt_ids), len(turn.completion_ids)
+    wanted = rows_of_turn(*sizes, is_root=turn.parent is None)
+    if routed.num_tokens == wanted:
+        return ""
+    return (
+        f"turn {turn.index} has routed experts of {routed.num_tokens} tokens, and {wanted} were "
+        f"computed for it ({sizes[0]} of its prompt, {sizes[1]} of its completion)"
+    )
+
+
+def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+    """Rows of several parts, one after the other. Raises ValueError for parts of different
+    routers."""
+    shapes = {(part.layers, part.top_k, part.num_experts) for part in parts}
+    if len(shapes) != 1:
+        raise ValueError(
+            f"routed experts of different routers (layers, top_k, experts): {sorted(shapes)}"
+        )
+    return msgspec.structs.replace(parts[0], data=b"".join(part.data for part in parts))
+
+
+def _dtype(num_experts: int) -> np.dtype[Any]:
+    return np.dtype("u1" if num_experts <= 256 else "<u2")

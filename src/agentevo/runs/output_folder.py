@@ -1,0 +1,50 @@
+"""Folders that a command writes its results into (`--out`): one process at a time, into a new one
+or into what it began itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from agentevo.errors import ConfigError, described
+
+
+@contextmanager
+def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
+    """The folder, made if need be, for this process alone. `doing`: what another one does there, in
+    a message. Raises ConfigError where another process has it, or nobody can write there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / lock_name, timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{folder}: another process {doing} there: wait for it, or give another --out"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} can't be written ({error.strerror or error}): give another --out"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_empty(folder: Path, *, but: Collection[str]) -> None:
+    """Raises ConfigError for a folder that has something other than what is named `but`. One that
+    is not there is empty."""
+    try:
+        found = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} is no folder that can be read ({described(error)}): give another --out"
+        ) from error
+    if any(name not in but for name in found):
+        raise ConfigError(f"{folder} is not empty: give another --out")

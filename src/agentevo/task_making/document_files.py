@@ -1,0 +1,258 @@
+"""Documents as passages: plain texts, corpora and folders of them.
+
+A plain text is cut at ends of paragraphs and sentences; a corpus (.jsonl) has passages of its own.
+A folder is read with all folders in it, but for what is hidden (.git) and linked folders. What ends
+otherwise than a text does is left out and told; a text that can't be read is refused, with all
+others of which that is true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentevo.errors import ConfigError
+from agentevo.parsing import check_file, read_text
+from agentevo.paths import name_problem
+from agentevo.tools.corpus import Passage, read_corpus
+
+CORPUS_ENDING = ".jsonl"
+ENDINGS = (".txt", ".text", ".md", ".markdown", ".rst", ".org", ".adoc", CORPUS_ENDING)
+"""Of the files of a folder that are read."""
+LONGEST_PASSAGE = 1_200
+"""Characters of a passage that a document of plain text is cut into."""
+MAX_BYTES = 32_000_000
+"""Of one plain text."""
+MOST_BYTES = 512_000_000
+"""Of all files together."""
+MOST_FILES = 20_000
+SHOWN = 5
+"""Problems, or endings, that a message names."""
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])|\n\s*\n")
+"""What is between two sentences."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What was read."""
+
+    passages: list[Passage]
+    digests: dict[str, str]
+    """sha256 of every file that was read, by its path as it was found."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Why files of a folder were not read -> how many."""
+
+    def note(self) -> str:
+        """What was left out, in words; empty where all was read."""
+        if not self.left_out:
+            return ""
+        why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])
+        more = len(self.left_out) - SHOWN
+        return f"left out: {why}{f' and {more} further kinds' if more > 0 else ''}"
+
+
+def is_document(word: str) -> bool:
+    """Whether a word of the command line means documents: a folder, or the name of a text. A
+    program's name is none, even where a folder is called so."""
+    if not word or "://" in word or name_problem(word) or ("/" not in word and shutil.which(word)):
+        return False
+    path = Path(word).expanduser()
+    is_one_word = not any(part.isspace() for part in word)
+    is_text = path.suffix.lower() in ENDINGS and (is_one_word or path.is_file())
+    return is_text or path.is_dir() or (is_one_word and word.endswith("/"))
+
+
+def read_documents(given: Sequence[Path]) -> Documents:
+    """The passages of files and folders. Raises ConfigError, a line for each file that can't be
+    read, and where there is nothing to read."""
+    left_out = Counter[str]()
+    files = _named(given, left_out)
+    passages, digests, problems = list[Passage](), dict[str, str](), list[str]()
+    for path in files:
+        if not _is_utf8(str(path)):
+            problems.append(f"{str(path)!a}: its name is no UTF-8: rename it")
+    if not files:
+        problems.append(_nothing_in(given, left_out))
+    _check_sizes(files, problems)
+    for path, name in files.items() if not problems else ():
+        try:
+            found_passages = list(_passages_of(path, name))
+            digests[str(path)] = digest_of(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if not found_passages and path in given:
+            problems.append(f"{path}: it is empty: give a text, or a corpus ({CORPUS_ENDING})")
+        elif not found_passages:
+            left_out["empty"] += 1
+        passages += found_passages
+    if not (passages or problems):
+        problems.append(_nothing_in(given, left_out))
+    twice = [name for name, many in Counter(one.id for one in passages).items() if many > 1]
+    if twice and not problems:
+        problems.append(f"two passages have the id {twice[0]!r}: give each its own")
+    if problems:
+        more = len(problems) - SHOWN
+        rest = [f"and {more} more that can't be read"] if more > 0 else []
+        raise ConfigError("\n".join([*problems[:SHOWN], *rest]))
+    return Documents(passages, digests, dict(left_out.most_common()))
+
+
+def _named(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
+    """The files with the names that passages have: within its folder, and after the folder's own
+    name where another one has the same. A file that is given twice, by whatever path, counts
+    once."""
+    files, seen = dict[Path, str](), set[Path]()
+    for one in given:
+        found = _files_in(one, left_out) if one.is_dir() else {one: one.name}
+        taken = set(files.values())
+        for path, name in found.items():
+            whole = path.resolve()
+            if whole not in seen:
+                seen.add(whole)
+                above = (one if one.is_dir() else one.parent).resolve().name
+                files[path] = f"{above}/{name}" if name in taken else name
+    return files
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file's content. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+
+
+def changed(digests: dict[str, str]) -> list[str]:
+    """Which files are not what they were when they were read, or are gone."""
+    found = []
+    for path, digest in digests.items():
+        try:
+            is_same = digest_of(Path(path)) == digest
+        except ConfigError:
+            is_same = False
+        if not is_same:
+            found.append(path)
+    return found
+
+
+def _nothing_in(given: Sequence[Path], left_out: Counter[str]) -> str:
+    where = ", ".join(map(str, given)) or "documents"
+    others = (
+        f" (it has {', '.join(f'{many} {what}' for what, many in left_out.most_common(SHOWN))})"
+    )
+    return (
+        f"{where}: there is no text in it{others if left_out else ''}: give files that end in "
+        f"{', '.join(ENDINGS)}; of a PDF or a web page its text alone, as pdftotext or pandoc "
+        "write it"
+    )
+
+
+def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
+    """The texts of a folder with their names within it, in order. Raises ConfigError for a folder
+    that can't be read, and for more than MOST_FILES."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"{error.filename}: can't be read: {error.strerror}") from error
+
+    found: dict[Path, str] = {}
+    for where, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            path = Path(where) / name
+            if path.suffix.lower() not in ENDINGS:
+                left_out[path.suffix.lower()[:20] or "without an ending"] += 1
+                continue
+            found[path] = path.relative_to(folder).as_posix()
+            if len(found) > MOST_FILES:
+                raise ConfigError(
+                    f"{folder}: has more than {MOST_FILES:,} texts: give a part of them, or one "
+                    f"corpus ({CORPUS_ENDING}) with a line for each passage"
+                )
+    return found
+
+
+def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
+    """Before any file is read: appends to `problems`."""
+    whole = 0
+    for path in files:
+        try:
+            size = check_file(path)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        whole += size
+        if path.suffix.lower() != CORPUS_ENDING and size > MAX_BYTES:
+            problems.append(
+                f"{path}: has {size:,} bytes, and of one text at most {MAX_BYTES:,} are read: "
+                f"split it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
+            )
+    if whole > MOST_BYTES and not problems:
+        problems.append(
+            f"the documents have {whole:,} bytes together, and at most {MOST_BYTES:,} are read: "
+            "give a part of them"
+        )
+
+
+def _passages_of(path: Path, name: str) -> Iterator[Passage]:
+    """Raises ConfigError."""
+    if path.suffix.lower() == CORPUS_ENDING:
+        yield from read_corpus(str(path))
+        return
+    for number, part in enumerate(parts_of(_text_of(path))):
+        yield Passage(f"{name}#{number}", path.stem, part)
+
+
+def _text_of(path: Path) -> str:
+    """Raises ConfigError."""
+    text = read_text(path, at_most=MAX_BYTES).removeprefix("\ufeff")
+    if "\0" in text:
+        raise ConfigError(
+            f"{path}: is no text (byte {text.index(chr(0))} is 0): take it out, or give its text"
+        )
+    return text
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Passages of a text: paragraphs together, as long as they are short enough; longer ones are
+    cut at ends of sentences, or where there is none, anywhere."""
+    paragraphs = filter(None, (one.strip() for one in re.split(r"\n\s*\n", text)))
+    pieces = (
+        piece
+        for one in paragraphs
+        for piece in ([one] if len(one) <= LONGEST_PASSAGE else _packed(_sentences(one), " "))
+    )
+    return _packed(pieces, "\n\n")
+
+
+def _sentences(paragraph: str) -> Iterator[str]:
+    for sentence in SENTENCE.split(paragraph):
+        for first in range(0, len(sentence), LONGEST_PASSAGE):
+            yield sentence[first : first + LONGEST_PASSAGE]
+
+
+def _packed(pieces: Iterable[str], joint: str) -> Iterator[str]:
+    """Neighbours together, as long as they are short enough."""
+    held = ""
+    for piece in pieces:
+        if held and len(held) + len(joint) + len(piece) > LONGEST_PASSAGE:
+            yield held
+            held = ""
+        held = f"{held}{joint}{piece}" if held else piece
+    if held:
+        yield held

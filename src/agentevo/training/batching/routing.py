@@ -1,0 +1,127 @@
+"""The experts that were chosen for the tokens of samples: from the record of the turns, or from a
+pass of the trainer, to the nodes of a batch.
+
+Rows go with their tokens, never by their place in a batch: `merge_keys` gives two tokens the same
+key where they are the same token with the same row, and only those may become one node of the token
+tree. Samples that were routed apart share nothing from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from agentevo.errors import TrainingError
+from agentevo.models.routers import KEY, OWN, Routers
+from agentevo.routed_experts import RoutedExperts, joined, misaligned
+from agentevo.types import Sample, Turn
+
+
+def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
+    """[T - 1] rows of the tokens of a path of trajectory `name`; None where none of its turns has
+    any. Raises TrainingError for rows that are missing, too many, or of other routers."""
+    parts = [turn.routed_experts for turn in path]
+    if all(part is None for part in parts):
+        return None
+    wrong = next(
+        (
+            misaligned(turn)
+            if turn.routed_experts is not None
+            else f"turn {turn.index} has no routed experts, and others have"
+            for turn in path
+            if turn.routed_experts is None or misaligned(turn)
+        ),
+        "",
+    )
+    try:
+        rows = None if wrong else joined([part for part in parts if part is not None])
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise _refusal(name, wrong)
+    return rows
+
+
+def check_recorded(samples: Sequence[Sample], routers: Routers) -> None:
+    """Raises TrainingError where a sample has no row for every token but the last, or rows of other
+    routers than the policy's."""
+    for sample in samples:
+        rows = sample.routed_experts
+        if rows is None:
+            raise _refusal(
+                sample.trajectory_id,
+                "no engine has recorded which experts it chose: the attempt was made without "
+                "engine.routed_experts",
+            )
+        if (rows.layers, rows.top_k, rows.num_experts) != routers:
+            raise _refusal(
+                sample.trajectory_id,
+                f"its routed experts are of {rows.layers} layers that choose {rows.top_k} of "
+                f"{rows.num_experts}, and the policy has {routers.layers} that choose "
+                f"{routers.top_k} of {routers.num_experts}",
+            )
+        _rows_of(sample)
+
+
+def _refusal(name: str, wrong: str) -> TrainingError:
+    return TrainingError(
+        f"{KEY}: trajectory {name}: {wrong} (the weights were not changed): begin a new run, or "
+        f"set {KEY}=none"
+    )
+
+
+def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Of each sample a number per token, [T] int32: equal ones are the same token with the same
+    row. Without rows these are the ids."""
+    if all(sample.routed_experts is None for sample in samples):
+        return [sample.ids for sample in samples]
+    tokens = np.concatenate([_token_bytes(sample) for sample in samples])
+    whole = tokens.view(np.dtype((np.void, tokens.shape[1]))).ravel()
+    _, keys = np.unique(whole, return_inverse=True)
+    ends = np.cumsum([len(sample.ids) for sample in samples])[:-1]
+    return np.split(keys.astype(np.int32), ends)
+
+
+def _token_bytes(sample: Sample) -> np.ndarray:
+    """[T, B] uint8: of each token its id, whether it has a row, and the row."""
+    rows = _rows_of(sample)
+    found = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
+    found[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
+    found[:-1, 4] = 1
+    found[:-1, 5:] = np.frombuffer(rows.data, dtype=np.uint8).reshape(-1, rows.bytes_per_token)
+    return found
+
+
+def _rows_of(sample: Sample) -> RoutedExperts:
+    rows = sample.routed_experts
+    if rows is None or rows.num_tokens != len(sample.ids) - 1:
+        count = 0 if rows is None else rows.num_tokens
+        raise _refusal(
+            sample.trajectory_id,
+            f"it has routed experts of {count} tokens, and {len(sample.ids) - 1} are needed",
+        )
+    return rows
+
+
+def node_rows(
+    samples: Sequence[Sample], paths: Sequence[np.ndarray], num_nodes: int, device: torch.device
+) -> torch.Tensor | None:
+    """[N, layers, top_k] int64 of a batch's nodes, given those of each sample's tokens; OWN for
+    last tokens, which nothing is predicted from. None where nothing was recorded."""
+    if all(sample.routed_experts is None for sample in samples):
+        return None
+    first = _rows_of(samples[0])
+    rows = np.full((num_nodes, first.layers, first.top_k), OWN, dtype=np.int32)
+    for sample, path in zip(samples, paths, strict=True):
+        rows[path[:-1]] = _rows_of(sample).array()
+    return torch.as_tensor(rows, device=device).long()
+
+
+def with_rows(sample: Sample, rows: np.ndarray, routers: Routers) -> Sample:
+    """The sample with rows [T, layers, top_k] of a pass of the trainer, the last of which is left
+    out."""
+    own = RoutedExperts.of(rows[:-1], routers.num_experts)
+    return msgspec.structs.replace(sample, routed_experts=own)

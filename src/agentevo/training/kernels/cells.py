@@ -1,0 +1,89 @@
+"""Rows and vocabulary cut up into cells, for what walks the scores of all tokens without having
+them all at once (linear_logprobs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+CELL_BYTES = {"cpu": 8 * 2**20}
+"""Size of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster,
+and threads wait for each other more often), elsewhere OTHER_CELL_BYTES, enough to fill the
+device."""
+OTHER_CELL_BYTES = 128 * 2**20
+CELL_ROWS = {"cpu": 1024}
+OTHER_CELL_ROWS = 4096
+COLUMN_STEP = 64
+"""Columns of a cell are a multiple of this, where the vocabulary has as many."""
+
+
+class Cell(NamedTuple):
+    """Some rows, and some tokens of the vocabulary."""
+
+    rows: slice
+    columns: slice
+    chosen: torch.Tensor
+    """Which of the M targets lie in the cell."""
+    places: tuple[torch.Tensor, torch.Tensor]
+    """Their rows and columns, counted from the cell's first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """R rows x V columns, cut up: columns outside, rows inside."""
+
+    rows: list[slice]
+    columns: list[slice]
+    order: torch.Tensor
+    """[M] targets, cell by cell."""
+    bounds: list[int]
+    """Where in `order` each cell begins."""
+    places: tuple[torch.Tensor, torch.Tensor]
+    """[M] row and column of each target."""
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    ) -> Cells:
+        kind, num_rows, num_columns = hidden.device.type, len(hidden), len(weight)
+        height = _even_part(num_rows, CELL_ROWS.get(kind, OTHER_CELL_ROWS))
+        width = _even_part(
+            num_columns,
+            max(COLUMN_STEP, CELL_BYTES.get(kind, OTHER_CELL_BYTES) // (4 * height)),
+            COLUMN_STEP,
+        )
+        of_rows = [
+            slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)
+        ]
+        of_columns = [
+            slice(start, min(start + width, num_columns)) for start in range(0, num_columns, width)
+        ]
+        cell, order = torch.sort(targets // width * len(of_rows) + rows // height)
+        starts = torch.arange(len(of_rows) * len(of_columns) + 1, device=cell.device)
+        return cls(
+            of_rows, of_columns, order, torch.searchsorted(cell, starts).tolist(), (rows, targets)
+        )
+
+    def together(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] of each target: the sum of `values` [M] over all that are the same token of the same
+        row."""
+        rows, targets = self.places
+        _, which = (rows * (int(targets.max()) + 1) + targets).unique(return_inverse=True)
+        return torch.zeros_like(values).index_add_(0, which, values)[which]
+
+    def in_column(self, index: int) -> Iterator[Cell]:
+        columns = self.columns[index]
+        for number, part in enumerate(self.rows, index * len(self.rows)):
+            chosen = self.order[self.bounds[number] : self.bounds[number + 1]]
+            rows, targets = (places[chosen] for places in self.places)
+            yield Cell(part, columns, chosen, (rows - part.start, targets - columns.start))
+
+
+def _even_part(total: int, largest: int, step: int = 1) -> int:
+    """Length of the fewest equal parts of `total` that are at most `largest` long, rounded up to a
+    multiple of `step`."""
+    count = max(1, -(-total // largest))
+    return max(1, -(-total // (count * step)) * step)

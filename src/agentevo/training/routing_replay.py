@@ -1,0 +1,113 @@
+"""Routing replay in the passes of one policy (docs/routing.md):
+
+    none     the routers choose; how many choices differ from a record of the engine's is told
+    rollout  every pass replays the engine's record (R3, arXiv 2510.11370)
+    update   the pass that computes the old log-probs records, the update's replay it (R2 of verl)
+
+The policy's passes alone, and those of a critic with its trunk: reference, critic and process
+reward are models of their own, with choices of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from transformers import PreTrainedModel
+
+from agentevo.errors import TrainingError
+from agentevo.models.routers import KEY, Recording, Replay, routers_of
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.batching.routing import check_recorded, with_rows
+from agentevo.training.batching.samples import Row
+from agentevo.training.parallel import gathered
+from agentevo.types import Sample
+
+
+class RoutingReplay:
+    """See the module."""
+
+    def __init__(self, mode: Literal["none", "rollout", "update"], policy: PreTrainedModel) -> None:
+        """Raises TrainingError for a policy whose routers can't replay."""
+        self.mode, self.routers = mode, routers_of(policy)
+        self._recording: Recording | None = None
+        self._heard: list[tuple[int, np.ndarray]] = []
+        if mode != "none" and self.routers is None:
+            raise TrainingError(
+                f"{KEY}={mode}: the policy's routers are not prepared for it: call "
+                "agentevo.models.routers.routed(model) after prepare(model), or set it to none"
+            )
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether what an engine has recorded is of use."""
+        return self.mode != "update" and self.routers is not None
+
+    def begin(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a step; where nothing is replayed and some have no record, without any.
+        Raises TrainingError where a record is missing or not of the policy's routers."""
+        self._heard = []
+        samples = [row.sample for row in rows]
+        if self.mode == "rollout" or all(sample.routed_experts is not None for sample in samples):
+            assert self.routers is not None
+            check_recorded(samples, self.routers)
+            return list(rows)
+        bare = [msgspec.structs.replace(sample, routed_experts=None) for sample in samples]
+        return [row._replace(sample=sample) for row, sample in zip(rows, bare, strict=True)]
+
+    def before_update(self, batch: PackedBatch) -> PackedBatch:
+        """The batch for a pass of the policy from before the update, which may be what is replayed
+        later."""
+        if self.mode != "update":
+            return self.in_update(batch)
+        assert self.routers is not None
+        self._recording = Recording(self.routers)
+        return batch.routed(self._recording)
+
+    def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
+        """Keeps what was recorded in the pass of a batch of these samples."""
+        if self._recording is not None:
+            rows, self._recording = self._recording.rows(), None
+            paths = zip(indices, batch.plan.tree.paths, strict=True)
+            self._heard += [(index, rows[path]) for index, path in paths]
+
+    def finish(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a step, all of whose passes were made, with what these have recorded."""
+        if self.mode != "update":
+            return list(rows)
+        assert self.routers is not None
+        found = dict(item for of_rank in gathered(self._heard) for item in of_rank)
+        self._heard = []
+        return [
+            row._replace(sample=with_rows(row.sample, found[index], self.routers))
+            for index, row in enumerate(rows)
+        ]
+
+    def in_update(self, batch: PackedBatch) -> PackedBatch:
+        """The batch for a pass of the policy, in which what was recorded is replayed."""
+        if batch.routed_experts is None:
+            return batch
+        return batch.routed(Replay(batch.routed_experts, apply=self.mode != "none"))
+
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises TrainingError for samples that an update can't replay."""
+        if self.mode != "none":
+            assert self.routers is not None
+            check_recorded(samples, self.routers)
+
+
+def mismatches(batch: PackedBatch) -> dict[str, float]:
+    """Sums over the trained tokens of a pass that is over: the share of the layers whose router
+    would have chosen other experts, at the token that predicts it, than were recorded; and 1 where
+    any would. Empty where nothing was recorded."""
+    routing = batch.plan.routing
+    differs = routing.differs() if isinstance(routing, Replay) else None
+    if differs is None:
+        return {}
+    at_tokens = differs[batch.logit_nodes[batch.rows]]  # [M, layers]
+    return {
+        "actor/router_mismatch": float(at_tokens.double().mean(1).sum()),
+        "actor/router_mismatch_tokens": float(at_tokens.any(1).sum()),
+    }

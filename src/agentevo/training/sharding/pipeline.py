@@ -1,0 +1,139 @@
+"""Pipeline parallelism: every process has a stretch of the layers, a stage, and micro-batches pass
+through one stage after the other.
+
+    first stage   embeddings, its layers
+    others        their layers
+    last stage    its layers, norm, output layer: log-probs and losses are made here
+
+All modules stay on every stage, under their names. What another stage has lets hidden states pass
+and is without weights: they are slices of length 0 (layouts.py), so optimizers number parameters
+alike everywhere, and what is saved and gathered is cut as any other slice is.
+
+How a stage's passes go: kernels/stages.py. An optimization keeps losses back until as many
+micro-batches are under way as stages come after this one: one forward and one backward pass in
+turn, 1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
+micro-batches as there are stages. Values that count are those of the last stage
+(`parallel.gathered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from agentevo.errors import TrainingError
+from agentevo.training.collectives import Ranks
+from agentevo.training.kernels.stages import Stage, be_stage, received
+from agentevo.training.sharding.layouts import Layout, lay_out
+
+PLAN = {"embed_tokens", "layers", "norm"}
+"""What transformers' `base_model_pp_plan` has for decoders whose layers take nothing from one
+another but hidden states."""
+
+
+class Passing:
+    """Stands in for the `forward` of a layer of another stage."""
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+class Receiving(Passing):
+    """The same for the last layer of the stage before."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return received(hidden_states, self.stage)
+
+
+class NoEmbeddings:
+    """The same for the first stage's embeddings, on another one: zeros, which take no memory."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+
+
+def check_pipeline(model: PreTrainedModel, size: int) -> None:
+    """Raises TrainingError where a model can't be cut into so many stages."""
+    if hasattr(model, "peft_config"):
+        raise _refusal("adapters (model.lora) are not cut into stages", "set it to 1")
+    if model.config.get_text_config().tie_word_embeddings:
+        raise _refusal(
+            "the model's embeddings are its output layer, too (tie_word_embeddings), so first and "
+            "last stage would both have them",
+            "set it to 1, and use trainer.parallel.shard",
+        )
+    decoder: Any = model.base_model
+    plan = getattr(decoder.config.get_text_config(), "base_model_pp_plan", None) or {}
+    others = [name for name in _outside(model) if name.partition(".")[0] not in PLAN]
+    others += [name for name, p in model.named_parameters() if not p.dim()]  # no slice of length 0
+    if set(plan) != PLAN or others or model.get_output_embeddings() is None:
+        what = f" ({others[0]} is something else)" if others else ""
+        raise _refusal(
+            f"{type(model).__name__} is not known to be embeddings, layers that take hidden states "
+            f"alone, a norm and an output layer{what}",
+            "set it to 1, and use trainer.parallel.shard",
+        )
+    if len(decoder.layers) % size:
+        raise TrainingError(
+            f"trainer.parallel.pipeline={size} does not divide the model's {len(decoder.layers)} "
+            "layers: choose a divisor"
+        )
+
+
+def _outside(model: PreTrainedModel) -> Iterator[str]:
+    """Names of the decoder's parameters, and of those of the model that are neither its nor the
+    output layer's."""
+    decoder: Any = model.base_model
+    output = model.get_output_embeddings()
+    known = {id(p) for part in (decoder, output) if part is not None for p in part.parameters()}
+    yield from (name for name, _ in decoder.named_parameters())
+    yield from (name for name, p in model.named_parameters() if id(p) not in known)
+
+
+def _refusal(why: str, remedy: str) -> TrainingError:
+    return TrainingError(f"trainer.parallel.pipeline: {why}: {remedy}")
+
+
+def pipeline_parallel(model: PreTrainedModel, stage: Stage) -> None:
+    """Leaves of the model, in place, what this process's stage has; names stay. All processes of
+    the pipeline call it with the same weights. Raises TrainingError, see `check_pipeline`."""
+    ranks = stage.ranks
+    check_pipeline(model, ranks.size)
+    decoder: Any = model.base_model
+    layers, output = decoder.layers, model.get_output_embeddings()
+    share, last = len(layers) // ranks.size, ranks.size - 1
+    for place, layer in enumerate(layers):
+        owner = place // share
+        if owner != ranks.rank:
+            is_before = place == ranks.rank * share - 1
+            layer.forward = Receiving(stage) if is_before else Passing()
+        _give(layer, owner, ranks)
+    if ranks.rank:
+        weight = decoder.embed_tokens.weight
+        decoder.embed_tokens.forward = NoEmbeddings(weight.shape[1], weight.dtype)
+    if not stage.is_last:
+        decoder.norm.forward = Passing()
+    _give(decoder.embed_tokens, 0, ranks)
+    _give(decoder.norm, last, ranks)
+    assert isinstance(output, nn.Module), "see check_pipeline"
+    _give(output, last, ranks)
+    be_stage(model, stage)
+
+
+def _give(part: nn.Module, owner: int, ranks: Ranks) -> None:
+    """Leaves the parameters to the owner: a slice of length 0 to every other stage."""
+    for module in part.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                sizes = tuple(len(parameter) * (rank == owner) for rank in range(ranks.size))
+                lay_out(module, name, Layout(ranks, 0, sizes))

@@ -1,0 +1,29 @@
+"""A turn's numbers as arrays: exactly as wide as the store keeps them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+TURN_COLUMNS = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "f", "versions": "i"}
+"""A turn's columns -> type codes of their arrays."""
+
+
+def column_of(what: str, code: str, values: Sequence[float]) -> array[Any]:
+    """Raises TypeError or OverflowError for a value that such an array can't hold."""
+    column: array[Any] = array(code)
+    try:
+        column.frombytes(struct.pack(f"={len(values)}{code}", *values))
+    except struct.error as error:
+        numbers = (int,) if code == "i" else (int, float)
+        wrong = next(x for x in values if not isinstance(x, numbers) or abs(x) >= 2**31)
+        kind = OverflowError if isinstance(wrong, int) else TypeError
+        name = "32-bit integer" if code == "i" else "number"
+        raise kind(f"{what}: {wrong!r} is no {name}") from error
+    except OverflowError as error:
+        largest = max((value for value in values if math.isfinite(value)), key=abs)
+        raise OverflowError(f"{what}: {largest} does not fit in a float32") from error
+    return column
