@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from fused_passes import fused, logits, num_fused_calls, unfused
+from fused_passes import TREE, fused, logits, num_fused_calls, outputs, unfused
 from torch import nn
 
 from agentevo.models.attention import prepare
 from agentevo.models.fused import FUSED_CLASSES
+from agentevo.models.fused_decoder import DECODERS
 from agentevo.models.linear import available, drop_packed
 
 pytestmark = pytest.mark.skipif(
@@ -114,3 +115,43 @@ def test_other_types_take_the_ordinary_way(model):
     made = model("llama").bfloat16()
     assert num_fused_calls(made) == 0
     assert fused(made).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_decoder_of_fused_layers_is_walked_straight_through(name, model, monkeypatch):
+    """Its own forward is not called, and gives the same bits."""
+    torch.manual_seed(4)
+    made = model(name)
+    decoder = made.model
+    assert type(decoder) in DECODERS
+    own = type(decoder).forward
+    with monkeypatch.context() as patch:
+        patch.setattr(type(decoder), "forward", lambda *args, **kwargs: pytest.fail("called"))
+        straight = fused(made)
+    del decoder.forward
+    assert type(decoder).forward is own
+    assert torch.equal(straight, fused(made))
+
+
+def test_a_decoder_that_others_have_a_hand_in_runs_its_own_forward(model):
+    made = model("llama")
+    expected = fused(made)
+    seen = []
+    layer = made.model.layers[1]
+    hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    assert torch.equal(fused(made), expected)
+    assert len(seen) == 1
+    hook.remove()
+    layer.forward = lambda hidden, **kwargs: 2 * hidden
+    assert not torch.equal(fused(made), expected)
+
+
+def test_what_a_pass_asks_for_beyond_ids_is_given(model):
+    made = model("llama")
+    embedded = made.get_input_embeddings()(torch.as_tensor(TREE.ids)[None]).detach()
+    with torch.no_grad():
+        recorded = outputs(made, output_hidden_states=True)
+        of_embeddings = outputs(made, input_ids=None, inputs_embeds=embedded)
+    assert len(recorded.hidden_states) == made.config.num_hidden_layers + 1
+    assert torch.equal(recorded.logits, fused(made))
+    assert torch.equal(of_embeddings.logits, fused(made))

@@ -17,12 +17,17 @@ from agentevo.training.tree import build_tree
 TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
 
 
+def outputs(model: nn.Module, **asked: Any) -> Any:
+    """What the model gives for the nodes of the tree."""
+    given = {"input_ids": torch.as_tensor(TREE.ids)[None]} | asked
+    positions = torch.as_tensor(TREE.positions)[None]
+    plan = TreeAttention(TREE, torch.device("cpu"))
+    return model(position_ids=positions, use_cache=False, plan=plan, **given)
+
+
 def logits(model: nn.Module) -> torch.Tensor:
     """[1, N, V] of the nodes of the tree."""
-    plan = TreeAttention(TREE, torch.device("cpu"))
-    ids, positions = torch.as_tensor(TREE.ids)[None], torch.as_tensor(TREE.positions)[None]
-    outputs: Any = model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan)
-    return outputs.logits
+    return outputs(model).logits
 
 
 def unfused(model: nn.Module) -> torch.Tensor:
@@ -42,7 +47,7 @@ def num_fused_calls(model: nn.Module) -> int:
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls  # a profiler sees the private method without replacing it
-        calls += event == "call" and frame.f_code is FusedLayer._forward.__code__
+        calls += event == "call" and frame.f_code is FusedLayer.of_tokens.__code__
 
     sys.setprofile(watch)
     try:

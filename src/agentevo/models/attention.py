@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from agentevo.errors import ModelError
 from agentevo.models.aligned import align_activations
 from agentevo.models.fused import use_fused_layers
+from agentevo.models.fused_decoder import use_fused_decoder
 from agentevo.models.linear import use_fast_linear
 from agentevo.models.positions import hold_positions
 from agentevo.models.trial import REMEDY, PlanMissingError, check_layer_types, try_out
@@ -137,5 +138,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     try_out(model, NAME)
     if next(model.parameters()).device.type == "cpu" and use_fast_linear(model):
         use_fused_layers(model)
+        use_fused_decoder(model)
         align_activations(model)
     return model

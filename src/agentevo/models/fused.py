@@ -73,20 +73,23 @@ class FusedLayer(PackedWeights):
             or hidden_states.dtype != torch.float32
             or hidden_states.device.type != "cpu"
         )
-        made_of = (
-            None
-            if torch.is_grad_enabled() or foreign or not hidden_states.numel()
-            else self._ingredients()
-        )
-        if made_of is None:
+        unusual = torch.is_grad_enabled() or foreign or not hidden_states.numel()
+        weights = None if unusual else self.weights()
+        if weights is None:
             self.drop()
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        return self._forward(hidden_states[0], self._weights(made_of), plan, rotation).unsqueeze(0)
+        return self.of_tokens(hidden_states[0], weights, plan, rotation).unsqueeze(0)
 
     @property
     def stands_in(self) -> bool:
         """Whether it computes in the layer's place, as far as the layer's modules decide that."""
         return self._ingredients() is not None
+
+    def weights(self) -> tuple[PackedMatrix, ...] | None:
+        """The matrix of each product, queries-keys-values, output, gate, up, down, from the layer's
+        weights of now; None where the layer computes more than these products."""
+        made_of = self._ingredients()
+        return None if made_of is None else self._packed(made_of)
 
     def drop(self) -> None:
         """See PackedWeights.drop."""
@@ -97,13 +100,14 @@ class FusedLayer(PackedWeights):
         needed."""
         return {**self.__dict__, "packed": None, "packed_of": [], "packed_state": []}
 
-    def _forward(
+    def of_tokens(
         self,
         x: torch.Tensor,
         weights: tuple[PackedMatrix, ...],
         plan: Any,
         rotation: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        """Hidden states x [T, H] after this layer; `weights` are its own of now."""
         qkv, o, gate, up, down = weights
         heads = qkv.product(self._normed(x)).view(
             x.shape[0], -1, self.head_dim
@@ -153,8 +157,7 @@ class FusedLayer(PackedWeights):
             made_of.append(cast(Any, norm).weight)
         return made_of
 
-    def _weights(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
-        """The matrix of each product: queries-keys-values, output, gate, up, down."""
+    def _packed(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
         state = [
             (id(item), item.data_ptr(), item._version) if isinstance(item, torch.Tensor) else item
             for item in made_of

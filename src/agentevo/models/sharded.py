@@ -35,6 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agentevo.errors import ModelError
 from agentevo.models.activations import CheckpointedLayer
 from agentevo.models.fused import FusedLayer
+from agentevo.models.fused_decoder import FusedDecoder
 from agentevo.models.linear import FastLinear
 
 
@@ -170,7 +171,7 @@ def make_plain(model: nn.Module) -> None:
     differently, which AdamW's first steps make visible."""
     for parent in list(model.modules()):
         stand_in = vars(parent).get("forward")
-        if isinstance(stand_in, FusedLayer):
+        if isinstance(stand_in, FusedLayer | FusedDecoder):
             del parent.forward
         elif isinstance(stand_in, CheckpointedLayer) and isinstance(stand_in.inner, FusedLayer):
             stand_in.inner = None

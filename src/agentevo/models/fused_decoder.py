@@ -1,0 +1,93 @@
+"""From token ids to hidden states through a decoder's `FusedLayer`s and nothing else.
+
+A pass of a transformers decoder does more than its layers: it looks for a mask to build, collects
+what was asked to be recorded, and calls each layer as a module. Beside one new token that takes a
+tenth of the pass. `FusedDecoder` calls embeddings, rotary positions, layers and norm one after the
+other where all layers are fused (`models/fused.py`) and nobody listens in; in every other case the
+decoder's own `forward` runs. Its results are those of the decoder's own `forward`, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+from agentevo.models.fused import FusedLayer
+from agentevo.models.linear import PackedMatrix
+
+DECODERS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+"""Decoders that are exactly embeddings, rotary positions, layers and norm; a subclass may differ
+and is left alone."""
+TAKEN = frozenset({"plan", "position_ids", "use_cache"})
+"""Arguments that a pass may name; others have to be None."""
+RECORDED = ("output_hidden_states", "output_attentions")
+"""Settings of a model's configuration that ask for more than the last hidden states."""
+
+
+class FusedDecoder:
+    """Stands in for the `forward` of one decoder."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the decoder's own `forward`: input_ids [1, T] -> hidden states [1, T, H]."""
+        ids = kwargs.get("input_ids")
+        if not args and ids is not None and ids.numel() and self._asks_for_states_alone(kwargs):
+            decoder: Any = self.decoder
+            if (layers := self._layers()) is not None:
+                embedded = decoder.embed_tokens(ids)
+                if embedded.dtype == torch.float32 and embedded.device.type == "cpu":
+                    rotation = decoder.rotary_emb(embedded, position_ids=kwargs["position_ids"])
+                    x, plan = embedded[0], kwargs["plan"]
+                    for layer, weights in layers:
+                        x = layer.of_tokens(x, weights, plan, rotation)
+                    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
+        return type(self.decoder).forward(self.decoder, *args, **kwargs)
+
+    def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
+        config: Any = self.decoder.config
+        return (
+            not torch.is_grad_enabled()
+            and kwargs.get("plan") is not None
+            and kwargs.get("position_ids") is not None
+            and kwargs.get("use_cache") is False
+            and not any(
+                value is not None
+                for name, value in kwargs.items()
+                if name not in TAKEN and name != "input_ids"
+            )
+            and not any(getattr(config, name, False) for name in RECORDED)
+        )
+
+    def _layers(self) -> list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] | None:
+        """Every layer with its weights of now; None where one of them is not fused, or has hooks,
+        so that it has to be called as a module."""
+        layers: list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] = []
+        decoder: Any = self.decoder
+        for layer in decoder.layers:
+            fused = vars(layer).get("forward")
+            listened = layer._forward_hooks or layer._forward_pre_hooks
+            if listened or not isinstance(fused, FusedLayer) or (own := fused.weights()) is None:
+                return None
+            layers.append((fused, own))
+        return layers
+
+
+def use_fused_decoder(model: PreTrainedModel) -> None:
+    """Gives the decoder of `model` its `FusedDecoder` where it is of a known kind and its layers
+    are fused. Call after `use_fused_layers`."""
+    for module in model.modules():
+        layers: Any = getattr(module, "layers", ())
+        if type(module) in DECODERS and all(
+            isinstance(vars(layer).get("forward"), FusedLayer) for layer in layers
+        ):
+            module.forward = FusedDecoder(module)  # type: ignore[assignment]
