@@ -22,6 +22,7 @@ from agentevo.config import RunConfig
 from agentevo.doctor.checks import Check
 from agentevo.errors import ConfigError
 from agentevo.orchestration.checks import check_processes
+from agentevo.progress import bar
 
 TOLERANCE = 1e-5
 """Largest |difference| of a weight after the step."""
@@ -45,7 +46,11 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     mesh = ", ".join(keys) or "replicas"
     with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as made:
         folder = Path(made)
-        problem = _train(folder / "one", 1, []) or _train(folder / "all", world, keys)
+        with bar(f"mesh trial: a step of 1, then of {world} processes", 2, "steps") as steps:
+            problem = _train(folder / "one", 1, [])
+            steps.advance()
+            problem = problem or _train(folder / "all", world, keys)
+            steps.advance()
         if problem:
             return [
                 Check(
