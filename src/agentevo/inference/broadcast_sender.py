@@ -1,0 +1,177 @@
+"""The trainer's side of weights that go over a process group.
+
+`publish` announces a version, waits at most EXPECT_S for the engines that asked for the one before,
+and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later: engines that
+are new, or whose round was broken off. Between these calls the model changes, and nothing is sent.
+
+An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
+did not ask for a version is not waited for at the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from agentevo.errors import EngineError
+from agentevo.event_loop import in_thread
+from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
+from agentevo.inference.broadcast_group import backend_of, place_of, send
+from agentevo.inference.weight_transport import Latest
+from agentevo.models.in_parts import in_parts
+from agentevo.models.parameters import trained_weights
+from agentevo.models.parts import Spec
+
+EXPECT_S = 10.0
+"""How long `publish` waits for an engine that asked for the version before."""
+ROUNDS = 3
+"""Most rounds of one `publish`; whoever still has nothing then is seen to by `look_after`."""
+LOOK_S = 0.05
+
+
+class BroadcastSender:
+    """A WeightSender, see the module. `note` is told when a round was broken off."""
+
+    def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
+        self._files, self._model, self._note = BroadcastFiles(folder), model, note
+        self._version = 0
+        self._latest: Latest | None = None
+        """What is announced; None where it could not be written."""
+        self._has_begun = False
+        self._expected: set[str] = set()
+        """Engines that are waited for at the next version."""
+        self._said = ""
+        """The trouble that was told last; it is told once."""
+
+    async def begin(self, version: int) -> None:
+        """See WeightSender.begin. What engines have of a later version they keep."""
+        await self.publish(version)
+
+    async def publish(self, version: int) -> None:
+        """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
+        self._version, self._latest = version, None
+        missing, self._expected = self._expected, set()
+        for _ in range(ROUNDS):
+            asks, left = _fitting(await self._waiting(missing))
+            if not asks:
+                return
+            went_well = await in_thread(self._send, asks)
+            missing = {ask.engine for ask in (left if went_well else asks)}
+            if not missing:
+                return
+
+    async def look_after(self) -> None:
+        """See WeightSender.look_after. Reads one file and lists one folder as long as nobody
+        asks."""
+        asks, _ = _fitting(await self._waiting(set()))
+        if asks:
+            await in_thread(self._send, asks)
+
+    async def _waiting(self, missing: set[str]) -> list[Ask]:
+        """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
+        ends = time.monotonic() + EXPECT_S
+        while True:
+            try:
+                asks = await in_thread(self._asks)
+            except OSError as error:  # the folder is away, or full: again at the next look
+                self._say(
+                    f"version {self._version} can't be sent, which is tried again while attempts "
+                    f"are waited for: {self._files.folder}: {error.strerror or error}"
+                )
+                return []
+            if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
+                return asks
+            await asyncio.sleep(LOOK_S)
+
+    def _asks(self) -> list[Ask]:
+        if not self._has_begun:
+            self._files.begin()
+            self._has_begun = True
+        if self._latest is None or not self._is_announced(self._latest):
+            self._latest = self._files.announce(Contents.of(self._version, self._specs()))
+        return self._files.asks(self._latest.sha256)
+
+    def _is_announced(self, latest: Latest) -> bool:
+        try:
+            return self._files.announced() == latest
+        except EngineError:
+            return False
+
+    def _send(self, asks: Sequence[Ask]) -> bool:
+        """One round, for these; whether it came to its end."""
+        latest = self._latest
+        assert latest is not None  # or nobody could have asked for it
+        specs, device = self._specs(), self._device()
+        try:
+            taken = self._files.take(asks)
+            if not taken:
+                return True
+            places = [place for ask in taken for place in ask.places]
+            backend = backend_of([place_of(device), *places])
+            round_id, answers, rank = uuid.uuid4().hex, dict[str, Answer](), 1
+            for ask in taken:
+                answers[ask.id] = Answer(round_id, latest.sha256, backend, rank, len(places) + 1)
+                rank += len(ask.places)
+            with self._files.round(round_id, answers):
+                one = next(iter(answers.values()))
+                refusals = send(self._files, one, specs, self._tensors, device)
+        except (EngineError, OSError) as error:
+            self._broken(asks, str(error))
+            return False
+        if refusals:
+            self._broken(taken, f"{refusals} of {len(places)} found other bits than were sent")
+            return False
+        self._expected.update(ask.engine for ask in taken)
+        self._said = ""
+        return True
+
+    def _broken(self, asks: Sequence[Ask], why: str) -> None:
+        of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
+        self._say(
+            f"version {self._version} did not reach all of {len(asks)} engines ({of_whom}), which "
+            f"go on with what they have and ask again: {why}"
+        )
+
+    def _specs(self) -> dict[str, Spec]:
+        how = in_parts(self._model)
+        if how is not None:
+            return how.specs(only_trained=True)
+        return {
+            name: Spec(tensor.dtype, tuple(tensor.shape))
+            for name, tensor in trained_weights(self._model).items()
+        }
+
+    def _device(self) -> torch.device:
+        how = in_parts(self._model)
+        if how is not None:
+            return next(iter(how.own(True).values())).local.device
+        return next(iter(trained_weights(self._model).values())).device
+
+    def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:
+        """In the order of `_specs`; gathered one by one from a model that lies in parts."""
+        how = in_parts(self._model)
+        if how is not None:
+            return how.tensors(only_trained=True)
+        return nullcontext(trained_weights(self._model).items())
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._note(line)
+
+
+def _fitting(asks: Sequence[Ask]) -> tuple[list[Ask], list[Ask]]:
+    """Those that fit into one round, and the others."""
+    fitting, left, num_places = list[Ask](), list[Ask](), 0
+    for ask in asks:
+        fits = num_places + len(ask.places) <= MOST_PLACES
+        (fitting if fits else left).append(ask)
+        num_places += len(ask.places) if fits else 0
+    return fitting, left
