@@ -1,4 +1,4 @@
-"""Weights over a process group arrive bit for bit, or not at all, whatever becomes of the others."""
+"""Weights over a process group arrive bit for bit or not at all, whatever becomes of others."""
 
 from __future__ import annotations
 
