@@ -124,10 +124,18 @@ def test_workers_receive_weights_themselves(case, tmp_path, monkeypatch):
     async def work():
         await case.begin(20)
         assert case.difference(case.old, await case.draw()).max() < TOLERANCE
-        running = await told(case, 3, sampled(max_new_tokens=600, seed=3))
-        sending = Sending(case, tmp_path / "weights", 21, case.new)
+        sending, running = Sending(case, tmp_path / "weights", 21, case.new), []
+        pause = case.engine._pause
+
+        async def pausing(*given):
+            running.append(await told(case, 3, sampled(max_new_tokens=600, seed=3)))
+            await pause(*given)
+
+        monkeypatch.setattr(case.engine, "_pause", pausing)
+        monkeypatch.setattr(vllm_engine, "write_weights", never)
+        monkeypatch.setattr(BroadcastSource, "read", never)
         assert await sending.look()
-        found = await running
+        found = await running[0]
         assert set(found.versions) == {20, 21}
         first = found.versions.index(21)
         assert case.difference(case.old, found)[:first].max() < TOLERANCE
@@ -137,8 +145,6 @@ def test_workers_receive_weights_themselves(case, tmp_path, monkeypatch):
         assert case.difference(case.new, later).max() < TOLERANCE
         assert sending.sent == [] and sending.notes == ["serving version 21"]
 
-    monkeypatch.setattr(vllm_engine, "write_weights", never)
-    monkeypatch.setattr(BroadcastSource, "read", never)
     case.run(work())
     sizes = [path.stat().st_size for path in (tmp_path / "weights").rglob("*") if path.is_file()]
     assert sum(sizes) < sum(one.nbytes for one in case.new.values()) / 4

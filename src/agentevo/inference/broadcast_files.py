@@ -156,6 +156,14 @@ class BroadcastFiles:
         path = self.folder / LATEST_FILE
         return self._decoded(path, Latest) if path.exists() else None
 
+    def is_whole(self, latest: Latest) -> bool:
+        """Whether this is announced, and what it has can be read."""
+        try:
+            self.contents(latest.sha256)
+            return self.announced() == latest
+        except EngineError:
+            return False
+
     def contents(self, sha256: str) -> Contents:
         path = self._contents(sha256)
         raw = self._raw(path)

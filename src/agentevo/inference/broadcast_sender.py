@@ -77,32 +77,28 @@ class BroadcastSender:
     async def _waiting(self, missing: set[str]) -> list[Ask]:
         """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
         ends = time.monotonic() + EXPECT_S
-        while True:
-            try:
-                asks = await in_thread(self._asks)
-            except OSError as error:  # the folder is away, or full: again at the next look
-                self._say(
-                    f"version {self._version} can't be sent, which is tried again while attempts "
-                    f"are waited for: {self._files.folder}: {error.strerror or error}"
-                )
-                return []
-            if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
-                return asks
-            await asyncio.sleep(LOOK_S)
+        try:
+            latest = await in_thread(self._announced)
+            while True:
+                asks = await in_thread(self._files.asks, latest.sha256)
+                if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
+                    return asks
+                await asyncio.sleep(LOOK_S)
+        except OSError as error:  # the folder is away, or full: again at the next look
+            self._say(
+                f"version {self._version} can't be sent, which is tried again while attempts are "
+                f"waited for: {self._files.folder}: {error.strerror or error}"
+            )
+            return []
 
-    def _asks(self) -> list[Ask]:
+    def _announced(self) -> Latest:
+        """The version as engines find it, written again where that was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
-        if self._latest is None or not self._is_announced(self._latest):
+        if self._latest is None or not self._files.is_whole(self._latest):
             self._latest = self._files.announce(Contents.of(self._version, self._specs()))
-        return self._files.asks(self._latest.sha256)
-
-    def _is_announced(self, latest: Latest) -> bool:
-        try:
-            return self._files.announced() == latest
-        except EngineError:
-            return False
+        return self._latest
 
     def _send(self, asks: Sequence[Ask]) -> bool:
         """One round, for these; whether it came to its end."""
@@ -122,7 +118,7 @@ class BroadcastSender:
             with self._files.round(round_id, answers):
                 one = next(iter(answers.values()))
                 refusals = send(self._files, one, specs, self._tensors, device)
-        except (EngineError, OSError) as error:
+        except (EngineError, OSError, torch.OutOfMemoryError) as error:
             self._broken(asks, str(error))
             return False
         if refusals:

@@ -23,7 +23,7 @@ from agentevo.inference.engine import Weights
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.parts import Spec
 
-WAIT_S = 5.0
+WAIT_S = 2.0
 """Longest wait of one call, in seconds; the ask stays."""
 ANSWER_S = 3.0
 """An ask that is gone for so long without an answer was deleted, and is written anew."""
@@ -111,4 +111,7 @@ def received(incoming: Incoming, place: int, device: torch.device) -> dict[str, 
     """What one of an engine's places is sent, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs
-    return receive(files, incoming.answer, specs, place, device)
+    try:
+        return receive(files, incoming.answer, specs, place, device)
+    except (RuntimeError, MemoryError) as error:  # no room for them, for example
+        raise EngineError(f"weights can't be received ({error}): not served") from error

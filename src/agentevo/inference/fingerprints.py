@@ -24,8 +24,10 @@ _MASK = 2**64 - 1
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
-    """32 hexadecimal digits. Shape and dtype are not in it. Computed where the tensor lies."""
-    bits = as_bytes(tensor.detach().contiguous())
+    """32 hexadecimal digits. Shape and dtype are not in it. Computed where the tensor lies, on a
+    CUDA device too."""
+    where = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
+    bits = as_bytes(where.detach().contiguous())
     factors = _factors(bits.device)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for number, begin in enumerate(range(0, len(bits), 8 * CHUNK)):

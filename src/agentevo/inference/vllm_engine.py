@@ -57,6 +57,7 @@ from agentevo.inference.vllm_options import VllmOptions, read_options
 from agentevo.inference.vllm_receiving import places_of_workers, receive_in_workers
 from agentevo.inference.vllm_weights import (
     adapter_refusal,
+    remove_weights,
     write_adapter_weights,
     write_base,
     write_weights,
@@ -350,9 +351,9 @@ class VllmEngine:
             await _to_its_end(self._take_over(version, path, came=path is not None))
         finally:
             if self._adapter is before:
-                await in_thread(_remove, path)
+                await in_thread(remove_weights, path)
             elif before is not None:
-                await in_thread(_remove, Path(before.lora_path))
+                await in_thread(remove_weights, Path(before.lora_path))
 
     @contextmanager
     def _changing_nothing(self, what: str) -> Iterator[None]:
@@ -491,11 +492,3 @@ async def _to_its_end(work: Awaitable[None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _remove(path: Path | None) -> None:
-    """Of weights that nobody reads any more."""
-    if path is not None and path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    elif path is not None:
-        path.unlink(missing_ok=True)

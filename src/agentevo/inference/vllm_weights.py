@@ -7,8 +7,9 @@ fails after that leaves a mixture of old and new weights, and is said (`VllmEngi
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentevo.errors import EngineError, WeightsLostError
@@ -92,6 +93,14 @@ def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
     save_file({name: one.detach().cpu().contiguous() for name, one in saved.items()}, path)
 
 
+def remove_weights(path: Path | None) -> None:
+    """Of weights that nobody reads any more."""
+    if path is not None and path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path is not None:
+        path.unlink(missing_ok=True)
+
+
 class WeightLoader:
     """What vLLM's workers are extended by: each of its processes has one beside its model."""
 
@@ -105,7 +114,7 @@ class WeightLoader:
     def read_agentevo_weights(self, path: str, base: str) -> None:
         """Reads the tensors of the file `path` and, for what it has not, those of the folder
         `base`, from which vLLM has begun. Changes nothing of the model."""
-        WeightLoader.agentevo_weights = _over_base(base, _read_tensors([Path(path)]))
+        WeightLoader.agentevo_weights = _over_base(base, load_file(path))
 
     def place_of_agentevo_weights(self) -> str:
         """See `place_of`."""
@@ -145,12 +154,19 @@ class WeightLoader:
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These and, for what is not among them, those of the folder."""
-    tensors = _read_tensors(sorted(Path(base).glob("*.safetensors")))
+    """These and, for what is not among them, those of the folder. Raises ValueError for what has no
+    place there."""
+    tensors, known = dict(changed), dict[str, list[int]]()
+    for path in sorted(Path(base).glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                known[name] = file.get_slice(name).get_shape()
+                if name not in changed:
+                    tensors[name] = file.get_tensor(name)
     for name, tensor in changed.items():
-        if name not in tensors or tensor.shape != tensors[name].shape:
+        if known.get(name) != list(tensor.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} is none of the model's tensors")
-    return tensors | changed
+    return tensors
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:
@@ -165,11 +181,3 @@ def _begun(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def _read_tensors(files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(str(path), framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
