@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from broadcast_member import BUCKET, Mixed, said, started, taken
+from broadcast_member import BUCKET, Mixed, asks, member, sends, taken
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
 from agentevo.inference import broadcast_files, broadcast_group, broadcast_sender, broadcast_source
 from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import BroadcastSource
+from agentevo.inference.broadcast_source import BroadcastSource, received
 from agentevo.models.parameters import trained_weights
 
 CPU = torch.device("cpu")
@@ -108,6 +109,33 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
     assert len(list(folder.glob("tensors-*.json"))) == 2
 
 
+def test_every_place_of_an_engine_is_a_member(folder, sender, notes):
+    """As the workers of vLLM are, beside another engine."""
+    asyncio.run(sender.begin(1))
+    source = source_of(folder)
+
+    def incoming():
+        while True:
+            with suppress(WeightsNotSentError):
+                return source.incoming(source.announced(), ["cpu", "cpu"])
+
+    def place(number, given):
+        return 1, received(given, number, CPU)
+
+    with ThreadPoolExecutor(4) as threads:
+        alone = threads.submit(taken, source_of(folder))
+        asked = threads.submit(incoming)
+        until(lambda: len(list((folder / "asks").glob("*.json"))) == 2)
+        sending = threads.submit(asyncio.run, sender.look_after())
+        given = asked.result(60)
+        assert given.answer.world == 4
+        workers = [threads.submit(place, number, given) for number in (0, 1)]
+        for one in (alone, *workers):
+            assert_has(one.result(60), 1, sender._model)
+        sending.result(60)
+    assert notes == []
+
+
 def test_nobody_is_waited_for_who_has_never_asked(sender):
     began = time.monotonic()
     asyncio.run(sender.begin(0))
@@ -130,7 +158,12 @@ def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, m
 
 
 @pytest.mark.parametrize(
-    ("when", "how"), [("ASKED", "KILL"), ("BUCKET", "KILL"), ("BUCKET", "STOP")]
+    ("when", "how"),
+    [
+        ("ASKED", signal.SIGKILL),
+        ("BUCKET", signal.SIGKILL),
+        pytest.param("BUCKET", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_member_that_dies_or_hangs_costs_the_others_one_round(
     when, how, folder, sender, notes, monkeypatch
@@ -138,11 +171,9 @@ def test_a_member_that_dies_or_hangs_costs_the_others_one_round(
     monkeypatch.setattr(broadcast_group, "JOIN_S", 5.0)
     monkeypatch.setattr(broadcast_group, "BUCKET_S", 5.0)
     asyncio.run(sender.begin(7))
-    member = started("asks", folder, when, how)
-    try:
-        said(member, "ready")
+    with member(asks, folder, when, how) as said:
         if when == "ASKED":
-            said(member, "ends")
+            said("ends")
         else:
             until(lambda: list((folder / "asks").glob("*.json")))
         with waiting(source := source_of(folder)) as coming:
@@ -153,9 +184,6 @@ def test_a_member_that_dies_or_hangs_costs_the_others_one_round(
             (found,) = looked_after(sender, *coming)
         assert_has(found, 7, sender._model)
         assert len(notes) == 1 and "version 7 did not reach all of 2 engines" in notes[0]
-    finally:
-        member.kill()
-        member.wait()
 
 
 def until(condition):
@@ -173,16 +201,12 @@ def settled(sender, *futures):
 
 
 def test_a_trainer_that_dies_in_the_middle_leaves_nothing_and_the_next_one_goes_on(folder, notes):
-    member = started("sends", folder, "BUCKET", "KILL")
-    try:
-        said(member, "ready")
+    with member(sends, folder) as said:
+        said("published")
         source = source_of(folder)
         with pytest.raises(WeightsLostError):
             taken(source)
-        assert member.wait(30) < 0
-    finally:
-        member.kill()
-        member.wait()
+        said("ends")
     assert list((folder / "rounds").iterdir()), "a former trainer's round lies there"
     after = BroadcastSender(folder, Mixed(2), note=notes.append)
     with waiting(source) as coming:

@@ -7,15 +7,19 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentevo.config import build_config
-from agentevo.errors import ConfigError
+from agentevo.config import LoraSection, build_config
+from agentevo.errors import ConfigError, EngineError
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.engine import NO_VERSION
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.transports import check_transport, distributed, remote_source
+from agentevo.inference.vllm_receiving import places_of_workers
 from agentevo.listings import LISTS
+from agentevo.models.adapters import add_adapter
+from agentevo.models.parts import Spec
 from agentevo.orchestration.components import load_policy
 from agentevo.processes.serve import Follower
 from agentevo.types import SamplingParams
@@ -44,6 +48,34 @@ def test_the_recipe_chooses_it(monkeypatch):
     monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
     with pytest.raises(ConfigError, match="needs gloo"):
         check_transport(config(), apart=True)
+
+
+def test_workers_of_vllm_receive_what_their_checkpoint_has_alone():
+    """A mixture of experts is merged when it is loaded, and parted when it is saved."""
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    merged = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", num_local_experts=2, num_experts_per_tok=1, **sizes)
+    )
+    asked = []
+
+    async def call(method):
+        asked.append(method)
+        return ["cpu", "cpu"]
+
+    async def places(model, **changed):
+        specs = {name: Spec(one.dtype, tuple(one.shape)) for name, one in model.named_parameters()}
+        return await places_of_workers(call, model, specs | changed)
+
+    assert asyncio.run(places(plain)) == ["cpu", "cpu"]
+    assert asyncio.run(places(merged)) == []
+    assert asyncio.run(places(add_adapter(plain, LoraSection(rank=2), seed=1))) == []
+    with pytest.raises(EngineError, match=r"unknown \['what'\]"):
+        asyncio.run(places(merged, what=Spec(torch.float32, (1,))))
+    assert asked == ["place_of_agentevo_weights"]
 
 
 def test_an_engine_follows_and_refuses_once(tmp_path, small_config):

@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+from engine_process import CONTEXT
 
-from agentevo.errors import EngineError, WeightsNotSentError
+from agentevo.errors import WeightsNotSentError
 from agentevo.inference import broadcast_group
+from agentevo.inference.broadcast_files import Ask
 from agentevo.inference.broadcast_group import Group
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource
@@ -64,58 +68,64 @@ def taken(source: BroadcastSource, within_s: float = 120.0) -> tuple[int, dict[s
     raise AssertionError(f"nothing was sent within {within_s} s")
 
 
-def started(*words: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def _end(tell: Connection, how: signal.Signals) -> None:
+    tell.send("ends")
+    os.kill(os.getpid(), how)
 
 
-def said(process: subprocess.Popen[str], word: str) -> None:
-    """Waits until it has said so."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == word:
-            return
-    raise AssertionError(f"the member has ended without {word}: {process.wait(30)}")
+def asks(folder: Path, tell: Connection, when: str, how: signal.Signals) -> None:
+    """An engine that ends once it has asked (`ASKED`), or in the middle of a round (`BUCKET`)."""
+    _ends_in_the_middle(tell, how, when == "BUCKET")
+    source = BroadcastSource(folder, torch.device("cpu"))
+    if when == "ASKED":
+        ask = source._files.ask
+
+        def asked(one: Ask) -> None:
+            ask(one)
+            _end(tell, how)
+
+        source._files.ask = asked  # type: ignore[method-assign]
+    taken(source)
 
 
-def _end(how: str) -> None:
-    print("ends", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL if how == "KILL" else signal.SIGSTOP)
+def sends(folder: Path, tell: Connection) -> None:
+    """A trainer that is killed in the middle of a round."""
+    _ends_in_the_middle(tell, signal.SIGKILL, True)
+    sender = BroadcastSender(folder, Mixed(1), note=print)
+    asyncio.run(sender.publish(1))
+    tell.send("published")
+    while True:
+        asyncio.run(sender.look_after())
 
 
-def main() -> None:
-    role, folder, when, how = sys.argv[1:]
+def _ends_in_the_middle(tell: Connection, how: signal.Signals, does: bool) -> None:
     broadcast_group.BUCKET_BYTES = BUCKET
     passed, real = [0], Group.broadcast
 
     def counted(self: Group, tensor: torch.Tensor) -> None:
         passed[0] += 1
-        if when == "BUCKET" and passed[0] > IN_THE_MIDDLE:
-            _end(how)
+        if does and passed[0] > IN_THE_MIDDLE:
+            _end(tell, how)
         real(self, tensor)
 
-    Group.broadcast = counted
-    if role == "sends":
-        sender = BroadcastSender(Path(folder), Mixed(1), note=print)
-        print("ready", flush=True)
-        while True:
-            asyncio.run(sender.publish(1) if not sender._latest else sender.look_after())
-    source = BroadcastSource(Path(folder), torch.device("cpu"))
-    if when == "ASKED":
-        real_ask = source._files.ask
-
-        def asked(ask: object) -> None:
-            real_ask(ask)
-            _end(how)
-
-        source._files.ask = asked
-    print("ready", flush=True)
-    while True:
-        try:
-            print(f"has {taken(source)[0]}", flush=True)
-        except EngineError as error:
-            print(f"lost: {error}", flush=True)
+    Group.broadcast = counted  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    main()
+@contextmanager
+def member(
+    target: Callable[..., None], folder: Path, *more: Any
+) -> Iterator[Callable[[str], None]]:
+    """Waits, when it is called, until the member has said a word."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=target, args=(folder, theirs, *more), daemon=True)
+    process.start()
+    theirs.close()
+
+    def said(word: str) -> None:
+        assert ours.poll(120) and ours.recv() == word
+
+    try:
+        yield said
+    finally:
+        process.kill()
+        process.join(60)

@@ -176,7 +176,11 @@ class BroadcastFiles:
         write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
 
     def renew(self, ask: Ask) -> bool:
-        """False if it was taken, or deleted."""
+        """False if it was taken, or deleted. An answer that is there is seen from now on: on a
+        network's disk, that there was none may be remembered until the folder changes."""
+        probe = self._answers / f".{ask.engine}"
+        probe.touch()
+        probe.unlink()
         try:
             os.utime(self._ask(ask.id))
         except FileNotFoundError:
@@ -194,8 +198,8 @@ class BroadcastFiles:
     def asks(self, sha256: str) -> list[Ask]:
         """Who waits for these weights. What no engine that lives has written is deleted."""
         clock = self._asks / ".clock"
-        clock.touch()
-        os.utime(clock)  # the clock of the machine that has the folder
+        clock.unlink(missing_ok=True)
+        clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
         now, found = clock.stat().st_mtime, []
         for entry in os.scandir(self._asks):
             match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)

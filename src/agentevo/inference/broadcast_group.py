@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -41,6 +42,9 @@ SEEN_S = 15.0
 """Longest time for a file to be seen by others after it was written, on a network's disk."""
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
+_KEPT: deque[object] = deque(maxlen=8)
+"""The stores of the last rounds. One whose file is deleted while it goes ends the process, in
+C++; by the time of the next round the file is gone, or stays."""
 
 
 class Piece(NamedTuple):
@@ -98,6 +102,7 @@ class Group:
 
     def _join(self, answer: Answer, store: str, rank: int, device: torch.device) -> None:
         file = distributed.FileStore(store, answer.world)
+        _KEPT.append(file)
         file.set_timeout(timedelta(seconds=JOIN_S))
         self._control: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("gloo", file),
