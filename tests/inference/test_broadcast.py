@@ -109,6 +109,31 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
     assert len(list(folder.glob("tensors-*.json"))) == 2
 
 
+def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
+    """What a round leaves behind in a process must not end it later."""
+    last, model = 25, sender._model
+
+    def follow():
+        source, found = source_of(folder), (-1, {})
+        while found[0] < last:
+            latest = source.announced()
+            if latest is not None and latest.version > found[0]:
+                found = taken(source)
+        return found
+
+    async def work():
+        for version in range(last + 1):
+            model.table.data.mul_(1.1)
+            await sender.publish(version)
+
+    with ThreadPoolExecutor(2) as threads:
+        coming = [threads.submit(follow) for _ in range(2)]
+        asyncio.run(work())
+        for found in looked_after(sender, *coming):
+            assert_has(found, last, model)
+    assert notes == []
+
+
 def test_every_place_of_an_engine_is_a_member(folder, sender, notes):
     """As the workers of vLLM are, beside another engine."""
     asyncio.run(sender.begin(1))

@@ -180,6 +180,29 @@ def test_a_round_that_fails_leaves_the_old_version_serving(case, tmp_path, monke
     case.run(work())
 
 
+def test_each_of_several_workers_receives(tmp_path, monkeypatch):
+    """Tensor parallelism: a worker has a part of each layer, and receives all of the weights."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    options = {"tensor_parallel_size": 2}
+    section = EngineSection(type="vllm", kv_cache_gb=0.25, max_running=8, options=options)
+    two = Case.of(engines.get("vllm"), section)
+
+    async def work():
+        await two.begin(1)
+        sending = Sending(two, tmp_path / "weights", 2, two.new)
+        assert await sending.look()
+        specs = sending.source.specs(sending.source.announced())
+        assert await two.engine.places(specs) == ["cpu", "cpu"]
+        found = await two.draw()
+        assert set(found.versions) == {2}
+        assert two.difference(two.new, found).max() < TOLERANCE
+
+    try:
+        two.run(work())
+    finally:
+        two.close()
+
+
 def test_a_load_that_fails_halfway_never_serves(case):
     """The last test: the engine is no good afterwards."""
 
