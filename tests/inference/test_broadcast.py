@@ -225,6 +225,45 @@ def settled(sender, *futures):
     return futures
 
 
+def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
+    folder, sender, notes, monkeypatch
+):
+    """As one behind a firewall. Once that is known it costs the others nothing."""
+    monkeypatch.setattr(broadcast_group, "JOIN_S", 3.0)
+    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 60.0)
+    ended = threading.Event()
+
+    def asks_alone():
+        source = source_of(folder)
+        while not ended.is_set():
+            with suppress(WeightsNotSentError):
+                source.incoming(source.announced(), ["cpu"])
+
+    def follow(last):
+        source, found = source_of(folder), (-1, {})
+        while found[0] < last:
+            with suppress(WeightsLostError):
+                latest = source.announced()
+                found = taken(source) if latest.version > found[0] else found
+        return found
+
+    asyncio.run(sender.begin(0))
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(asks_alone)
+        good = threads.submit(follow, 3)
+        try:
+            until(lambda: len(list((folder / "asks").glob("*.json"))) == 2)
+            for version in (1, 2, 3):
+                before = dict(sender._broken)
+                asyncio.run(sender.publish(version))
+            (found,) = looked_after(sender, good)
+        finally:
+            ended.set()
+    assert_has(found, 3, sender._model)
+    assert sender._broken == before, "the last publish had no round that was broken off"
+    assert max(count for count, _ in before.values()) == 3
+
+
 def test_a_trainer_that_dies_in_the_middle_leaves_nothing_and_the_next_one_goes_on(folder, notes):
     with member(sends, folder) as said:
         said("published")

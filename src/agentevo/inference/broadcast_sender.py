@@ -5,7 +5,8 @@ and sends it to all who ask, in rounds. `look_after` sends it to whoever asks la
 are new, or whose round was broken off. Between these calls the model changes, and nothing is sent.
 
 An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
-did not ask for a version is not waited for at the next one.
+did not ask for a version is not waited for at the next one. One that asks and never joins (behind a
+firewall, say) soon has rounds of its own, seldom, and keeps nobody else from the weights.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ from agentevo.models.parts import Spec
 
 EXPECT_S = 10.0
 """How long `publish` waits for an engine that asked for the version before."""
-ROUNDS = 3
-"""Most rounds of one `publish`; whoever still has nothing then is seen to by `look_after`."""
+MOST_BROKEN = 3
+"""Most rounds of one `publish` that are broken off; whoever has nothing then is seen to by
+`look_after`."""
+ALONE_AFTER = 2
+"""Broken rounds in a row after which an engine has rounds of its own..."""
+PAUSE_S = 60.0
+"""...and, where these are broken off too, so much longer a pause before each."""
+LONGEST_PAUSE_S = 600.0
 LOOK_S = 0.05
 
 
@@ -47,6 +54,8 @@ class BroadcastSender:
         self._has_begun = False
         self._expected: set[str] = set()
         """Engines that are waited for at the next version."""
+        self._broken: dict[str, tuple[int, float]] = {}
+        """Engine -> its rounds in a row that were broken off, and when it may have another one."""
         self._said = ""
         """The trouble that was told last; it is told once."""
 
@@ -57,22 +66,43 @@ class BroadcastSender:
     async def publish(self, version: int) -> None:
         """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
         self._version, self._latest = version, None
-        missing, self._expected = self._expected, set()
-        for _ in range(ROUNDS):
-            asks, left = _fitting(await self._waiting(missing))
-            if not asks:
+        missing, self._expected, num_broken = self._expected, set(), 0
+        while num_broken < MOST_BROKEN:
+            asks = await self._waiting(missing)
+            chosen = self._chosen(asks)
+            if not chosen:
                 return
-            went_well = await in_thread(self._send, asks)
-            missing = {ask.engine for ask in (left if went_well else asks)}
+            went_well = await in_thread(self._send, chosen)
+            num_broken += not went_well
+            done = {ask.engine for ask in chosen} if went_well else set[str]()
+            missing = {ask.engine for ask in asks if self._is_due(ask.engine)} - done
             if not missing:
                 return
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Reads one file and lists one folder as long as nobody
+        """See WeightSender.look_after. Reads two files and lists one folder as long as nobody
         asks."""
-        asks, _ = _fitting(await self._waiting(set()))
-        if asks:
-            await in_thread(self._send, asks)
+        chosen = self._chosen(await self._waiting(set()))
+        if chosen:
+            await in_thread(self._send, chosen)
+
+    def _chosen(self, asks: Sequence[Ask]) -> list[Ask]:
+        """Who is in the next round: all together, but for engines whose last rounds were broken
+        off. Each of these has a round of its own, after the others', later and later."""
+        alone = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
+        together, num_places = list[Ask](), 0
+        for ask in asks:
+            fits = num_places + len(ask.places) <= MOST_PLACES
+            if fits and ask not in alone:
+                together.append(ask)
+                num_places += len(ask.places)
+        return together or [ask for ask in alone if self._is_due(ask.engine)][:1]
+
+    def _broken_rounds(self, engine: str) -> int:
+        return self._broken.get(engine, (0, 0.0))[0]
+
+    def _is_due(self, engine: str) -> bool:
+        return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
 
     async def _waiting(self, missing: set[str]) -> list[Ask]:
         """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
@@ -119,16 +149,24 @@ class BroadcastSender:
                 one = next(iter(answers.values()))
                 refusals = send(self._files, one, specs, self._tensors, device)
         except (EngineError, OSError, torch.OutOfMemoryError) as error:
-            self._broken(asks, str(error))
+            self._was_broken_off(asks, str(error))
             return False
         if refusals:
-            self._broken(taken, f"{refusals} of {len(places)} found other bits than were sent")
+            self._was_broken_off(
+                taken, f"{refusals} of {len(places)} found other bits than were sent"
+            )
             return False
-        self._expected.update(ask.engine for ask in taken)
+        for ask in taken:
+            self._expected.add(ask.engine)
+            self._broken.pop(ask.engine, None)
         self._said = ""
         return True
 
-    def _broken(self, asks: Sequence[Ask], why: str) -> None:
+    def _was_broken_off(self, asks: Sequence[Ask], why: str) -> None:
+        for ask in asks:
+            count = self._broken_rounds(ask.engine) + 1
+            pause_s = min(PAUSE_S * max(count - ALONE_AFTER, 0), LONGEST_PAUSE_S)
+            self._broken[ask.engine] = (count, time.monotonic() + pause_s)
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
         self._say(
             f"version {self._version} did not reach all of {len(asks)} engines ({of_whom}), which "
@@ -161,13 +199,3 @@ class BroadcastSender:
         if line != self._said:
             self._said = line
             self._note(line)
-
-
-def _fitting(asks: Sequence[Ask]) -> tuple[list[Ask], list[Ask]]:
-    """Those that fit into one round, and the others."""
-    fitting, left, num_places = list[Ask](), list[Ask](), 0
-    for ask in asks:
-        fits = num_places + len(ask.places) <= MOST_PLACES
-        (fitting if fits else left).append(ask)
-        num_places += len(ask.places) if fits else 0
-    return fitting, left
