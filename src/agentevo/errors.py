@@ -107,6 +107,15 @@ class EngineUnavailableError(EngineError):
     """No engine answers: the infrastructure's failure, not the agent's."""
 
 
+class WeightsNotSentError(EngineError):
+    """A trainer that sends weights to those who ask has not sent these yet: who waits asks on."""
+
+
+class WeightsLostError(EngineError):
+    """Weights did not arrive as they were sent: nothing is known against them, so they are asked
+    for again."""
+
+
 class StreamDivergedError(EngineUnavailableError):
     """A request whose tokens were streamed was drawn otherwise in the end: what its listener was
     told can't be taken back."""

@@ -81,6 +81,18 @@ def test_policies_that_take_what_is_ready(
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", ["serve", "learn"])
+def test_weights_over_a_process_group(
+    victim: str, kills: int, small: Small, members: Members
+) -> None:
+    few = max(3, kills // 10)
+    config = small(steps(few, 2), "rollout.transport=broadcast")
+    _, found = killed(members, config, APART, victim, few, seed=5)
+    assert found.trained == expected_ids(config)
+    assert max(found.ages) <= 2
+
+
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", ["sample", "learn"])
 @pytest.mark.parametrize("server", ["postgresql", "mongodb"])
 def test_on_a_database_server(

@@ -77,3 +77,21 @@ def test_what_changed_is_all_that_is_published_of_weights_in_parts(tmp_path):
     code, said = launched(run, 1, *APART[:2], *delta, "trainer.steps=4", "--resume")
     assert code == 0, said
     assert not versions._manifest(4, None).chain
+
+
+@pytest.mark.slow
+def test_weights_in_parts_are_sent_over_a_process_group(tmp_path):
+    """Gathered one by one; no file has them but the checkpoints, of which engines know nothing."""
+    run = tmp_path / "run"
+    code, said = launched(
+        run, 2, *APART, "rollout.transport=broadcast", "trainer.steps=3", "checkpoint.every=1",
+    )  # fmt: skip
+    assert code == 0, said
+    assert not list((run / "weights").rglob("*.safetensors"))
+    assert '"version":3' in (run / "weights" / "latest.json").read_text()
+    assert main(["audit", str(run)]) == 0
+    code, said = launched(
+        run, 1, *APART[:2], "rollout.transport=broadcast", "trainer.steps=4", "--resume"
+    )
+    assert code == 0, said
+    assert main(["audit", str(run)]) == 0

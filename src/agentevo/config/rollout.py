@@ -71,8 +71,9 @@ class RolloutSection(Section):
     transport: str | None = None
     """How new weights reach the engines: `shared` (the engine computes with the trainer's own),
     `copy` (it is handed them, in one process), `folder` (files in the run's folder, for engines in
-    other processes), `object_store` (files under weights.url), or one that another package
-    registers (docs/engines.md). Default: what the other keys ask for."""
+    other processes), `object_store` (files under weights.url), `broadcast` (over a process group,
+    NCCL or gloo, to engines in other processes that see the run's folder: docs/weights.md), or one
+    that another package registers (docs/engines.md). Default: what the other keys ask for."""
     weights: WeightsSection = WeightsSection()
     """How they lie in files, for engines in other processes."""
     samplers: int = Field(default=0, ge=0)
@@ -128,6 +129,11 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
         problems.append(
             f"rollout.weights.url is for rollout.transport=object_store, not {section.transport}: "
             "leave one of them out"
+        )
+    if section.weights.delta and section.transport == "broadcast":
+        problems.append(
+            "rollout.weights.delta is for weights in files, and rollout.transport=broadcast sends "
+            "all of them to whoever asks: leave one of them out"
         )
     if section.weights.delta and config.model.dtype != "bfloat16":
         problems.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from agentevo.config import RunConfig
 from agentevo.errors import EngineUnavailableError
@@ -21,6 +21,7 @@ from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
+LOOK_S = 1.0
 TOLD_S = 10.0
 """After how long a wait it is said what is waited for."""
 
@@ -48,10 +49,16 @@ class RunEngines:
         return self._engines.version
 
     async def reach(
-        self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
+        self,
+        version: int,
+        stop: Callable[[], bool],
+        note: Callable[[str], None],
+        look_after: Callable[[], Awaitable[None]],
     ) -> None:
-        """Waits until the engines serve the version, or a newer one, or `stop` says so."""
+        """Waits until the engines serve the version, or a newer one, or `stop` says so.
+        `look_after`: what sees to it that it reaches them, every LOOK_S."""
         began, told = time.monotonic(), False
+        looked = began
         await self._engines.refresh()
         while self._engines.version < version and not stop():
             if not told and time.monotonic() - began > TOLD_S:
@@ -60,6 +67,9 @@ class RunEngines:
                     f"and announced in {self._place}?"
                 )
                 told = True
+            if time.monotonic() - looked > LOOK_S:
+                await look_after()
+                looked = time.monotonic()
             await asyncio.sleep(self._poll_s)
 
     async def begin(

@@ -1,13 +1,14 @@
 """Our own ways for trained weights to reach an engine (shared memory, a copy in this process, the
-run's folder, an object store), and the choice among all that are registered."""
+run's folder, an object store, a process group), and the choice among all that are registered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import distributed, nn
 
+from agentevo import devices
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import EmbeddedEngine, UpdatableEngine
@@ -127,6 +128,20 @@ def _download(config: RunConfig) -> WeightSource:
     return _object_store(config, look_s=LOOK_S)
 
 
+def _broadcast(
+    model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
+) -> WeightSender:
+    from agentevo.inference.broadcast_sender import BroadcastSender
+
+    return BroadcastSender(config.run_dir / "weights", model, note=note)
+
+
+def _asking(config: RunConfig) -> WeightSource:
+    from agentevo.inference.broadcast_source import BroadcastSource
+
+    return BroadcastSource(config.run_dir / "weights", devices.find(config.model.device))
+
+
 def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
     from agentevo.inference.object_store import ObjectStoreWeights
 
@@ -158,6 +173,13 @@ transports.register("object_store")(
         "files under rollout.weights.url (S3 and others), for engines that share no folder",
         _upload,
         _download,
+    )
+)
+transports.register("broadcast")(
+    WeightTransport(
+        "a process group (NCCL or gloo) that engines in other processes join for each version",
+        _broadcast,
+        _asking,
     )
 )
 
@@ -215,6 +237,13 @@ def check_transport(config: RunConfig, *, apart: bool) -> None:
         _, source = _remote(config)
         if source is _download:
             source(config)  # its address and package, before anything is created
+        if source is _asking and not (
+            distributed.is_available() and distributed.is_gloo_available()
+        ):
+            raise ConfigError(
+                "rollout.transport=broadcast needs gloo, and this PyTorch was built without it: "
+                "install another build, or leave rollout.transport out"
+            )
         return
     name = local_transport(config, apart=False)
     if transports.get(name).source is not None:

@@ -64,24 +64,30 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
     """Raises EngineError for weights that the model can't take over: unknown or missing names,
     other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters
     that are not trained may be missing. Changes nothing; any thread may call it."""
+    check_shapes(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    own, fitted = dict(model.named_parameters()), dict[str, torch.Tensor]()
+    for name, tensor in weights.items():
+        fitted[name] = tensor.detach().to(own[name])
+        if not torch.isfinite(fitted[name]).all():
+            raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
+    return VerifiedWeights(model, fitted)
+
+
+def check_shapes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises EngineError for unknown or missing names, and other shapes than the model's."""
     own = dict(model.named_parameters())
-    unknown = sorted(set(weights) - set(own))
+    unknown = sorted(set(shapes) - set(own))
     missing = sorted(
-        {name for name, parameter in own.items() if parameter.requires_grad} - set(weights)
+        {name for name, parameter in own.items() if parameter.requires_grad} - set(shapes)
     )
     if unknown or missing:
         raise EngineError(
             f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: "
             "publish the model's own parameter names"
         )
-    fitted: dict[str, torch.Tensor] = {}
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
+    for name, shape in shapes.items():
+        if shape != own[name].shape:
             raise EngineError(
-                f"weights refused, nothing changed: {name} has shape {tuple(tensor.shape)}, the "
-                f"engine {tuple(own[name].shape)}"
+                f"weights refused, nothing changed: {name} has shape {shape}, the engine "
+                f"{tuple(own[name].shape)}"
             )
-        fitted[name] = tensor.detach().to(own[name])
-        if not torch.isfinite(fitted[name]).all():
-            raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
-    return VerifiedWeights(model, fitted)

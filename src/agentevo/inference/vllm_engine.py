@@ -21,14 +21,21 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentevo.config import EngineSection
-from agentevo.errors import ConfigError, DeadlineExceededError, EngineError, RequestTooLongError
+from agentevo.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    RequestTooLongError,
+    WeightsLostError,
+)
 from agentevo.event_loop import in_thread
+from agentevo.inference.broadcast_files import Incoming
 from agentevo.inference.engine import (
     NO_VERSION,
     InFlight,
@@ -41,10 +48,16 @@ from agentevo.inference.engine import (
 )
 from agentevo.inference.listening import tell
 from agentevo.inference.requests import completes_stop_string
-from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
+from agentevo.inference.verified import (
+    VerifiedWeights,
+    check_publish,
+    verify_weights,
+)
 from agentevo.inference.vllm_options import VllmOptions, read_options
+from agentevo.inference.vllm_receiving import places_of_workers, receive_in_workers
 from agentevo.inference.vllm_weights import (
     adapter_refusal,
+    remove_weights,
     write_adapter_weights,
     write_base,
     write_weights,
@@ -66,6 +79,8 @@ from agentevo.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from agentevo.models.parts import Spec
 
 SHUTDOWN_S = 10.0
 """Longest time for vLLM's processes to end by themselves."""
@@ -289,6 +304,29 @@ class VllmEngine:
         finally:
             self._refused_publishes += not published
 
+    async def places(self, specs: Mapping[str, Spec]) -> list[str]:
+        """See ReceivingEngine.places."""
+        self.check()
+        return await places_of_workers(self._llm.collective_rpc, self._like, specs)
+
+    async def receive(
+        self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
+    ) -> None:
+        """See ReceivingEngine.receive. vLLM computes on until its workers have all of them."""
+        published = False
+        try:
+            with self._changing_nothing(f"receive version {version}"):
+                await receive_in_workers(self._llm.collective_rpc, incoming, self._base)
+            async with self._publishing:
+                check_publish(version, self._version, None, self._like)
+                self.check()
+                await self._pause(in_flight, deadline_s)
+                await _to_its_end(self._take_over(version, came=True))
+                self._publishes += 1
+                published = True
+        finally:
+            self._refused_publishes += not published
+
     async def _swap(
         self,
         version: int,
@@ -305,27 +343,29 @@ class VllmEngine:
                 await in_thread(write_adapter_weights, self._like, weights, path)
             elif path is not None and weights is not None:
                 await in_thread(write_weights, self._like, weights, path)
-                await self._have_read(version, path)
+                with self._changing_nothing(f"read version {version}"):
+                    async with asyncio.timeout(LOAD_S):
+                        files = (str(path), str(self._base))
+                        await self._llm.collective_rpc("read_agentevo_weights", args=files)
             await self._pause(in_flight, deadline_s)
-            started = time.perf_counter()
-            await _to_its_end(self._take_over(version, path))
-            self._swap_s += time.perf_counter() - started
+            await _to_its_end(self._take_over(version, path, came=path is not None))
         finally:
             if self._adapter is before:
-                await in_thread(_remove, path)
+                await in_thread(remove_weights, path)
             elif before is not None:
-                await in_thread(_remove, Path(before.lora_path))
+                await in_thread(remove_weights, Path(before.lora_path))
 
-    async def _have_read(self, version: int, path: Path) -> None:
-        """vLLM's workers have the file in memory, and have changed nothing."""
+    @contextmanager
+    def _changing_nothing(self, what: str) -> Iterator[None]:
+        """Around what workers do before they change anything."""
         try:
-            async with asyncio.timeout(LOAD_S):
-                files = (str(path), str(self._base))
-                await self._llm.collective_rpc("read_agentevo_weights", args=files)
+            yield
+        except WeightsLostError:
+            raise
         except Exception as error:
             self.check()
             raise EngineError(
-                f"weights refused, nothing changed: vLLM could not read version {version} "
+                f"weights refused, nothing changed: vLLM could not {what} "
                 f"({type(error).__name__}: {error})"
             ) from error
 
@@ -345,15 +385,17 @@ class VllmEngine:
                 ) from None
             raise
 
-    async def _take_over(self, version: int, path: Path | None) -> None:
-        """Of a vLLM that pauses. When it fails, vLLM may hold some of the new weights and some of
-        the old ones: it draws nothing any more."""
+    async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
+        """Of a vLLM that pauses; `came`: weights lie in `path`, or in the workers. When it fails,
+        vLLM may hold some of the new weights and some of the old ones: it draws nothing any
+        more."""
+        started = time.perf_counter()
         try:
             async with asyncio.timeout(LOAD_S):
                 if path is not None and is_adapted(self._like):
                     self._adapter = adapter_of(path)
                     await self._llm.add_lora(self._adapter)
-                elif path is not None:
+                elif came:
                     await self._llm.collective_rpc("load_agentevo_weights")
                 await self._llm.update_weight_version(str(version))
         except Exception as error:
@@ -365,6 +407,7 @@ class VllmEngine:
             raise self._failure from error
         self._version = version
         await self._llm.resume_generation()
+        self._swap_s += time.perf_counter() - started
 
     async def forget_cache(self) -> None:
         """See UpdatableEngine.forget_cache."""
@@ -449,11 +492,3 @@ async def _to_its_end(work: Awaitable[None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _remove(path: Path | None) -> None:
-    """Of weights that nobody reads any more."""
-    if path is not None and path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    elif path is not None:
-        path.unlink(missing_ok=True)

@@ -1,27 +1,37 @@
-"""New weights on their way into vLLM, as a file: what the engine writes, and what vLLM's workers,
-which are other processes, do with it.
+"""New weights on their way into vLLM: what the engine writes into a file and vLLM's workers, which
+are other processes, read; or what these receive themselves, from the trainer.
 
-Invariant: a worker has read all of it, and found nothing unknown, before it changes anything.
-What fails after that leaves a mixture of old and new weights, and is said (`VllmEngine` then ends).
+Invariant: a worker has all of them, and found nothing unknown, before it changes anything. What
+fails after that leaves a mixture of old and new weights, and is said (`VllmEngine` then ends).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentevo.errors import EngineError, WeightsLostError
+from agentevo.inference.broadcast_files import Incoming
+from agentevo.inference.broadcast_group import place_of
+from agentevo.inference.broadcast_source import received
 from agentevo.inference.engine import Weights
 from agentevo.models.adapters import is_adapted
 from agentevo.models.save import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
 
 
 def write_base(model: PreTrainedModel, folder: Path) -> None:
@@ -66,6 +76,16 @@ def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def saves_as_it_is(model: PreTrainedModel, names: Iterable[str]) -> bool:
+    """Whether a checkpoint has tensors of these names as the model's modules do."""
+    whole = {
+        name: torch.empty_like(model.get_parameter(name), device="meta", requires_grad=False)
+        for name in names
+    }
+    saved = revert_weight_conversion(model, dict(whole))
+    return saved.keys() == whole.keys() and all(saved[name] is whole[name] for name in whole)
+
+
 def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
     """Writes what `model` would save of them: checkpoints may name and cut tensors otherwise than
     the modules that compute with them."""
@@ -73,22 +93,58 @@ def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
     save_file({name: one.detach().cpu().contiguous() for name, one in saved.items()}, path)
 
 
+def remove_weights(path: Path | None) -> None:
+    """Of weights that nobody reads any more."""
+    if path is not None and path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path is not None:
+        path.unlink(missing_ok=True)
+
+
 class WeightLoader:
     """What vLLM's workers are extended by: each of its processes has one beside its model."""
 
     model_runner: Any
+    rank: int
+    device: torch.device
     agentevo_weights: ClassVar[dict[str, torch.Tensor]] = {}
-    """What was read and is not yet loaded."""
+    """What was read or received and is not yet loaded."""
+    agentevo_receiving: ClassVar[Future[dict[str, torch.Tensor]] | None] = None
 
     def read_agentevo_weights(self, path: str, base: str) -> None:
         """Reads the tensors of the file `path` and, for what it has not, those of the folder
         `base`, from which vLLM has begun. Changes nothing of the model."""
-        tensors = _read_tensors(sorted(Path(base).glob("*.safetensors")))
-        changed = _read_tensors([Path(path)])
-        for name, tensor in changed.items():
-            if name not in tensors or tensor.shape != tensors[name].shape:
-                raise ValueError(f"{name} {tuple(tensor.shape)} is none of the model's tensors")
-        WeightLoader.agentevo_weights = tensors | changed
+        WeightLoader.agentevo_weights = _over_base(base, load_file(path))
+
+    def place_of_agentevo_weights(self) -> str:
+        """See `place_of`."""
+        return place_of(self.device)
+
+    def begin_agentevo_weights(self, incoming: str, base: str) -> None:
+        """As `read_agentevo_weights`, of what this worker receives from now on, in a thread: the
+        model goes on computing."""
+
+        def work() -> dict[str, torch.Tensor]:
+            given = msgspec.json.decode(incoming, type=Incoming)
+            changed = received(given, self.rank, self.device)
+            for name, tensor in changed.items():
+                if not torch.isfinite(tensor).all():
+                    raise EngineError(f"{name} holds NaN or infinity")
+            return _over_base(base, changed)
+
+        WeightLoader.agentevo_receiving = _begun(work)
+
+    def end_agentevo_weights(self) -> list[str] | None:
+        """None as long as they come; then `here`, or `lost` or `refused` and why."""
+        coming = WeightLoader.agentevo_receiving
+        if coming is None or not coming.done():
+            return None
+        error = coming.exception()
+        if error is not None:
+            kind = "lost" if isinstance(error, WeightsLostError) else "refused"
+            return [kind, f"{type(error).__name__}: {error}"]
+        WeightLoader.agentevo_weights = coming.result()
+        return ["here"]
 
     def load_agentevo_weights(self) -> None:
         """The model computes with what was read from now on. `load_weights` of vLLM's model is not
@@ -97,9 +153,31 @@ class WeightLoader:
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
 
 
-def _read_tensors(files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
+def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These and, for what is not among them, those of the folder. Raises ValueError for what has no
+    place there."""
+    tensors, known = dict(changed), dict[str, list[int]]()
+    for path in sorted(Path(base).glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                known[name] = file.get_slice(name).get_shape()
+                if name not in changed:
+                    tensors[name] = file.get_tensor(name)
+    for name, tensor in changed.items():
+        if known.get(name) != list(tensor.shape):
+            raise ValueError(f"{name} {tuple(tensor.shape)} is none of the model's tensors")
     return tensors
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
+    """In a thread that keeps no process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (handed to whoever asks for the result)
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

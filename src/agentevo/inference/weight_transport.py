@@ -10,18 +10,21 @@ that version; a version is served whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol, runtime_checkable
 
 import msgspec
 
 from agentevo.config import RunConfig
-from agentevo.inference.engine import UpdatableEngine, Weights
+from agentevo.inference.engine import InFlight, UpdatableEngine, Weights
 from agentevo.registry import Registry
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from agentevo.inference.broadcast_files import Incoming
+    from agentevo.models.parts import Spec
 
 
 LAST_VERSION = 2**53
@@ -75,6 +78,38 @@ class WeightSource(Protocol):
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
         """Exactly what was sent, on the CPU. `sha256`: the checksum that it has to have."""
+        ...
+
+
+@runtime_checkable
+class GroupSource(Protocol):
+    """A WeightSource whose weights come over a process group, which an engine's own processes can
+    join in place of the one that reads. Blocking."""
+
+    def specs(self, latest: Latest) -> Mapping[str, Spec]:
+        """What the version has. Raises EngineError."""
+        ...
+
+    def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
+        """Asks for it, for these places, and waits for the trainer to send it: they join at once
+        then. Raises WeightsNotSentError after some seconds, and EngineError."""
+        ...
+
+
+@runtime_checkable
+class ReceivingEngine(Protocol):
+    """An engine whose processes receive weights themselves."""
+
+    async def places(self, specs: Mapping[str, Spec]) -> list[str]:
+        """The device of each of them, in their order (`place_of`); none where the engine is to be
+        handed the weights. Raises EngineError for weights that it can't take over."""
+        ...
+
+    async def receive(
+        self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
+    ) -> None:
+        """As `publish`, of weights that each place receives. Raises WeightsLostError where they did
+        not arrive."""
         ...
 
 

@@ -443,7 +443,8 @@ class DisaggregatedRollouts:
         await self._lost.look()
         await self._published.begin(step)
         if self._elsewhere is not None:
-            await self._elsewhere.reach(step, self._stop, self._note)
+            look_after = self._published.look_after
+            await self._elsewhere.reach(step, self._stop, self._note, look_after)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()

@@ -1,11 +1,11 @@
 """`agentevo serve`: one engine of a run as a process of its own.
 
-It waits for the run's first weights, announces itself in RUN/engines/, and follows RUN/weights/
-from then on: new weights are read and verified while it serves, then swapped in (rollout.in_flight
-says what becomes of running requests). Weights that are torn, changed or unfit are refused and the
-old ones go on serving. The version that it serves only grows, also when the trainer goes back to a
-checkpoint. An engine whose steps fail again and again ends: what is wrong with it may be its
-device, and answers of errors are quick and draw requests.
+It waits for the run's first weights, announces itself in RUN/engines/, and follows them from then
+on (RUN/weights/, or what rollout.transport says): new weights are read and verified while it
+serves, then swapped in (rollout.in_flight says what becomes of running requests). Weights that are
+torn, changed or unfit are refused and the old ones go on serving. The version that it serves only
+grows, also when the trainer goes back to a checkpoint. An engine whose steps fail again and again
+ends: what is wrong with it may be its device, and answers of errors are quick and draw requests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, TypedDict
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.console import to_stderr
-from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
+from agentevo.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    WeightsLostError,
+    WeightsNotSentError,
+)
 from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.heap import lasting_heap
 from agentevo.http_clients import is_this_machine
@@ -37,7 +43,12 @@ from agentevo.inference.objects import Objects
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
 from agentevo.inference.transports import remote_source
-from agentevo.inference.weight_transport import WeightSource
+from agentevo.inference.weight_transport import (
+    GroupSource,
+    Latest,
+    ReceivingEngine,
+    WeightSource,
+)
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.retry import STORE_RETRY_S
 from agentevo.runs.identity import ensure_run_folder
@@ -161,6 +172,13 @@ async def _until(
         await asyncio.sleep(STOP_POLL_S)
 
 
+class _How(TypedDict):
+    """How new weights are swapped in."""
+
+    in_flight: InFlight
+    deadline_s: float
+
+
 class Follower:
     """Keeps an engine on the newest weights of a source."""
 
@@ -199,48 +217,76 @@ class Follower:
 
     async def look(self) -> bool:
         """Serves the newest weights if they are newer than what is served; returns whether it
-        did."""
-        try:
-            newer = await in_thread(self._newer)
-            if newer is None:
+        did. Where a trainer sends them to who asks, it asks until it does."""
+        while True:
+            try:
+                version = await self._serve_newest()
+            except WeightsNotSentError:
+                continue
+            except (
+                DeadlineExceededError
+            ) as error:  # requests would not end: the same weights again at the next look
+                self._say(str(error))
                 return False
-            version, verified = newer
-            await self._engine.publish(
-                version, verified, deadline_s=self._deadline_s, in_flight=self._in_flight
-            )
-        except (
-            DeadlineExceededError
-        ) as error:  # requests would not end: the same weights again at the next look
-            self._say(str(error))
-            return False
-        except EngineError as error:
-            self._say(f"version {self._engine.version} goes on serving: {error}")
-            return False
-        self._say(f"serving version {version}")
-        return True
+            except EngineError as error:
+                self._say(f"version {self._engine.version} goes on serving: {error}")
+                return False
+            if version is None:
+                return False
+            self._say(f"serving version {version}")
+            return True
 
-    def _newer(self) -> tuple[int, Weights] | None:
-        """Read and verified, in a thread beside the engine. Raises EngineError once for weights
-        that can't be served."""
-        state: object = None
+    async def _serve_newest(self) -> int | None:
+        """The version that is served from now on, if there was a newer one. Raises EngineError once
+        for weights that can't be served."""
+        latest, state = await in_thread(self._newest)
+        if latest is None:
+            return None
+        how: _How = {"in_flight": self._in_flight, "deadline_s": self._deadline_s}
+        source, engine = self._weights, self._engine
+        if isinstance(source, GroupSource) and isinstance(engine, ReceivingEngine):
+            with self._refusing(state):
+                places = await engine.places(await in_thread(source.specs, latest))
+                if places:
+                    incoming = await in_thread(source.incoming, latest, places)
+                    await engine.receive(latest.version, incoming, **how)
+                    return latest.version
+        with self._refusing(state):
+            verified = await in_thread(self._verified, latest)
+        await self._engine.publish(latest.version, verified, **how)
+        return latest.version
+
+    def _newest(self) -> tuple[Latest | None, object]:
+        """What is to be served, if there is something, and its state."""
+        latest = self._weights.announced()
+        if latest is None or latest.version <= self._engine.version:
+            return None, None
+        state = self._weights.state(latest.version)
+        if state == self._refused and time.monotonic() - self._refused_at < AGAIN_S:
+            return None, None
+        return latest, state
+
+    @contextmanager
+    def _refusing(self, state: object) -> Iterator[None]:
+        """What is refused in here is not looked at again as long as it looks the same."""
         try:
-            latest = self._weights.announced()
-            if latest is None or latest.version <= self._engine.version:
-                return None
-            state = self._weights.state(latest.version)
-            if state == self._refused and time.monotonic() - self._refused_at < AGAIN_S:
-                return None
-            return latest.version, self._engine.verify(self._read(latest.version, latest.sha256))
+            yield
+        except (WeightsNotSentError, WeightsLostError, DeadlineExceededError):
+            raise  # nothing is known against them
         except EngineError:
             self._refused, self._refused_at = state, time.monotonic()
             raise
 
-    def _read(self, version: int, sha256: str) -> Weights:
+    def _verified(self, latest: Latest) -> Weights:
+        """Read and verified, beside the engine."""
         try:
-            return self._weights.read(version, sha256=sha256)
+            weights = self._weights.read(latest.version, sha256=latest.sha256)
+        except WeightsNotSentError:
+            raise
         except EngineError:
             self._num_unreadable += 1
             raise
+        return self._engine.verify(weights)
 
     def _say(self, line: str) -> None:
         if line != self._said:

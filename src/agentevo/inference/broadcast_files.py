@@ -1,0 +1,299 @@
+"""What trainer and engines write for each other where weights go over a process group: small files,
+each there whole or not at all, and never a tensor.
+
+    RUN/weights/latest.json            the version, and the SHA-256 of...
+                tensors-SHA256.json    ...what it has: names, dtypes and shapes
+                asks/ID.json           an engine wants what latest.json names
+                answers/ID.json        the round in which it gets it
+                rounds/ID/store        where the members of the round find one another
+                rounds/ID/sent.json    the fingerprint of each tensor that was sent
+
+An engine renews its ask for as long as it waits, so that a dead engine's goes by itself. Taking an
+ask deletes it: it is answered once. Whatever else lies here is not read, or is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import torch
+
+from agentevo.errors import EngineError
+from agentevo.files import open_regular, write_atomic
+from agentevo.inference.version_manifest import LATEST_FILE
+from agentevo.inference.weight_transport import LAST_VERSION, Latest
+from agentevo.models.parts import Spec
+
+STALE_S = 15.0
+"""An ask that was not renewed for so long is of an engine that is gone."""
+RENEW_S = 1.0
+MOST_PLACES = 256
+"""Members of a round, besides the trainer; who is left over is in the next one."""
+_ASK_BYTES = 2**16
+_FILE_BYTES = 2**26
+_Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+T = TypeVar("T")
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """What a version has. Its SHA-256 is what everybody calls the version by."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
+    written: _Id
+    """Of no other publication: one of the same version by a later trainer is told apart."""
+    tensors: list[TensorEntry]
+
+    @classmethod
+    def of(cls, version: int, specs: Mapping[str, Spec]) -> Contents:
+        entries = [
+            TensorEntry(name, str(spec.dtype).removeprefix("torch."), tuple(spec.shape))
+            for name, spec in specs.items()
+        ]
+        return cls(version, uuid.uuid4().hex, entries)
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """In the order in which the tensors come. Raises EngineError for dtypes that this torch
+        does not have."""
+        found = {}
+        for entry in self.tensors:
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise EngineError(
+                    f"version {self.version} has {entry.name} as {entry.dtype}, which this "
+                    "PyTorch does not know: install the trainer's release"
+                )
+            found[entry.name] = Spec(dtype, entry.shape)
+        return found
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Of an engine that waits."""
+
+    id: _Id
+    engine: _Id
+    """The same in all of its asks."""
+    sha256: str
+    """Of what it wants."""
+    places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
+    """The device of each of its processes that receives, see `place_of`."""
+    where: str
+    """For messages."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The round that an ask is in."""
+
+    round: _Id
+    sha256: str
+    """Of what is sent."""
+    backend: str
+    """Of the tensors: gloo or nccl."""
+    first_rank: Annotated[int, msgspec.Meta(ge=1)]
+    """Of the asking engine's places; the trainer's is 0."""
+    world: Annotated[int, msgspec.Meta(ge=2, le=MOST_PLACES + 1)]
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """Weights that an engine's places are about to be sent."""
+
+    folder: str
+    answer: Answer
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What came over a round's group, as the trainer had it."""
+
+    sha256: str
+    fingerprints: dict[str, str]
+
+
+class BroadcastFiles:
+    """See the module. Blocking. Reading raises EngineError, writing OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._asks, self._answers = folder / "asks", folder / "answers"
+        self._rounds = folder / "rounds"
+
+    def begin(self) -> None:
+        """Of a trainer that begins: what one before it has left behind answers nobody any more."""
+        for folder in (self._answers, self._rounds):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in (self._asks, self._answers, self._rounds):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def announce(self, contents: Contents) -> Latest:
+        """From now on the newest version is this one."""
+        raw = msgspec.json.encode(contents)
+        latest = Latest(contents.version, hashlib.sha256(raw).hexdigest())
+        write_atomic(self._contents(latest.sha256), raw, durable=True)
+        before = self._read_latest()
+        write_atomic(self.folder / LATEST_FILE, msgspec.json.encode(latest), durable=True)
+        kept = {self._contents(one.sha256) for one in (latest, before) if one is not None}
+        for path in self.folder.glob("tensors-*.json"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+        return latest
+
+    def announced(self) -> Latest | None:
+        """None before the first."""
+        path = self.folder / LATEST_FILE
+        return self._decoded(path, Latest) if path.exists() else None
+
+    def is_whole(self, latest: Latest) -> bool:
+        """Whether this is announced, and what it has can be read."""
+        try:
+            self.contents(latest.sha256)
+            return self.announced() == latest
+        except EngineError:
+            return False
+
+    def contents(self, sha256: str) -> Contents:
+        path = self._contents(sha256)
+        raw = self._raw(path)
+        if hashlib.sha256(raw).hexdigest() != sha256:
+            raise EngineError(f"{path} is not what was written: not served")
+        return self._decode(path, raw, Contents)
+
+    def ask(self, ask: Ask) -> None:
+        """Writes it, or writes it again."""
+        write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
+
+    def renew(self, ask: Ask) -> bool:
+        """False if it was taken, or deleted. An answer that is there is seen from now on: on a
+        network's disk, that there was none may be remembered until the folder changes."""
+        probe = self._answers / f".{ask.engine}"
+        probe.touch()
+        probe.unlink()
+        try:
+            os.utime(self._ask(ask.id))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def withdraw(self, ask: Ask) -> None:
+        self._ask(ask.id).unlink(missing_ok=True)
+
+    def answer(self, ask: Ask) -> Answer | None:
+        """None if there is none yet."""
+        path = self._answer(ask.id)
+        return self._decoded(path, Answer) if path.exists() else None
+
+    def asks(self, sha256: str) -> list[Ask]:
+        """Who waits for these weights. What no engine that lives has written is deleted."""
+        clock = self._asks / ".clock"
+        clock.unlink(missing_ok=True)
+        clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
+        now, found = clock.stat().st_mtime, []
+        for entry in os.scandir(self._asks):
+            match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)
+            try:
+                seen = entry.stat(follow_symlinks=False)
+                if abs(now - seen.st_mtime) > STALE_S:
+                    raise EngineError("its engine is gone")
+                if match is None:
+                    continue
+                ask = self._decoded(Path(entry.path), Ask, most=_ASK_BYTES)
+                if ask.id != match[1]:
+                    raise EngineError("it has another's name")
+            except FileNotFoundError:
+                continue
+            except EngineError:
+                _remove(Path(entry.path))
+                continue
+            if ask.sha256 == sha256:
+                found.append(ask)
+        return found
+
+    @contextmanager
+    def round(self, round_id: str, answers: Mapping[str, Answer]) -> Iterator[Path]:
+        """A round's folder, told to those who asked (ask's id -> answer), until it is over."""
+        folder = self.path(round_id)
+        try:
+            folder.mkdir(parents=True)
+            for ask_id, answer in answers.items():
+                write_atomic(self._answer(ask_id), msgspec.json.encode(answer))
+            yield folder
+        finally:
+            for ask_id in answers:
+                with suppress(OSError):
+                    self._answer(ask_id).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def take(self, asks: Iterable[Ask]) -> list[Ask]:
+        """Those that are still there; they are not any more."""
+        taken = []
+        for ask in asks:
+            with suppress(FileNotFoundError):
+                self._ask(ask.id).unlink()
+                taken.append(ask)
+        return taken
+
+    def path(self, round_id: str) -> Path:
+        """A round's folder."""
+        return self._rounds / round_id
+
+    def write_sent(self, round_id: str, sent: Sent) -> None:
+        write_atomic(self.path(round_id) / "sent.json", msgspec.json.encode(sent))
+
+    def sent(self, round_id: str) -> Sent:
+        return self._decoded(self.path(round_id) / "sent.json", Sent)
+
+    def _contents(self, sha256: str) -> Path:
+        return self.folder / f"tensors-{sha256}.json"
+
+    def _ask(self, ask_id: str) -> Path:
+        return self._asks / f"{ask_id}.json"
+
+    def _answer(self, ask_id: str) -> Path:
+        return self._answers / f"{ask_id}.json"
+
+    def _read_latest(self) -> Latest | None:
+        try:
+            return self.announced()
+        except EngineError:
+            return None
+
+    def _decoded(self, path: Path, kind: type[T], *, most: int = _FILE_BYTES) -> T:
+        return self._decode(path, self._raw(path, most), kind)
+
+    def _raw(self, path: Path, most: int = _FILE_BYTES) -> bytes:
+        try:
+            with open_regular(path) as file:
+                raw = file.read(most + 1)
+        except OSError as error:
+            raise EngineError(f"{path} can't be read ({error})") from error
+        if len(raw) > most:
+            raise EngineError(f"{path} is longer than {most} bytes: nothing here writes that")
+        return raw
+
+    def _decode(self, path: Path, raw: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineError(f"{path} can't be read ({error}): torn, or another's") from error
+
+
+def _remove(path: Path) -> None:
+    """Of what nobody reads."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,289 @@
+"""A round of weights over a process group: the trainer's place is rank 0, the others receive.
+
+    join -> buckets of bytes -> sent.json -> compare -> agree
+
+A round has a group of its own, beside whatever other groups these processes are in. All calls but
+those of the tensors go over gloo; the tensors go over NCCL where trainer and receivers each have a
+CUDA device of their own, else over gloo, too. Tensors follow one another in buckets of at most
+BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
+
+Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
+fingerprints that say so lie in the run's folder and don't come over the group.
+
+Whoever dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for each
+bucket. Nothing is encrypted, and nobody is asked who he is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from agentevo.errors import EngineError, WeightsLostError
+from agentevo.inference.broadcast_files import Answer, BroadcastFiles, Sent
+from agentevo.inference.fingerprints import fingerprint
+from agentevo.models.parts import Spec, as_bytes
+
+BUCKET_BYTES = 2**28
+JOIN_S = 20.0
+"""Longest time for all members of a round to meet."""
+BUCKET_S = 60.0
+"""Longest time for one bucket, with what the trainer gathers for it."""
+SEEN_S = 15.0
+"""Longest time for a file to be seen by others after it was written, on a network's disk."""
+_CPU = torch.device("cpu")
+_ENVIRONMENT = threading.Lock()
+_KEPT: deque[object] = deque(maxlen=8)
+"""The stores of the last rounds. One whose file is deleted while it goes ends the process, in
+C++; by the time of the next round the file is gone, or stays."""
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor within a bucket."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
+    """What each bucket has: all bytes of all tensors, in order. Tensors without bytes have a piece
+    of none."""
+    bucket, room = list[Piece](), most
+    for name, spec in specs.items():
+        begin = 0
+        while True:
+            end = min(spec.num_bytes, begin + room)
+            bucket.append(Piece(name, begin, end))
+            room -= end - begin
+            begin = end
+            if room == 0:
+                yield bucket
+                bucket, room = [], most
+            if begin == spec.num_bytes:
+                break
+    if bucket:
+        yield bucket
+
+
+def place_of(device: torch.device) -> str:
+    """What an ask says of a device: its kind, and which one it is."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+
+
+def backend_of(places: Iterable[str]) -> str:
+    """By which back end tensors travel between these: NCCL takes CUDA devices only, and each
+    once."""
+    known = list(places)
+    are_apart = len(set(known)) == len(known)
+    is_nccl = are_apart and all(one.startswith("cuda ") for one in known)
+    return "nccl" if is_nccl and distributed.is_nccl_available() else "gloo"
+
+
+class Group:
+    """A member of a round. What is called here raises WeightsLostError when another one is gone."""
+
+    def __init__(self, answer: Answer, store: str, rank: int, device: torch.device) -> None:
+        self.device = device if answer.backend == "nccl" else _CPU
+        """Of what is broadcast."""
+        with _broken_off():
+            self._join(answer, store, rank, device)
+
+    def _join(self, answer: Answer, store: str, rank: int, device: torch.device) -> None:
+        file = distributed.FileStore(store, answer.world)
+        _KEPT.append(file)
+        file.set_timeout(timedelta(seconds=JOIN_S))
+        self._control: Any = distributed.ProcessGroupGloo(
+            distributed.PrefixStore("gloo", file),
+            rank,
+            answer.world,
+            timeout=timedelta(seconds=JOIN_S),
+        )
+        self._tensors: Any = self._control
+        if answer.backend == "nccl":  # all of them are there
+            try:
+                meeting = distributed.PrefixStore("nccl", file)
+                self._tensors = _nccl(meeting, rank, answer.world, device)
+            except BaseException:
+                self._control.abort()
+                raise
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0."""
+        group = self._control if tensor.device.type == "cpu" else self._tensors
+        options = distributed.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=BUCKET_S)
+        with _broken_off():
+            group.broadcast([tensor], options).wait(timedelta(seconds=BUCKET_S))
+
+    def refusals(self, refuses: bool) -> int:
+        """How many do."""
+        count = torch.tensor([int(refuses)], dtype=torch.int64, device=_CPU)
+        options = distributed.AllreduceOptions()
+        options.timeout = timedelta(seconds=BUCKET_S)
+        with _broken_off():
+            self._control.allreduce([count], options).wait(timedelta(seconds=BUCKET_S))
+        return int(count)
+
+    def close(self) -> None:
+        """Whoever still waits for this one sees that it is gone."""
+        for group in {id(one): one for one in (self._tensors, self._control)}.values():
+            group.abort()
+
+
+def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
+    """With TORCH_NCCL_BLOCKING_WAIT, which is read here, a member that is gone is an error of the
+    one that waits; else PyTorch ends the process."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    torch.cuda.set_device(device)
+    kinds: Any = distributed
+    options = kinds.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=BUCKET_S)
+    with _ENVIRONMENT:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            return kinds.ProcessGroupNCCL(store, rank, world, options)
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+@contextmanager
+def _broken_off() -> Iterator[None]:
+    """Around what needs the others."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition(". This is typically")[0]
+        raise WeightsLostError(f"a member of the group is gone, or hangs ({said[:300]})") from error
+
+
+@contextmanager
+def _joined(
+    files: BroadcastFiles, answer: Answer, rank: int, device: torch.device
+) -> Iterator[Group]:
+    group = Group(answer, str(files.path(answer.round) / "store"), rank, device)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def send(
+    files: BroadcastFiles,
+    answer: Answer,
+    specs: Mapping[str, Spec],
+    opened: Callable[[], AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]],
+    device: torch.device,
+) -> int:
+    """On the trainer: the tensors, in the order of `specs`, to all others; they are `opened` once
+    all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
+    OSError for files."""
+    with _joined(files, answer, 0, device) as group, opened() as tensors:
+        coming, found = iter(tensors), dict[str, str]()
+        buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
+        for bucket in buckets(specs, BUCKET_BYTES):
+            filled = 0
+            for piece in bucket:
+                if piece.begin == 0:
+                    bits = _next_bits(coming, piece.name, specs[piece.name], found)
+                size = piece.end - piece.begin
+                buffer[filled : filled + size] = bits[piece.begin : piece.end]
+                filled += size
+            if filled:
+                group.broadcast(buffer[:filled])
+        files.write_sent(answer.round, Sent(answer.sha256, found))
+        group.broadcast(torch.ones(1, dtype=torch.uint8, device=_CPU))
+        return group.refusals(False)
+
+
+def _next_bits(
+    coming: Iterator[tuple[str, torch.Tensor]], name: str, spec: Spec, found: dict[str, str]
+) -> torch.Tensor:
+    given, tensor = next(coming)
+    if given != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
+        raise EngineError(
+            f"{given} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
+            "defect, please report it"
+        )
+    found[name] = fingerprint(tensor)
+    return as_bytes(tensor.detach().contiguous())
+
+
+def receive(
+    files: BroadcastFiles,
+    answer: Answer,
+    specs: Mapping[str, Spec],
+    place: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
+    Raises WeightsLostError."""
+    with _joined(files, answer, answer.first_rank + place, device) as group:
+        tensors, found = dict[str, torch.Tensor](), dict[str, str]()
+        buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
+        for bucket in buckets(specs, BUCKET_BYTES):
+            filled = sum(piece.end - piece.begin for piece in bucket)
+            if filled:
+                group.broadcast(buffer[:filled])
+            begin = 0
+            for piece in bucket:
+                spec = specs[piece.name]
+                if piece.begin == 0:
+                    tensors[piece.name] = torch.empty(
+                        spec.shape, dtype=spec.dtype, device=group.device
+                    )
+                end = begin + piece.end - piece.begin
+                as_bytes(tensors[piece.name])[piece.begin : piece.end] = buffer[begin:end]
+                begin = end
+                if piece.end == spec.num_bytes:
+                    found[piece.name] = fingerprint(tensors[piece.name])
+        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=_CPU))
+        sent = _sent(files, answer.round)
+        wrong = sorted(name for name in found if found[name] != sent.fingerprints.get(name))
+        is_right = (
+            sent.sha256 == answer.sha256 and not wrong and len(sent.fingerprints) == len(found)
+        )
+        try:
+            group.refusals(not is_right)
+        except WeightsLostError:
+            if not is_right:
+                raise
+            # Another one is gone. These weights are here.
+    if not is_right:
+        raise WeightsLostError(
+            f"{len(wrong)} tensors did not arrive as they were sent"
+            + (f", {wrong[0]} first" if wrong else "")
+        )
+    return tensors
+
+
+def _room(specs: Mapping[str, Spec]) -> int:
+    return min(BUCKET_BYTES, sum(spec.num_bytes for spec in specs.values()))
+
+
+def _sent(files: BroadcastFiles, round_id: str) -> Sent:
+    """It was written; another machine may see that later."""
+    ends = time.monotonic() + SEEN_S
+    while True:
+        try:
+            return files.sent(round_id)
+        except EngineError as error:
+            if time.monotonic() > ends:
+                raise WeightsLostError(str(error)) from error
+            time.sleep(0.05)

@@ -1,0 +1,201 @@
+"""The trainer's side of weights that go over a process group.
+
+`publish` announces a version, waits at most EXPECT_S for the engines that asked for the one before,
+and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later: engines that
+are new, or whose round was broken off. Between these calls the model changes, and nothing is sent.
+
+An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
+did not ask for a version is not waited for at the next one. One that asks and never joins (behind a
+firewall, say) soon has rounds of its own, seldom, and keeps nobody else from the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from agentevo.errors import EngineError
+from agentevo.event_loop import in_thread
+from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
+from agentevo.inference.broadcast_group import backend_of, place_of, send
+from agentevo.inference.weight_transport import Latest
+from agentevo.models.in_parts import in_parts
+from agentevo.models.parameters import trained_weights
+from agentevo.models.parts import Spec
+
+EXPECT_S = 10.0
+"""How long `publish` waits for an engine that asked for the version before."""
+MOST_BROKEN = 3
+"""Most rounds of one `publish` that are broken off; whoever has nothing then is seen to by
+`look_after`."""
+ALONE_AFTER = 2
+"""Broken rounds in a row after which an engine has rounds of its own..."""
+PAUSE_S = 60.0
+"""...and, where these are broken off too, so much longer a pause before each."""
+LONGEST_PAUSE_S = 600.0
+LOOK_S = 0.05
+
+
+class BroadcastSender:
+    """A WeightSender, see the module. `note` is told when a round was broken off."""
+
+    def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
+        self._files, self._model, self._note = BroadcastFiles(folder), model, note
+        self._version = 0
+        self._latest: Latest | None = None
+        """What is announced; None where it could not be written."""
+        self._has_begun = False
+        self._expected: set[str] = set()
+        """Engines that are waited for at the next version."""
+        self._broken: dict[str, tuple[int, float]] = {}
+        """Engine -> its rounds in a row that were broken off, and when it may have another one."""
+        self._said = ""
+        """The trouble that was told last; it is told once."""
+
+    async def begin(self, version: int) -> None:
+        """See WeightSender.begin. What engines have of a later version they keep."""
+        await self.publish(version)
+
+    async def publish(self, version: int) -> None:
+        """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
+        self._version, self._latest = version, None
+        missing, self._expected, num_broken = self._expected, set(), 0
+        while num_broken < MOST_BROKEN:
+            asks = await self._waiting(missing)
+            chosen = self._chosen(asks)
+            if not chosen:
+                return
+            went_well = await in_thread(self._send, chosen)
+            num_broken += not went_well
+            done = {ask.engine for ask in chosen} if went_well else set[str]()
+            missing = {ask.engine for ask in asks if self._is_due(ask.engine)} - done
+            if not missing:
+                return
+
+    async def look_after(self) -> None:
+        """See WeightSender.look_after. Reads two files and lists one folder as long as nobody
+        asks."""
+        chosen = self._chosen(await self._waiting(set()))
+        if chosen:
+            await in_thread(self._send, chosen)
+
+    def _chosen(self, asks: Sequence[Ask]) -> list[Ask]:
+        """Who is in the next round: all together, but for engines whose last rounds were broken
+        off. Each of these has a round of its own, after the others', later and later."""
+        alone = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
+        together, num_places = list[Ask](), 0
+        for ask in asks:
+            fits = num_places + len(ask.places) <= MOST_PLACES
+            if fits and ask not in alone:
+                together.append(ask)
+                num_places += len(ask.places)
+        return together or [ask for ask in alone if self._is_due(ask.engine)][:1]
+
+    def _broken_rounds(self, engine: str) -> int:
+        return self._broken.get(engine, (0, 0.0))[0]
+
+    def _is_due(self, engine: str) -> bool:
+        return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
+
+    async def _waiting(self, missing: set[str]) -> list[Ask]:
+        """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
+        ends = time.monotonic() + EXPECT_S
+        try:
+            latest = await in_thread(self._announced)
+            while True:
+                asks = await in_thread(self._files.asks, latest.sha256)
+                if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
+                    return asks
+                await asyncio.sleep(LOOK_S)
+        except OSError as error:  # the folder is away, or full: again at the next look
+            self._say(
+                f"version {self._version} can't be sent, which is tried again while attempts are "
+                f"waited for: {self._files.folder}: {error.strerror or error}"
+            )
+            return []
+
+    def _announced(self) -> Latest:
+        """The version as engines find it, written again where that was damaged."""
+        if not self._has_begun:
+            self._files.begin()
+            self._has_begun = True
+        if self._latest is None or not self._files.is_whole(self._latest):
+            self._latest = self._files.announce(Contents.of(self._version, self._specs()))
+        return self._latest
+
+    def _send(self, asks: Sequence[Ask]) -> bool:
+        """One round, for these; whether it came to its end."""
+        latest = self._latest
+        assert latest is not None  # or nobody could have asked for it
+        specs, device = self._specs(), self._device()
+        try:
+            taken = self._files.take(asks)
+            if not taken:
+                return True
+            places = [place for ask in taken for place in ask.places]
+            backend = backend_of([place_of(device), *places])
+            round_id, answers, rank = uuid.uuid4().hex, dict[str, Answer](), 1
+            for ask in taken:
+                answers[ask.id] = Answer(round_id, latest.sha256, backend, rank, len(places) + 1)
+                rank += len(ask.places)
+            with self._files.round(round_id, answers):
+                one = next(iter(answers.values()))
+                refusals = send(self._files, one, specs, self._tensors, device)
+        except (EngineError, OSError, torch.OutOfMemoryError) as error:
+            self._was_broken_off(asks, str(error))
+            return False
+        if refusals:
+            self._was_broken_off(
+                taken, f"{refusals} of {len(places)} found other bits than were sent"
+            )
+            return False
+        for ask in taken:
+            self._expected.add(ask.engine)
+            self._broken.pop(ask.engine, None)
+        self._said = ""
+        return True
+
+    def _was_broken_off(self, asks: Sequence[Ask], why: str) -> None:
+        for ask in asks:
+            count = self._broken_rounds(ask.engine) + 1
+            pause_s = min(PAUSE_S * max(count - ALONE_AFTER, 0), LONGEST_PAUSE_S)
+            self._broken[ask.engine] = (count, time.monotonic() + pause_s)
+        of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
+        self._say(
+            f"version {self._version} did not reach all of {len(asks)} engines ({of_whom}), which "
+            f"go on with what they have and ask again: {why}"
+        )
+
+    def _specs(self) -> dict[str, Spec]:
+        how = in_parts(self._model)
+        if how is not None:
+            return how.specs(only_trained=True)
+        return {
+            name: Spec(tensor.dtype, tuple(tensor.shape))
+            for name, tensor in trained_weights(self._model).items()
+        }
+
+    def _device(self) -> torch.device:
+        how = in_parts(self._model)
+        if how is not None:
+            return next(iter(how.own(True).values())).local.device
+        return next(iter(trained_weights(self._model).values())).device
+
+    def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:
+        """In the order of `_specs`; gathered one by one from a model that lies in parts."""
+        how = in_parts(self._model)
+        if how is not None:
+            return how.tensors(only_trained=True)
+        return nullcontext(trained_weights(self._model).items())
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._note(line)

@@ -1,0 +1,117 @@
+"""An engine's side of weights that go over a process group: it asks for the newest version, waits
+for the round that the trainer answers with, and receives.
+
+One ask is out at a time. It is renewed while somebody waits, here, and is of the version that was
+newest when it was written: once there is a newer one, that is asked for instead.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
+from agentevo.inference.broadcast_files import RENEW_S, Answer, Ask, BroadcastFiles, Incoming
+from agentevo.inference.broadcast_group import place_of, receive
+from agentevo.inference.engine import Weights
+from agentevo.inference.weight_transport import Latest
+from agentevo.models.parts import Spec
+
+WAIT_S = 2.0
+"""Longest wait of one call, in seconds; the ask stays."""
+ANSWER_S = 3.0
+"""An ask that is gone for so long without an answer was deleted, and is written anew."""
+LOOK_S = 0.1
+
+
+class BroadcastSource:
+    """A WeightSource and a GroupSource, see the module. `device`: where `read` receives what comes
+    over NCCL."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._files, self._device = BroadcastFiles(folder), device
+        self._engine = uuid.uuid4().hex
+        self._asked: Ask | None = None
+        self._gone_at: float | None = None
+        """When the ask was first seen to be taken."""
+
+    @property
+    def place(self) -> str:
+        """See WeightSource.place."""
+        return f"{self._files.folder} (broadcast)"
+
+    def announced(self) -> Latest | None:
+        """See WeightSource.announced."""
+        return self._files.announced()
+
+    def state(self, version: int) -> object:
+        """See WeightSource.state."""
+        return self._files.announced()
+
+    def read(self, version: int, *, sha256: str | None = None) -> Weights:
+        """See WeightSource.read. On this engine's device where they come over NCCL."""
+        latest = self._files.announced()
+        if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
+            raise WeightsNotSentError(f"version {version} is not the newest any more")
+        return received(self.incoming(latest, [place_of(self._device)]), 0, self._device)
+
+    def specs(self, latest: Latest) -> dict[str, Spec]:
+        """See GroupSource.specs."""
+        return self._files.contents(latest.sha256).specs
+
+    def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
+        """See GroupSource.incoming."""
+        try:
+            answer = self._answered(latest, list(places))
+        except OSError as error:
+            raise EngineError(
+                f"{self._files.folder} can't be written to ({error}), and an engine asks for "
+                "weights there: make it writable, or set rollout.transport=folder"
+            ) from error
+        self._asked = None
+        if answer.sha256 != latest.sha256:
+            raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
+        return Incoming(str(self._files.folder), answer)
+
+    def _answered(self, latest: Latest, places: list[str]) -> Answer:
+        ask = self._asked
+        if ask is None or (ask.sha256, ask.places) != (latest.sha256, places):
+            if ask is not None:
+                self._files.withdraw(ask)
+            where = f"{socket.gethostname()} {os.getpid()}"
+            ask = Ask(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
+            self._files.ask(ask)
+            self._asked, self._gone_at = ask, None
+        ends, renewed = time.monotonic() + WAIT_S, time.monotonic()
+        while time.monotonic() < ends:
+            if (answer := self._files.answer(ask)) is not None:
+                return answer
+            if self._files.announced() != latest:
+                break
+            if time.monotonic() - renewed > RENEW_S:
+                renewed = time.monotonic()
+                if self._files.renew(ask):
+                    self._gone_at = None
+                elif self._gone_at is None:
+                    self._gone_at = renewed
+                elif renewed - self._gone_at > ANSWER_S:
+                    self._asked = None
+                    break
+            time.sleep(LOOK_S)
+        raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
+
+
+def received(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What one of an engine's places is sent, see `receive`. Raises EngineError."""
+    files = BroadcastFiles(Path(incoming.folder))
+    specs = files.contents(incoming.answer.sha256).specs
+    try:
+        return receive(files, incoming.answer, specs, place, device)
+    except (RuntimeError, MemoryError) as error:  # no room for them, for example
+        raise EngineError(f"weights can't be received ({error}): not served") from error

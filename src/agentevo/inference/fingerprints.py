@@ -1,0 +1,69 @@
+"""A tensor's fingerprint: 128 bits that its own bits and their places determine, the same on every
+device.
+
+Of the tensor's 64-bit words x(c, i), the i-th of chunk c (its bytes, with zeros up to a multiple of
+eight), the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with other factors. They are odd
+numbers made by SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+2014), so a change of one word is always found: an odd factor has an inverse. It is no cryptographic
+checksum: whoever can choose bits can find others of the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from agentevo.models.parts import as_bytes
+
+CHUNK = 2**17
+"""Words that are summed at once."""
+_MASK = 2**64 - 1
+
+
+@torch.no_grad()
+def fingerprint(tensor: torch.Tensor) -> str:
+    """32 hexadecimal digits. Shape and dtype are not in it. Computed where the tensor lies, on a
+    CUDA device too."""
+    where = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
+    bits = as_bytes(where.detach().contiguous())
+    factors = _factors(bits.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for number, begin in enumerate(range(0, len(bits), 8 * CHUNK)):
+        words = _words(bits[begin : begin + 8 * CHUNK])
+        for which in (0, 1):
+            of_chunk = (words * factors[which, : len(words)]).sum()
+            sums[which] += of_chunk * _signed(_odd(2 * number + which + 2**40))
+    first, second = (int(one) & _MASK for one in sums.tolist())
+    return f"{first:016x}{second:016x}"
+
+
+def _words(bits: torch.Tensor) -> torch.Tensor:
+    """As int64, with zeros at the end. A view where that is possible."""
+    whole = math.ceil(len(bits) / 8) * 8
+    if whole != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
+        padded = torch.zeros(whole, dtype=torch.uint8, device=bits.device)
+        padded[: len(bits)] = bits
+        bits = padded
+    return bits.view(torch.int64)
+
+
+@lru_cache(maxsize=8)
+def _factors(device: torch.device) -> torch.Tensor:
+    """[2, CHUNK]"""
+    made = [[_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
+    return torch.tensor(made, dtype=torch.int64, device=device)
+
+
+def _odd(number: int) -> int:
+    """SplitMix64 of the number, made odd."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return (mixed ^ mixed >> 31) | 1
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits: products and sums wrap around as those of unsigned numbers do."""
+    return number - 2**64 if number >= 2**63 else number

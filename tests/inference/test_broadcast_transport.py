@@ -1,0 +1,132 @@
+"""`rollout.transport: broadcast`: what a recipe may say, and an engine that follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentevo.config import LoraSection, build_config
+from agentevo.errors import ConfigError, EngineError
+from agentevo.inference.broadcast_sender import BroadcastSender
+from agentevo.inference.broadcast_source import BroadcastSource
+from agentevo.inference.engine import NO_VERSION
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.transports import check_transport, distributed, remote_source
+from agentevo.inference.vllm_receiving import places_of_workers
+from agentevo.listings import LISTS
+from agentevo.models.adapters import add_adapter
+from agentevo.models.parts import Spec
+from agentevo.orchestration.components import load_policy
+from agentevo.processes.serve import Follower
+from agentevo.types import SamplingParams
+
+
+def config(*, model=None, **rollout):
+    return build_config(
+        {
+            "environment": {"type": "coins"},
+            "model": {"name": "tiny"} | (model or {}),
+            "rollout": {"samplers": 1, "transport": "broadcast"} | rollout,
+        }
+    )
+
+
+def test_the_recipe_chooses_it(monkeypatch):
+    assert isinstance(remote_source(config()), BroadcastSource)
+    check_transport(config(), apart=True)
+    assert dict(LISTS["transports"]())["broadcast"].startswith("a process group")
+    with pytest.raises(ConfigError, match="and this run has none"):
+        check_transport(config(samplers=0), apart=False)
+    with pytest.raises(ConfigError, match=r"is for rollout.transport=object_store, not broadcast"):
+        config(weights={"url": "file:///x"})
+    with pytest.raises(ConfigError, match=r"rollout.weights.delta is for weights in files"):
+        config(weights={"delta": True}, model={"dtype": "bfloat16"})
+    monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs gloo"):
+        check_transport(config(), apart=True)
+
+
+def test_workers_of_vllm_receive_what_their_checkpoint_has_alone():
+    """A mixture of experts is merged when it is loaded, and parted when it is saved."""
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    merged = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", num_local_experts=2, num_experts_per_tok=1, **sizes)
+    )
+    asked = []
+
+    async def call(method):
+        asked.append(method)
+        return ["cpu", "cpu"]
+
+    async def places(model, **changed):
+        specs = {name: Spec(one.dtype, tuple(one.shape)) for name, one in model.named_parameters()}
+        return await places_of_workers(call, model, specs | changed)
+
+    assert asyncio.run(places(plain)) == ["cpu", "cpu"]
+    assert asyncio.run(places(merged)) == []
+    assert asyncio.run(places(add_adapter(plain, LoraSection(rank=2), seed=1))) == []
+    with pytest.raises(EngineError, match=r"unknown \['what'\]"):
+        asyncio.run(places(merged, what=Spec(torch.float32, (1,))))
+    assert asked == ["place_of_agentevo_weights"]
+
+
+def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
+    """What can't be served is not asked for again, and the next version is."""
+    made = small_config(tmp_path / "run", "engine.kv_cache_gb=0.1")
+    model = load_policy(made).model
+    notes, sent = [], []
+
+    async def work():
+        engine = TorchEngine(copy.deepcopy(model), config=made.engine)
+        await engine.begin(NO_VERSION)
+        sender = BroadcastSender(tmp_path / "weights", model, note=sent.append)
+        source = BroadcastSource(tmp_path / "weights", torch.device("cpu"))
+        follower = Follower(source, engine, "continue", deadline_s=60, note=notes.append)
+
+        async def look(version):
+            publishing = asyncio.ensure_future(sender.publish(version))
+            async with asyncio.timeout(60):
+                while source.announced() is None or source.announced().version < version:
+                    await asyncio.sleep(0.01)
+                looking = asyncio.ensure_future(follower.look())
+                while not looking.done():
+                    await publishing
+                    await sender.look_after()
+                    await asyncio.sleep(0.01)
+            return looking.result()
+
+        assert await look(0) and engine.version == 0
+        weight = model.get_input_embeddings().weight.data
+        before = weight.clone()
+        weight[0, 0] = float("nan")
+        assert not await look(1)
+        assert not await follower.look(), "refused, and not asked for again"
+        assert engine.version == 0 and "holds NaN" in notes[1]
+        weight.copy_(2 * before)
+        assert await look(2)
+        found = await engine.generate(
+            [3, 5, 8], SamplingParams(max_new_tokens=4, temperature=0), deadline_s=60
+        )
+        alone = await _alone(model, made, found.ids)
+        assert found.ids == alone.ids and set(found.versions) == {2}
+        assert follower.stats()["engine/refused_publishes"] == 1
+
+    asyncio.run(work())
+    assert sent == []
+    assert [notes[0], notes[-1]] == ["serving version 0", "serving version 2"] and len(notes) == 3
+
+
+async def _alone(model, made, ids):
+    engine = TorchEngine(model, config=made.engine)
+    await engine.begin(2)
+    return await engine.generate(
+        [3, 5, 8], SamplingParams(max_new_tokens=len(ids), temperature=0), deadline_s=60
+    )
