@@ -90,4 +90,4 @@ def use_fused_decoder(model: PreTrainedModel) -> None:
         if type(module) in DECODERS and all(
             isinstance(vars(layer).get("forward"), FusedLayer) for layer in layers
         ):
-            module.forward = FusedDecoder(module)  # type: ignore[assignment]
+            module.forward = FusedDecoder(module)
