@@ -185,7 +185,7 @@ def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, m
 @pytest.mark.parametrize(
     ("when", "how"),
     [
-        ("ASKED", signal.SIGKILL),
+        pytest.param("ASKED", signal.SIGKILL, marks=pytest.mark.slow),
         ("BUCKET", signal.SIGKILL),
         pytest.param("BUCKET", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
@@ -225,6 +225,7 @@ def settled(sender, *futures):
     return futures
 
 
+@pytest.mark.slow
 def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
     folder, sender, notes, monkeypatch
 ):
