@@ -162,7 +162,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, me
     elif path == "small cells":
         monkeypatch.setattr(cells, "CELL_BYTES", {})
         monkeypatch.setattr(cells, "OTHER_CELL_BYTES", 64)
-        monkeypatch.setattr(linear_logprobs, "CELL_ROWS", {"cpu": 3})
+        monkeypatch.setattr(cells, "CELL_ROWS", {"cpu": 3})
     batch = pack(samples_of(), CPU, merge=merge)
     logp, entropy = token_logprobs(model, batch)
     expected, of_entropy, of_squares = by_hand(plain)

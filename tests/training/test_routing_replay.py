@@ -43,7 +43,9 @@ EVERYTHING = TrainerSection(routing_replay="rollout", learning_rate=1e-3, warmup
 
 
 def drawn(model, group: str, seed: int) -> Trajectory:
-    """A root turn with two branches, the first of which goes on, recorded as by a conversation."""
+    """A root turn with two branches, the first of which goes on, recorded as by a conversation. In
+    this order the session has what each turn goes on from: context that is computed again may
+    choose otherwise in a near tie, where a mixture's products sum in another order."""
     engine = TorchEngine(model, config=EngineSection(routed_experts=True, prefill_tokens=16))
     turns: list[Turn] = []
 
@@ -77,8 +79,8 @@ def drawn(model, group: str, seed: int) -> Trajectory:
     async def play() -> None:
         await ask(None, list(range(5, 29)))
         await ask(0, [3, 4])
-        await ask(0, [6])
         await ask(1, [7, 8, 9])
+        await ask(0, [6])
 
     asyncio.run(play())
     return Trajectory(
