@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -121,6 +121,30 @@ def name_of(device: torch.device) -> str:
     if module is None or not hasattr(module, "get_device_name"):
         return device.type
     return str(module.get_device_name(device))
+
+
+def identity(device: torch.device) -> str:
+    """Its kind and, where it has one that no other device on any machine has, its number: `cuda
+    GPU-...`."""
+    if device.type != CUDA:
+        return device.type
+    return f"{CUDA} {_module(device).get_device_properties(device).uuid}"
+
+
+def are_joined_by_nccl(identities: Iterable[str]) -> bool:
+    """Whether NCCL takes devices of these identities as one group: those of CUDA, each once."""
+    known = list(identities)
+    are_apart = len(set(known)) == len(known)
+    return (
+        are_apart
+        and all(one.startswith(f"{CUDA} ") for one in known)
+        and distributed.is_nccl_available()
+    )
+
+
+def wraps_around(kind: str) -> bool:
+    """Whether sums and products of int64 on such devices are known to be modulo 2**64."""
+    return kind in ("cpu", CUDA)
 
 
 def all_of(device: torch.device) -> list[torch.device]:

@@ -91,7 +91,7 @@ class Ask(msgspec.Struct, frozen=True):
     sha256: str
     """Of what it wants."""
     places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
-    """The device of each of its processes that receives, see `place_of`."""
+    """The device of each of its processes that receives, see `devices.identity`."""
     where: str
     """For messages."""
 

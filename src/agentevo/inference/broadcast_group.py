@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from agentevo import devices
 from agentevo.errors import EngineError, WeightsLostError
 from agentevo.inference.broadcast_files import Answer, BroadcastFiles, Sent
 from agentevo.inference.fingerprints import fingerprint
@@ -75,20 +76,9 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
         yield bucket
 
 
-def place_of(device: torch.device) -> str:
-    """What an ask says of a device: its kind, and which one it is."""
-    if device.type != "cuda":
-        return device.type
-    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
-
-
 def backend_of(places: Iterable[str]) -> str:
-    """By which back end tensors travel between these: NCCL takes CUDA devices only, and each
-    once."""
-    known = list(places)
-    are_apart = len(set(known)) == len(known)
-    is_nccl = are_apart and all(one.startswith("cuda ") for one in known)
-    return "nccl" if is_nccl and distributed.is_nccl_available() else "gloo"
+    """By which back end tensors travel between these devices (`devices.identity`)."""
+    return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
 
 class Group:
@@ -147,7 +137,8 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
     """With TORCH_NCCL_BLOCKING_WAIT, which is read here, a member that is gone is an error of the
     one that waits; else PyTorch ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        devices.take(device, device.index)
     kinds: Any = distributed
     options = kinds.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=BUCKET_S)

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from agentevo.devices import identity
 from agentevo.errors import EngineError
 from agentevo.event_loop import in_thread
 from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
-from agentevo.inference.broadcast_group import backend_of, place_of, send
+from agentevo.inference.broadcast_group import backend_of, send
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.in_parts import in_parts
 from agentevo.models.parameters import trained_weights
@@ -140,7 +141,7 @@ class BroadcastSender:
             if not taken:
                 return True
             places = [place for ask in taken for place in ask.places]
-            backend = backend_of([place_of(device), *places])
+            backend = backend_of([identity(device), *places])
             round_id, answers, rank = uuid.uuid4().hex, dict[str, Answer](), 1
             for ask in taken:
                 answers[ask.id] = Answer(round_id, latest.sha256, backend, rank, len(places) + 1)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
 from agentevo.inference.broadcast_files import RENEW_S, Answer, Ask, BroadcastFiles, Incoming
-from agentevo.inference.broadcast_group import place_of, receive
+from agentevo.inference.broadcast_group import receive
 from agentevo.inference.engine import Weights
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.parts import Spec
@@ -59,7 +60,7 @@ class BroadcastSource:
         latest = self._files.announced()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
             raise WeightsNotSentError(f"version {version} is not the newest any more")
-        return received(self.incoming(latest, [place_of(self._device)]), 0, self._device)
+        return received(self.incoming(latest, [identity(self._device)]), 0, self._device)
 
     def specs(self, latest: Latest) -> dict[str, Spec]:
         """See GroupSource.specs."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import torch
 
+from agentevo.devices import wraps_around
 from agentevo.models.parts import as_bytes
 
 CHUNK = 2**17
@@ -26,7 +27,7 @@ _MASK = 2**64 - 1
 def fingerprint(tensor: torch.Tensor) -> str:
     """32 hexadecimal digits. Shape and dtype are not in it. Computed where the tensor lies, on a
     CUDA device too."""
-    where = tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
+    where = tensor if wraps_around(tensor.device.type) else tensor.cpu()
     bits = as_bytes(where.detach().contiguous())
     factors = _factors(bits.device)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)

@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
 from agentevo.inference.broadcast_files import Incoming
-from agentevo.inference.broadcast_group import place_of
 from agentevo.inference.broadcast_source import received
 from agentevo.inference.engine import Weights
 from agentevo.models.adapters import is_adapted
@@ -117,8 +117,8 @@ class WeightLoader:
         WeightLoader.agentevo_weights = _over_base(base, load_file(path))
 
     def place_of_agentevo_weights(self) -> str:
-        """See `place_of`."""
-        return place_of(self.device)
+        """See `devices.identity`."""
+        return identity(self.device)
 
     def begin_agentevo_weights(self, incoming: str, base: str) -> None:
         """As `read_agentevo_weights`, of what this worker receives from now on, in a thread: the

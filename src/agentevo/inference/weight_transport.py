@@ -101,8 +101,8 @@ class ReceivingEngine(Protocol):
     """An engine whose processes receive weights themselves."""
 
     async def places(self, specs: Mapping[str, Spec]) -> list[str]:
-        """The device of each of them, in their order (`place_of`); none where the engine is to be
-        handed the weights. Raises EngineError for weights that it can't take over."""
+        """The device of each of them, in their order (`devices.identity`); none where the engine is
+        to be handed the weights. Raises EngineError for weights that it can't take over."""
         ...
 
     async def receive(
