@@ -12,7 +12,7 @@ from torch import nn
 from agentevo.models.attention import prepare
 from agentevo.models.fused import FUSED_CLASSES
 from agentevo.models.fused_decoder import DECODERS
-from agentevo.models.linear import available, drop_packed
+from agentevo.models.linear import PackedMatrix, available, drop_packed
 
 pytestmark = pytest.mark.skipif(
     not available(),
@@ -111,9 +111,15 @@ def test_wrapped_products_and_hooks_run(model):
     assert len(seen) == 1
 
 
-def test_other_types_take_the_ordinary_way(model):
+def test_other_types_take_the_ordinary_way(model, monkeypatch):
     made = model("llama").bfloat16()
+    packings = []
+    packed = PackedMatrix.__init__
+    monkeypatch.setattr(
+        PackedMatrix, "__init__", lambda self, *of: packings.append(of) or packed(self, *of)
+    )
     assert num_fused_calls(made) == 0
+    assert not packings
     assert fused(made).isfinite().all()
 
 

@@ -26,7 +26,7 @@ from agentevo.models.linear import PackedMatrix
 DECODERS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 """Decoders that are exactly embeddings, rotary positions, layers and norm; a subclass may differ
 and is left alone."""
-TAKEN = frozenset({"plan", "position_ids", "use_cache"})
+TAKEN = frozenset({"input_ids", "plan", "position_ids", "use_cache"})
 """Arguments that a pass may name; others have to be None."""
 RECORDED = ("output_hidden_states", "output_attentions")
 """Settings of a model's configuration that ask for more than the last hidden states."""
@@ -40,32 +40,33 @@ class FusedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the decoder's own `forward`: input_ids [1, T] -> hidden states [1, T, H]."""
-        ids = kwargs.get("input_ids")
-        if not args and ids is not None and ids.numel() and self._asks_for_states_alone(kwargs):
-            decoder: Any = self.decoder
-            if (layers := self._layers()) is not None:
-                embedded = decoder.embed_tokens(ids)
-                if embedded.dtype == torch.float32 and embedded.device.type == "cpu":
-                    rotation = decoder.rotary_emb(embedded, position_ids=kwargs["position_ids"])
-                    x, plan = embedded[0], kwargs["plan"]
-                    for layer, weights in layers:
-                        x = layer.of_tokens(x, weights, plan, rotation)
-                    return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
-        return type(self.decoder).forward(self.decoder, *args, **kwargs)
+        straight = not args and self._asks_for_states_alone(kwargs)
+        layers = self._layers() if straight else None
+        if layers is None:
+            return type(self.decoder).forward(self.decoder, *args, **kwargs)
+        decoder: Any = self.decoder
+        embedded = decoder.embed_tokens(kwargs["input_ids"])
+        rotation = decoder.rotary_emb(embedded, position_ids=kwargs["position_ids"])
+        x, plan = embedded[0], kwargs["plan"]
+        for layer, weights in layers:
+            x = layer.of_tokens(x, weights, plan, rotation)
+        return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
 
     def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
-        config: Any = self.decoder.config
+        """Of ids that there are, in float32 on a CPU: elsewhere no layer packs its weights."""
+        decoder: Any = self.decoder
+        ids, embeddings = kwargs.get("input_ids"), decoder.embed_tokens.weight
         return (
             not torch.is_grad_enabled()
+            and ids is not None
+            and ids.numel() > 0
+            and embeddings.dtype == torch.float32
+            and embeddings.device.type == "cpu"
             and kwargs.get("plan") is not None
             and kwargs.get("position_ids") is not None
             and kwargs.get("use_cache") is False
-            and not any(
-                value is not None
-                for name, value in kwargs.items()
-                if name not in TAKEN and name != "input_ids"
-            )
-            and not any(getattr(config, name, False) for name in RECORDED)
+            and not any(value is not None for name, value in kwargs.items() if name not in TAKEN)
+            and not any(getattr(decoder.config, name, False) for name in RECORDED)
         )
 
     def _layers(self) -> list[tuple[FusedLayer, tuple[PackedMatrix, ...]]] | None:
