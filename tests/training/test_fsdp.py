@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from several_processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import fsdp_runs as runs
@@ -25,21 +25,11 @@ def found(request, tmp_path_factory):
     shard, world = request.param
     folder = tmp_path_factory.mktemp("fsdp")
     outs = [folder / f"{process}.pt" for process in range(world)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                runs.__file__,
-                *map(str, (shard, process, world, folder / "meeting", out)),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, out in enumerate(outs)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
+    run_processes(
+        runs.__file__,
+        [(shard, process, world, folder / "meeting", out) for process, out in enumerate(outs)],
+        within_s=240,
+    )
     return [torch.load(out) for out in outs]
 
 

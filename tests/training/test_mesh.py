@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from several_processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import mesh_runs as runs
@@ -30,25 +30,11 @@ def found(request, alone, tmp_path_factory):
     are apart, and the memory of a stage of a pipeline."""
     folder, count = tmp_path_factory.mktemp("mesh"), request.param
     outs = [folder / f"{process}.pt" for process in range(count)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                runs.__file__,
-                *map(str, (count, process, folder / "meeting", alone, out)),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, out in enumerate(outs)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=900)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_processes(
+        runs.__file__,
+        [(count, process, folder / "meeting", alone, out) for process, out in enumerate(outs)],
+        within_s=900,
+    )
     return [
         (list(zip(runs.CASES[count], cases, strict=True)), rewards, peaks)
         for cases, rewards, peaks in map(torch.load, outs)

@@ -3,12 +3,12 @@ process, bit for bit."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from several_processes import run_processes
 
 from agentevo.errors import EngineError
 from agentevo.inference.weights import WeightsFolder
@@ -24,25 +24,11 @@ def found(request, tmp_path_factory):
     """(folder, of each process (case -> what came of it, its memory))."""
     folder, count = tmp_path_factory.mktemp("deltas"), request.param
     outs = [folder / f"{process}.pt" for process in range(count)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                runs.__file__,
-                *map(str, (count, process, folder / "meeting", folder, out)),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, out in enumerate(outs)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=900)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
+    run_processes(
+        runs.__file__,
+        [(count, process, folder / "meeting", folder, out) for process, out in enumerate(outs)],
+        within_s=900,
+    )
     loaded = [torch.load(out, weights_only=False) for out in outs]
     return folder, [
         (list(zip(runs.CASES[count], cases, strict=True)), memory) for cases, memory in loaded

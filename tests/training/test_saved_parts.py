@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from several_processes import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import saved_runs as runs
@@ -18,18 +19,15 @@ pytestmark = pytest.mark.slow
 
 def together(folder: Path, what: str, key: str, size: int, world: int) -> list[dict]:
     outs = [folder / f"{what}-{process}.pt" for process in range(world)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, runs.__file__, what, key, *map(str, (size, process, world)),
-             str(folder / f"meeting-{what}"), str(folder), str(out)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, out in enumerate(outs)
-    ]  # fmt: skip
-    for process in processes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
+    meeting = folder / f"meeting-{what}"
+    run_processes(
+        runs.__file__,
+        [
+            (what, key, size, process, world, meeting, folder, out)
+            for process, out in enumerate(outs)
+        ],
+        within_s=300,
+    )
     return [torch.load(out) for out in outs]
 
 
