@@ -1,5 +1,7 @@
 """What a float32 matrix product reaches on this machine: PyTorch's own `F.linear` against oneDNN,
-which `agentevo.models.linear` uses, and its `PackedMatrix`, by which the engine generates.
+which `agentevo.models.linear` uses, oneDNN with weights in its own layout, and `PackedMatrix`, by
+which the engine generates: few rows by kernels of our own (`models/cpu_kernels.py`), unless
+AGENTEVO_CPU_KERNELS=off.
 
     .venv/bin/python benchmarks/linear.py
 
@@ -61,7 +63,8 @@ def main() -> None:
             ways: dict[str, list[Callable[[], object]]] = {
                 "F.linear": [partial(torch.nn.functional.linear, x, weight) for weight in weights],
                 "oneDNN": [partial(product, x, weight) for weight in weights],
-                "packed": [partial(matrix.product, x) for matrix in packed],
+                "oneDNN packed": [partial(matrix._multiplied, x, "none") for matrix in packed],
+                "PackedMatrix": [partial(matrix.product, x) for matrix in packed],
             }
             seconds = {name: seconds_each(calls) for name, calls in ways.items()}
             texts = [

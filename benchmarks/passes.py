@@ -1,12 +1,12 @@
-"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`, and
-FEW_QUERIES and FEW_SCORES of `inference/cache_attention.py`.
+"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`,
+`models/cpu_kernels.py`, and FEW_QUERIES and FEW_SCORES of `inference/cache_attention.py`.
 
     .venv/bin/python benchmarks/passes.py
 
 Prints milliseconds of one forward pass of SmolLM2-135M without attention, by number of tokens,
 through its own layers and through `FusedLayer`; then microseconds of one layer's attention by
-number of query rows, through matrix products and through weighted sums. Medians of
-alternating repetitions.
+number of query rows, through matrix products, through weighted sums, and through our own kernels.
+Medians of alternating repetitions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from agentevo.inference.batch import build_batch
 from agentevo.inference.cache_attention import CacheAttention
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, num_blocks
 from agentevo.inference.scheduler import Sequence as Running
+from agentevo.models.cpu_kernels import cpu_kernels
 from ours import load, model_folder
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 3072)
@@ -96,23 +97,31 @@ def attention() -> None:
 
             def run(
                 few: int,
+                own: bool = False,
                 plan: CacheAttention = plan,
                 query: torch.Tensor = query,
                 new: torch.Tensor = new,
             ) -> None:
                 cache_attention.FEW_QUERIES = cache_attention.FEW_SCORES = few
+                cache_attention.cpu_kernels = cpu_kernels if own else lambda: None
                 plan._calls = 0  # another pass
                 for _ in range(LAYERS):
                     plan.attend(query, new, new, 0.125, None, None)
 
-            products, sums = (
+            products, sums, kernels = (
                 1e6 * seconds / LAYERS
-                for seconds in medians([lambda run=run: run(0), lambda run=run: run(10**6)])
+                for seconds in medians(
+                    [
+                        lambda run=run: run(0),
+                        lambda run=run: run(10**6),
+                        lambda run=run: run(0, own=True),
+                    ]
+                )
             )
             rows = tokens * QUERY_HEADS // KV_HEADS
             print(
                 f"{sequences} x {keys} keys, {rows:3d} query rows: products {products:6.0f} us, "
-                f"weighted sums {sums:6.0f} us",
+                f"weighted sums {sums:6.0f} us, own kernels {kernels:6.0f} us",
                 flush=True,
             )
 

@@ -40,6 +40,7 @@ from transformers import (
 
 from agentevo.config import ModelSection, TinyModel
 from agentevo.inference.engine import TokenListener
+from agentevo.models import cpu_kernels
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, load_model
@@ -179,6 +180,13 @@ CORPUS = (
     "You win. You lose. Go on.",
     "red green blue black white",
 )
+
+
+@pytest.fixture(params=["own kernels", "PyTorch's"])
+def with_and_without_kernels(request, monkeypatch) -> None:
+    """Runs a test twice: with the kernels for the CPU where there are any, and without."""
+    if request.param == "PyTorch's":
+        monkeypatch.setattr(cpu_kernels, "_found", lambda: (None, "left out", ""))
 
 
 @pytest.fixture

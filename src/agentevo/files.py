@@ -24,6 +24,13 @@ PARTIAL = ".partial"
 RESUME = "make room there, or make it writable, and resume: every committed step is kept"
 
 
+def cache_root() -> Path:
+    """$AGENTEVO_CACHE, or ~/.cache/agentevo: what can be made again, each kind in a folder of its
+    own."""
+    root = os.environ.get("AGENTEVO_CACHE")
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "agentevo"
+
+
 @contextmanager
 def must_write(path: Path, remedy: str = RESUME) -> Iterator[None]:
     """Around what writes a file or folder: OSError becomes DiskError, with what to do."""

@@ -13,7 +13,7 @@ from slow import slow
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models import linear
+from agentevo.models import cpu_kernels, linear
 from agentevo.models.aligned import Aligned
 from agentevo.types import SamplingParams
 
@@ -48,7 +48,16 @@ PARAMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_alone_and_in_company(name, random_model, complete):
-    model = random_model(name).model
+    _compare_alone_and_in_company(random_model(name).model, complete)
+
+
+@pytest.mark.slow
+def test_alone_and_in_company_without_kernels_of_our_own(random_model, complete, monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "_found", lambda: (None, "left out", ""))
+    _compare_alone_and_in_company(random_model("llama").model, complete)
+
+
+def _compare_alone_and_in_company(model, complete):
     alone = [
         complete(TorchEngine(model), [prompt], [params])[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -97,6 +106,7 @@ def test_a_conversation_beside_others(random_model):
     assert asyncio.run(interrupted(TorchEngine(model))) == alone
 
 
+@pytest.mark.usefixtures("with_and_without_kernels")
 @pytest.mark.parametrize("threads", [2, *slow(1, 3)])
 @pytest.mark.parametrize(
     ("num_inputs", "num_outputs"), [(64, 192), (100, 130), (576, 640), (1536, 576), (2200, 64)]

@@ -15,6 +15,7 @@ from slow import slow
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
+from agentevo.inference.kv_cache import KEY_BLOCK
 from agentevo.inference.scheduler import _shared_beginnings, common_prefix
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
@@ -69,7 +70,7 @@ def real_tokens(engine: TorchEngine) -> int:
     cache = engine.scheduler.cache
     slots = cache.keys[0].shape[0] * cache.keys[0].shape[2] if cache.keys else 0
     return slots + sum(
-        len(segment.keys[0][0])
+        segment.keys[0].shape[1] * KEY_BLOCK
         for group in engine.scheduler.segments.values()
         for segment in group.values()
     )

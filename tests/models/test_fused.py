@@ -14,10 +14,13 @@ from agentevo.models.fused import FUSED_CLASSES
 from agentevo.models.fused_decoder import DECODERS
 from agentevo.models.linear import PackedMatrix, available, drop_packed
 
-pytestmark = pytest.mark.skipif(
-    not available(),
-    reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not available(),
+        reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU",
+    ),
+    pytest.mark.usefixtures("with_and_without_kernels"),
+]
 
 
 @pytest.fixture

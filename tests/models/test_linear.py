@@ -144,6 +144,7 @@ def test_a_copy_of_a_layer_has_weights_of_its_own():
     assert twin.weight.abs().sum() > 0
 
 
+@pytest.mark.usefixtures("with_and_without_kernels")
 @pytest.mark.parametrize("rows", [1, 2, 9])
 @pytest.mark.parametrize("outputs", [128, 100])  # whole blocks of the packed layout, and not
 @pytest.mark.parametrize("with_bias", [True, False])

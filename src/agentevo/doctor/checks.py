@@ -380,6 +380,17 @@ def judge_processor(capability: str, onednn: bool) -> Check:
     return Check("processor", "good", finding)
 
 
+def judge_kernels(problem: str, remedy: str) -> Check:
+    """`problem`: why there are no kernels of our own for the CPU, empty where there are; `remedy`:
+    what can be done about it, if anything."""
+    if not problem:
+        return Check("cpu kernels", "good", "built for this processor")
+    slower = "an engine on the CPU generates at about two thirds of the speed"
+    if not remedy:
+        return Check("cpu kernels", "good", f"none ({problem}); {slower}")
+    return Check("cpu kernels", "warning", f"none ({problem}); {slower}", remedy)
+
+
 def judge_disk(free: float, place: str) -> Check:
     """`free`: bytes. A run of a 135M model keeps about 6 GiB (three checkpoints of weights and
     optimizer state)."""

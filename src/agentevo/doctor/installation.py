@@ -20,13 +20,15 @@ from agentevo.devices import all_of, find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
+from agentevo.models.cpu_kernels import why_not
 from agentevo.models.known import known_models
 from agentevo.sandbox import cgroups
 from agentevo.sandbox.opening import ORDER, problem_of
 
 
 def check_installation() -> list[Check]:
-    """Versions, processor, threads, memory, disk, GPU, models; nothing is downloaded or written."""
+    """Versions, processor, its kernels (which this builds), threads, memory, disk, GPU, models;
+    nothing is downloaded."""
     version = platform.python_version()
     advice = "" if sys.version_info >= (3, 11) else "AgentEvo needs Python 3.11 or newer"
     results = [
@@ -52,6 +54,7 @@ def check_installation() -> list[Check]:
         checks.judge_processor(
             torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.is_available()
         ),
+        checks.judge_kernels(*why_not()),
         checks.judge_threads(torch.get_num_threads(), num_cores()),
         Check("memory", "warning" if short else "good", memory, short),
         checks.judge_disk(shutil.disk_usage(Path.cwd()).free, str(Path.cwd())),

@@ -149,7 +149,7 @@ def _rows(
     )  # row of each sequence; a dense span may hold idle slots between
     width = int(counts[bucket].max())
     tokens = np.zeros((batch, width), dtype=np.int64)
-    queries, keys = np.ones(batch, dtype=np.int64), np.ones(batch, dtype=np.int64)
+    queries, keys = np.zeros(batch, dtype=np.int64), np.ones(batch, dtype=np.int64)
     steps = np.arange(width)
     tokens[lines] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
     queries[lines], keys[lines] = counts[bucket], lengths[bucket]

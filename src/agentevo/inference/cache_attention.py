@@ -20,6 +20,8 @@ are then added up. Keys that a query does not see add zeros. So a token's number
 tokens before it and on nothing else: not on how many queries are computed at once, on what is
 padded, or on who shares the prefix (tests/inference/test_batch_invariance.py).
 
+    own kernels   (`models/cpu_kernels.py`) for any number of queries, with a prefix or without;
+                  not where scores are capped, or a head's numbers are no multiple of a vector
     few queries   too little work for matrix products, one per sequence and head, each smaller than
                   its own overhead: scores are sums of the table of keys weighted by the query,
                   outputs sums of the table of values weighted by attention, one call for all
@@ -38,6 +40,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, in_rows, num_blocks
+from agentevo.models.cpu_kernels import WHOLE, Cache, CpuKernels, Prefix, cpu_kernels
 from agentevo.models.linear import ORDERED, available, product, weighted_sums
 from agentevo.models.routers import Routing
 
@@ -91,7 +94,9 @@ def _softmax(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores += mask
-    num_keys = scores.shape[-1]
+    num_keys, kernels = scores.shape[-1], cpu_kernels()
+    if kernels is not None and scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return kernels.softmax_(scores.contiguous())
     if num_keys < FEWEST_KEYS:
         padded = torch.nn.functional.pad(scores, (0, FEWEST_KEYS - num_keys), value=NEG_INF)
         return torch.softmax(padded, dim=-1)[..., :num_keys].contiguous()
@@ -135,7 +140,8 @@ class Rows:
     and the same prefix.
 
     `tokens` [B, Q] are places in the step's flat token row (padding repeats a real one), `lengths`
-    [B] the keys in the slot after this step, `queries` [B] how many of the Q are real.
+    [B] the keys in the slot after this step, `queries` [B] how many of the Q are real, 0 of an idle
+    slot.
     """
 
     stretches: list[Stretch]
@@ -287,20 +293,28 @@ class CacheAttention:
         repeat = num_heads // groups
         in_order = available() and q.device.type == "cpu" and q.dtype == torch.float32
         keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
-        self._write(keys, values, k, v)
-        q = (q * scaling if in_order else q).view(num_tokens, groups, repeat, dim)  # [T, G, R, D]
+        own = _own_kernels(keys, values, softcap) if in_order else None
+        view = _Layer(layer, keys, values, scaling, window, softcap, own)
+        if own is None:
+            self._write(keys, values, k, v)
+        else:
+            own[0].keep(own[1], k, v, self.slots, self.places)
+        q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
-        view = _Layer(layer, keys, values, scaling, window, softcap)
+        attended = _summed if in_order else _fused
         if (
-            len(self.rows) == 1
+            own is None
+            and len(self.rows) == 1
             and self.rows[0].in_order
             and (not in_order or repeat <= FEW_QUERIES)
         ):
-            attended = _summed if in_order else _fused
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
         out = torch.empty_like(q)
         for rows in self.rows:
             num_queries = rows.tokens.shape[1]
+            if own is not None:
+                _by_own_kernels(rows, q, view, out)
+                continue
             if in_order and not rows.few(repeat):
                 _multiplied(rows, q, view, out)
                 continue
@@ -308,7 +322,7 @@ class CacheAttention:
             batch = len(rows.tokens)
             q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim)
             q_rows = q_rows.transpose(1, 2).reshape(batch, groups, -1, dim)
-            part = (_summed if in_order else _fused)(rows, q_rows, view)
+            part = attended(rows, q_rows, view)
             # Back to one row per token, the padding left behind.
             part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2)
             out[rows.take_tokens] = part.reshape(-1, groups, repeat, dim)[rows.take_rows]
@@ -337,26 +351,50 @@ class _Layer(NamedTuple):
     values: torch.Tensor
     """[slots, G, capacity + scratch, D]"""
     scaling: float
-    """Of the scores; in order, the queries have it already."""
+    """Of the scores."""
     window: int | None
     softcap: float | None
+    own: tuple[CpuKernels, Cache] | None
+    """Our own kernels, where there are any for this layer."""
+
+
+def _own_kernels(
+    keys: torch.Tensor, values: torch.Tensor, softcap: float | None
+) -> tuple[CpuKernels, Cache] | None:
+    kernels = cpu_kernels()
+    if kernels is None or softcap is not None or values.shape[-1] % WHOLE:
+        return None
+    return kernels, Cache.of(keys, values)
+
+
+def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+    """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out`, which
+    is like it."""
+    assert layer.own is not None
+    kernels, cache = layer.own
+    prefix = None
+    if rows.segment is not None:
+        prefix = Prefix.of(rows.segment.keys[layer.call], rows.segment.values[layer.call])
+    where = rows.tokens, rows.slots, rows.lengths, rows.queries
+    q, out = q.flatten(1, 2), out.flatten(1, 2)
+    kernels.attend(cache, q, *where, prefix, layer.scaling, layer.window, out)
 
 
 def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
-    """Attention of few scaled queries per sequence and head, q [B, G, N, D] with N = Q * R, in
-    order: scores are sums of key rows weighted by the query's numbers, outputs sums of value rows
-    weighted by attention. Of a prefix both are matrix products for all readers of a key-value head,
-    and its part of the output is the first row of the sum, with weight 1."""
+    """Attention of few queries per sequence and head, q [B, G, N, D] with N = Q * R, in order:
+    scores are sums of key rows weighted by the query's numbers, outputs sums of value rows weighted
+    by attention. Of a prefix both are matrix products for all readers of a key-value head, and its
+    part of the output is the first row of the sum, with weight 1."""
     batch, groups, num, dim = q.shape
     length, prefix, keys, values = rows.max_length, rows.prefix, layer.keys, layer.values
-    places = values.shape[2]
+    places, q = values.shape[2], q * layer.scaling
     tables = rows.table_rows(groups, num, dim, keys.shape[2], places)
     per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
     scores = weighted_sums(keys.view(-1, KEY_BLOCK), tables.keys, tables.key_starts, per_block)
     scores = scores.view(batch, groups, num, -1)[..., :length]
     if rows.segment is not None:
         of_prefix = q.new_empty(groups, batch, num, prefix)
-        for head, k in enumerate(rows.segment.keys[layer.call]):
+        for head, k in enumerate(rows.segment.keys_of(layer.call)):
             of_prefix[head] = _product(q[:, head].reshape(-1, dim), k).view(batch, num, prefix)
         scores = torch.cat([of_prefix.transpose(0, 1), scores], dim=-1)
     weights = _softmax(
@@ -399,7 +437,7 @@ def _ordered(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
-    """Attention of many scaled queries per sequence, in order: q [T, G, R, D] of the whole step,
+    """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step,
     into `out`, which is like it. Matrix products of one stretch's key-value heads, of as many
     queries at once as leave the scores in the processor's cache."""
     _, groups, repeat, dim = q.shape
@@ -407,7 +445,7 @@ def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -
         k = in_rows(layer.keys[slot, :, : num_blocks(length)])[:, :length]
         v = layer.values[slot, :, :length]
         if rows.segment is not None:
-            k = torch.cat([rows.segment.keys[layer.call], k], dim=1)
+            k = torch.cat([rows.segment.keys_of(layer.call), k], dim=1)
             v = torch.cat([rows.segment.values[layer.call], v], dim=1)
         mask = rows.stretch_mask(index, layer.window)
         step = max(16, BLOCK_SCORES // k.shape[1] // repeat // groups)
@@ -415,7 +453,8 @@ def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -
             last = min(first + step, count)
             seen = k.shape[1] - count + last  # keys that the last of these queries sees
             here = slice(start + first, start + last)
-            blocks = q[here].transpose(0, 1).reshape(groups, -1, dim)  # [G, N, D]
+            scaled = q[here] * layer.scaling
+            blocks = scaled.transpose(0, 1).reshape(groups, -1, dim)  # [G, N, D]
             by_head = zip(blocks.unbind(), k[:, :seen].unbind(), strict=True)
             scores = torch.cat([_product(*of_head) for of_head in by_head])
             scores = scores.view(groups, -1, repeat, seen)
@@ -443,7 +482,7 @@ def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
         return out
     # The queries of all readers of a key-value head are rows of one matrix product.
     by_head = q.transpose(0, 1).flatten(1, 2)[None]  # [1, G, B * N, D]
-    k, v = rows.segment.keys[layer.call][None], rows.segment.values[layer.call][None]
+    k, v = rows.segment.keys_of(layer.call)[None], rows.segment.values[layer.call][None]
     beyond = None
     if mask is not None and layer.window is not None:
         beyond = mask[..., :prefix].clamp_min(UNSEEN).reshape(1, 1, -1, prefix)

@@ -8,8 +8,8 @@ what attention does with them (`cache_attention.py`). Shared prefixes lie outsid
 each, as `PrefixSegment`s.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
-positions; `offset` is 0 without a reference. Memory: slots x capacity + tokens of the segments <=
-the budget; `resize` compacts, so slots in use are always movable.
+positions; `offset` is 0 without a reference. Memory: slots x capacity + places of the segments <=
+the budget, whole blocks; `resize` compacts, so slots in use are always movable.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class PrefixSegment:
 
     ids: list[int]
     keys: list[torch.Tensor]
-    """One tensor per layer, [Hkv, len(ids), D]; values too."""
+    """One tensor per layer, [Hkv, blocks, D, KEY_BLOCK]."""
     values: list[torch.Tensor]
+    """One tensor per layer, [Hkv, len(ids), D]."""
     version: int | None = None
     """The weights that computed it: Request.version."""
     users: int = 0
@@ -58,6 +59,10 @@ class PrefixSegment:
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
     """Of its tokens, where the engine records them."""
+
+    def keys_of(self, layer: int) -> torch.Tensor:
+        """A copy of a layer's keys, one after the other [Hkv, len(ids), D]."""
+        return in_rows(self.keys[layer])[:, : len(self.ids)]
 
 
 class KVCache:
@@ -103,7 +108,7 @@ class KVCache:
         size = len(ids)
         return PrefixSegment(
             ids,
-            [in_rows(k[slot])[:, :size].clone() for k in self.keys],
+            [k[slot, :, : num_blocks(size)].clone() for k in self.keys],
             [v[slot, :, :size].clone() for v in self.values],
             version,
         )
@@ -112,8 +117,5 @@ class KVCache:
         """Copies the first `length` tokens of the segment to the front of the slot."""
         for layer, (k, v) in enumerate(zip(segment.keys, segment.values, strict=True)):
             blocks = num_blocks(length)
-            padded = torch.nn.functional.pad(k[:, :length], (0, 0, 0, blocks * KEY_BLOCK - length))
-            self.keys[layer][slot, :, :blocks] = padded.unflatten(1, (blocks, KEY_BLOCK)).transpose(
-                -1, -2
-            )
+            self.keys[layer][slot, :, :blocks] = k[:, :blocks]
             self.values[layer][slot, :, :length] = v[:, :length]

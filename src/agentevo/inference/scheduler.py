@@ -149,7 +149,8 @@ class Scheduler:
         self.retire(sequence)
         segment = self.cache.cut_segment(sequence.slot, sequence.ids, version)
         segment.routed = sequence.routed
-        if self.memory_tokens() + size > self.kv_tokens and not self._shrink(size):
+        room = _round_up(size)
+        if self.memory_tokens() + room > self.kv_tokens and not self._shrink(room):
             self.unshareable.add(key)
             return
         segment.last_used = self._tick()
@@ -208,7 +209,7 @@ class Scheduler:
         return self.clock
 
     def _segment_tokens(self) -> int:
-        return sum(length * len(group) for length, group in self.segments.items())
+        return sum(_round_up(length) * len(group) for length, group in self.segments.items())
 
     def _match(self, version: int | None, ids: list[int]) -> PrefixSegment | None:
         """The longest segment of that version that is a proper prefix of `ids` (one token must be

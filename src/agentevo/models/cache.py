@@ -29,7 +29,7 @@ from pathlib import Path
 import filelock
 
 from agentevo.errors import ModelError
-from agentevo.files import PARTIAL, atomic_folder, remove_leftovers
+from agentevo.files import PARTIAL, atomic_folder, cache_root, remove_leftovers
 from agentevo.models.known import GgufWheel, KnownModel
 from agentevo.progress import bar, is_shown
 
@@ -53,9 +53,7 @@ logger = logging.getLogger(__name__)
 
 def cache_folder(name: str) -> Path:
     """Where the known model `name` is kept, whether or not it is there yet."""
-    root = os.environ.get("AGENTEVO_CACHE")
-    base = Path(root).expanduser() if root else Path.home() / ".cache" / "agentevo"
-    return base / "models" / name
+    return cache_root() / "models" / name
 
 
 def is_complete(model: KnownModel, folder: Path) -> bool:

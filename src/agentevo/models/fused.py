@@ -5,7 +5,8 @@ A transformers decoder layer runs about forty operations; with one token in flig
 each is as long as its arithmetic, and with many, each writes its result to memory. `FusedLayer`
 does the same arithmetic in about twenty: one product for queries, keys and values, norm weights
 multiplied into the matrices that follow, activation, gate and residual sums inside oneDNN's
-products, and the rotation on queries and keys together.
+products, and the rotation on queries and keys together. Where `cpu_kernels` are, norm, rotation and
+gate are one kernel each.
 
 The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the
 layer's own `forward`. Results agree to float32 rounding. LoRA adapters are in the packed copies
@@ -26,6 +27,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from agentevo.models.cpu_kernels import WHOLE, cpu_kernels
 from agentevo.models.effective import effective, ingredients
 from agentevo.models.linear import PackedMatrix, PackedWeights
 
@@ -52,7 +54,7 @@ class FusedLayer(PackedWeights):
         if isinstance(layer, MistralDecoderLayer):
             self.window = getattr(attention.config, "sliding_window", None)
         self.attention, self.has_head_norms = attention, hasattr(attention, "q_norm")
-        self.epsilon = torch.tensor(float(layer.input_layernorm.variance_epsilon))  # type: ignore[union-attr, arg-type]
+        self.epsilon = float(layer.input_layernorm.variance_epsilon)  # type: ignore[union-attr, arg-type]
         self.norm_class = type(layer.input_layernorm)
         self.linears = tuple(
             (parent, name)
@@ -112,34 +114,52 @@ class FusedLayer(PackedWeights):
         heads = qkv.product(self._normed(x)).view(
             x.shape[0], -1, self.head_dim
         )  # [T, query, key and value heads, D]
-        rotated = self._rotated(heads[:, : self.num_rotated], *rotation)
-        query = rotated[:, : self.num_heads]
-        key = rotated[:, self.num_heads :]
+        query, key = self._rotated(heads, *rotation)
         value = heads[:, self.num_rotated :]
         out = plan.attend(query, key, value, self.scaling, self.window, None)
         x = o.product_plus(out.reshape(x.shape[0], -1), x)
         normed = self._normed(x)
-        return down.product_plus(up.product_times(normed, gate.product(normed, "swish")), x)
+        return down.product_plus(self._gated(normed, gate, up), x)
+
+    def _gated(self, x: torch.Tensor, gate: PackedMatrix, up: PackedMatrix) -> torch.Tensor:
+        """SiLU of the gate's product, times the other's."""
+        kernels = cpu_kernels()
+        if kernels is None or gate.num_outputs % WHOLE:
+            return up.product_times(x, gate.product(x, "swish"))
+        return kernels.gated(gate.product(x), up.product(x))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that
         follows."""
+        if (kernels := cpu_kernels()) is not None:
+            return kernels.rms_norm(x, self.epsilon)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (
+            x
+            * torch.addcmul(
+                torch.tensor(self.epsilon), length, length, value=1 / x.shape[-1]
+            ).rsqrt_()
+        )
 
-    def _rotated(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Query and key heads [T, heads, D] with their rotary position (arXiv 2104.09864); cos and
-        sin [1, T, D]."""
+    def _rotated(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and key heads, of heads [T, all, D], with their rotary position (arXiv 2104.09864);
+        cos and sin [1, T, D]."""
+        num_q, num_k = self.num_heads, self.num_rotated - self.num_heads
         if self.has_head_norms:
-            query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
+            query, key = heads[:, :num_q], heads[:, num_q : self.num_rotated]
             heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
+        if (kernels := cpu_kernels()) is not None:
+            return kernels.rotated(heads, num_q, num_k, cos[0], sin[0])
+        heads = heads[:, : self.num_rotated]
         cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)  # [T, 1, D]
         rotated = heads * cos
         (low, high), (sin_low, sin_high) = heads.chunk(2, -1), sin.chunk(2, -1)
         rotated_low, rotated_high = rotated.chunk(2, -1)
         rotated_low.addcmul_(high, sin_low, value=-1)
         rotated_high.addcmul_(low, sin_high)
-        return rotated
+        return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
         """All that the packed matrices are made of; None where a module is not what they stand

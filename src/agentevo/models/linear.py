@@ -25,11 +25,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from agentevo.models.cpu_kernels import BLOCK as BLOCK_OUT
+from agentevo.models.cpu_kernels import FEW_ROWS, Matrix, cpu_kernels
+
 PACKED_FOR_ROWS = 64
 """Number of rows that the packed layout is best for; it is also good for the others, except a
 single one."""
-BLOCK_OUT = 64
-"""Outputs that lie together in the packed layout: [out / BLOCK_OUT, in, BLOCK_OUT]."""
 ORDERED = 256
 """Up to so many numbers every kernel used here adds one product after the other, without rounding
 the product. oneDNN adds up the sums of longer stretches; how long they are depends on the shape."""
@@ -120,10 +121,11 @@ class PackedMatrix:
     """A copy of a float32 weight [out, in] and its bias [out], laid out for products without
     gradients.
 
-    oneDNN's layout serves any number of rows but one: there a product could be as fast as memory is
-    read, and oneDNN's kernel is not. A weighted sum of embeddings comes nearer
-    (`benchmarks/linear.py`) and reads the very same bytes: a block of the layout is a table of `in`
-    rows of BLOCK_OUT numbers, and x holds the weight of each row.
+    oneDNN's kernels multiply many rows. With few, a product could be as fast as memory is read, and
+    they are not: `cpu_kernels` are, where there are any, on the very same bytes [out / BLOCK_OUT,
+    in, BLOCK_OUT]. Without them a single row is a weighted sum of embeddings
+    (`benchmarks/linear.py`): a block of the layout is a table of `in` rows of BLOCK_OUT numbers,
+    and x holds the weight of each row.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -135,11 +137,14 @@ class PackedMatrix:
             self._rows = torch.arange(len(self._tables), dtype=torch.int32)
             self._blocks = torch.ones(self.num_outputs // BLOCK_OUT, 1)
             self._find_stretches()
+        self._few = self._for_few_rows()
 
     def product(
         self, x: torch.Tensor, activation: Literal["none", "swish"] = "none"
     ) -> torch.Tensor:
         """activation(x @ weight.T + bias) for x [rows, in]."""
+        if activation == "none" and (few := self._of_few_rows(x)) is not None:
+            return few
         if (out := self._of_one_row(x)) is not None:
             return _swish(out) if activation == "swish" else out
         if x.shape[0] == 1:  # oneDNN sums a single row in another order
@@ -151,6 +156,8 @@ class PackedMatrix:
 
     def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias + other, for other [rows, out]."""
+        if (few := self._of_few_rows(x, other)) is not None:
+            return few
         if x.shape[0] == 1:
             return self.product(x).add_(other)
         return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
@@ -172,6 +179,34 @@ class PackedMatrix:
         out = sums.view(1, -1)
         return out if self.bias is None else out + self.bias
 
+    def _of_few_rows(
+        self, x: torch.Tensor, other: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """x @ weight.T + bias + other by our own kernel; None for many rows, or without it."""
+        kernels = cpu_kernels()
+        if kernels is None or self._few is None or x.shape[0] > FEW_ROWS:
+            return None
+        return kernels.product(self._few, x, other)
+
+    def _for_few_rows(self) -> Matrix | None:
+        """The matrix as our own kernel takes it; None where there is none, or where it does not
+        give the very bits that oneDNN gives many rows."""
+        kernels = cpu_kernels()
+        if kernels is None or self._tables is None:
+            return None
+        bias = None if self.bias is None else self.bias.data_ptr()
+        shape = self.num_inputs, self.num_outputs, self._stretch
+        matrix = Matrix(self._tables.data_ptr(), bias, *shape)
+        numbers = torch.Generator().manual_seed(1)
+        x = torch.randn(FEW_ROWS + 1, self.num_inputs, generator=numbers)
+        other = torch.randn(len(x), self.num_outputs, generator=numbers)
+        wanted = torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
+        for count in (1, 2, 17):
+            found = kernels.product(matrix, x[:count], other[:count])
+            if not torch.equal(found, wanted[:count]):
+                return None
+        return matrix
+
     def _find_stretches(self) -> None:
         """Sets where sums start so that a single row is summed in oneDNN's order; drops the tables
         where no known order is."""
@@ -181,6 +216,7 @@ class PackedMatrix:
         for stretch in (*STRETCHES, self.num_inputs):
             starts = torch.arange(0, self.num_inputs, stretch)
             blocks = torch.arange(0, len(self._tables), self.num_inputs)
+            self._stretch = stretch
             self._starts = (blocks[:, None] + starts).to(torch.int32).view(-1)
             if torch.equal(cast(torch.Tensor, self._of_one_row(x[:1])), wanted):
                 return

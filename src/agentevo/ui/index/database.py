@@ -24,7 +24,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from agentevo.credentials import all_but_password
-from agentevo.files import must_write
+from agentevo.files import cache_root, must_write
 
 VERSION = 3
 """Of the schema; another one is made anew."""
@@ -80,11 +80,9 @@ CREATE TABLE gaps (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, since REAL 
 
 def cache_file(url: str) -> Path:
     """Where the index of the store at `url` lies; whoever may read the store may read it."""
-    root = os.environ.get("AGENTEVO_CACHE")
-    base = Path(root).expanduser() if root else Path.home() / ".cache" / "agentevo"
     scheme, _, path = url.partition(":///")
     place = f"sqlite:///{Path(path).resolve()}" if scheme == "sqlite" else all_but_password(url)
-    return base / "dashboard" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.sqlite"
+    return cache_root() / "dashboard" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.sqlite"
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -1,0 +1,148 @@
+"""Builds the C in `models/cpu/` for this machine, once, and loads it.
+
+    $AGENTEVO_CACHE/cpu_kernels/KEY-CONTENT.so      (default ~/.cache/agentevo/cpu_kernels/...)
+
+KEY is the digest of the sources and the compiler's options, CONTENT that of the file itself, which
+is compared before it is loaded: a damaged file is built again. Only what belongs to this user and
+nobody else can write is loaded. As with Triton and `torch.compile`, a C compiler is needed where
+the program runs: $CC, or `cc`, `gcc` or `clang`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from agentevo.files import cache_root
+
+SOURCES = Path(__file__).parent / "cpu"
+SETTING = "AGENTEVO_CPU_KERNELS"
+"""Environment variable; `off` leaves the kernels out."""
+COMPILERS = ("cc", "gcc", "clang")
+OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
+INSTRUCTIONS = {
+    "AVX2": ("-mavx2", "-mfma", "-mno-avx512f"),
+    "AVX512": ("-mavx2", "-mfma", "-mavx512f"),
+}
+"""PyTorch's name for what the processor can do -> the compiler's options."""
+BUILD_TIMEOUT_S = 120.0
+OTHER = "set CC to another compiler"
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+class KernelsUnavailableError(Exception):
+    """Why there are no kernels here, and what the user can do about it, if anything."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
+def load_library(capability: str | None = None) -> ctypes.CDLL:
+    """The kernels, built if need be (a few seconds), for what PyTorch says that the processor can
+    do or for another of INSTRUCTIONS. Raises KernelsUnavailableError."""
+    if os.environ.get(SETTING, "").strip().lower() == "off":
+        raise KernelsUnavailableError(f"{SETTING}=off")
+    if platform.system() != "Linux" or platform.machine() not in {"x86_64", "AMD64"}:
+        raise KernelsUnavailableError("they are for Linux on x86 processors")
+    instructions = INSTRUCTIONS.get(capability or torch.backends.cpu.get_cpu_capability())
+    if instructions is None:
+        raise KernelsUnavailableError("the processor has neither AVX2 nor AVX-512")
+    openmp, file = _openmp(), _built((*OPTIONS, *instructions))
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:  # a folder whose files may not be run, for example
+        raise KernelsUnavailableError(
+            f"{file} can't be loaded: {error}", "set AGENTEVO_CACHE to a folder of another disk"
+        ) from error
+    library.use_openmp.restype = None
+    library.use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in openmp))
+    return library
+
+
+def _openmp() -> list[ctypes._FuncPointer]:
+    """The functions of the OpenMP that PyTorch computes with in this process."""
+    for name in (None, "libgomp.so.1"):
+        try:
+            library = ctypes.CDLL(name)
+            return [getattr(library, function) for function in OPENMP]
+        except (OSError, AttributeError):
+            continue
+    raise KernelsUnavailableError("PyTorch runs without GNU's or Intel's OpenMP here")
+
+
+def _built(options: tuple[str, ...]) -> Path:
+    """The library made with these options: from the cache, or built now."""
+    sources = sorted(SOURCES.iterdir())
+    digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    key = digest.hexdigest()[:20]
+    folder = _own_folder()
+    for file in folder.glob(f"{key}-*.so"):
+        if _is_ours(file) and file.name == _name(key, file):
+            return file
+    return _build([str(one) for one in sources if one.suffix == ".c"], options, folder, key)
+
+
+def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str) -> Path:
+    compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)
+    if compiler is None:
+        raise KernelsUnavailableError(
+            "no C compiler was found", "install gcc or clang, or set CC to one"
+        )
+    handle, unfinished = tempfile.mkstemp(suffix=".partial", dir=folder)
+    os.close(handle)
+    try:
+        command = [*compiler.split(), *options, *sources, "-o", unfinished, "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        if done.returncode:
+            raise KernelsUnavailableError(
+                f"{compiler} can't build them: {done.stderr.strip()[-500:] or 'it failed'}", OTHER
+            )
+        os.chmod(unfinished, 0o700)
+        target = folder / _name(key, Path(unfinished))
+        os.replace(unfinished, target)
+        return target
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailableError(
+            f"{compiler} took more than {BUILD_TIMEOUT_S:g} s to build them", OTHER
+        ) from None
+    except OSError as error:
+        raise KernelsUnavailableError(f"{compiler} can't build them: {error}", OTHER) from error
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def _name(key: str, file: Path) -> str:
+    return f"{key}-{hashlib.sha256(file.read_bytes()).hexdigest()[:20]}.so"
+
+
+def _own_folder() -> Path:
+    folder = cache_root() / "cpu_kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelsUnavailableError(
+            f"{folder} can't be made ({error.strerror})", "set AGENTEVO_CACHE to a folder of yours"
+        ) from error
+    if not _is_ours(folder):
+        raise KernelsUnavailableError(
+            f"others can write into {folder}, and what lies there is run", f"chmod 700 {folder}"
+        )
+    return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """Belongs to this user, and nobody else can write it."""
+    facts = path.stat()
+    return facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,0 +1,307 @@
+"""A decoder's pass without gradients on an x86 CPU, in float32, by kernels of our own: what lies
+around its matrix products, and the products of few rows.
+
+    cpu_kernels() -> CpuKernels   built for this machine (cpu_build.py), compared with PyTorch
+                  -> None         PyTorch's operators do the same, at about two thirds of the speed
+
+Generating tokens multiplies few rows by all weights: as fast as memory is read, if the kernel
+fetches what comes next while it multiplies, which oneDNN's does not (docs/lab-notebook.md,
+2026-11-27). What remains is some forty small operations a layer, whose calls take longer than their
+arithmetic; here they are five.
+
+The numbers of a row depend on that row alone, to the last bit, and products have the very bits of
+oneDNN, which computes those of many rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from agentevo.models.cpu_build import KernelsUnavailableError, load_library
+
+FEW_ROWS = 64
+"""Up to so many rows the products here are faster than oneDNN's (`benchmarks/linear.py`)."""
+WHOLE = 16
+"""Numbers of a head, and of a row that goes through the gate, are a multiple of this."""
+BLOCK = 64
+"""Outputs that lie together in a packed matrix."""
+TOLERANCE = 2e-6
+
+logger = logging.getLogger(__name__)
+
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class Matrix(ctypes.Structure):
+    """`matrix` of cpu/products.c. Whoever makes one keeps its tensors alive."""
+
+    _fields_ = (
+        ("packed", _POINTER),
+        ("bias", _POINTER),
+        ("inputs", _LONG),
+        ("outputs", _LONG),
+        ("stretch", _LONG),
+    )
+
+
+class Cache(ctypes.Structure):
+    """`cache` of cpu/attention.c."""
+
+    _fields_ = (
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("groups", _LONG),
+        ("dim", _LONG),
+        ("blocks", _LONG),
+        ("places", _LONG),
+    )
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Cache:
+        """Of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G, places, D]."""
+        assert keys.is_contiguous() and values.is_contiguous()
+        _, groups, places, dim = values.shape
+        return cls(keys.data_ptr(), values.data_ptr(), groups, dim, keys.shape[2], places)
+
+
+class Prefix(ctypes.Structure):
+    """`prefix` of cpu/attention.c."""
+
+    _fields_ = (
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("blocks", _LONG),
+        ("length", _LONG),
+    )
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Prefix:
+        """Of keys [G, blocks, D, KEY_BLOCK] and values [G, P, D]."""
+        assert keys.is_contiguous() and values.is_contiguous()
+        return cls(keys.data_ptr(), values.data_ptr(), keys.shape[1], values.shape[1])
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "product": [ctypes.POINTER(Matrix), _POINTER, _LONG, _POINTER, _POINTER, _LONG],
+    "rms_norm": [_POINTER, _LONG, _LONG, _FLOAT, _POINTER, _LONG],
+    "gate": [_POINTER, _POINTER, _LONG, _POINTER, _LONG],
+    "softmax_rows": [_POINTER, _LONG, _LONG, _LONG],
+    "rotate": [_POINTER, *[_LONG] * 5, *[_POINTER] * 4, _LONG],
+    "keep": [ctypes.POINTER(Cache), *[_POINTER, _LONG] * 2, _POINTER, _POINTER, _LONG, _LONG],
+    "attend": [
+        ctypes.POINTER(Cache),
+        *[_POINTER] * 5,
+        ctypes.POINTER(Prefix),
+        *[_LONG] * 3,
+        _FLOAT,
+        _LONG,
+        _POINTER,
+        _LONG,
+    ],
+}
+
+
+class CpuKernels:
+    """The functions of models/cpu/ on tensors: float32 on the CPU, contiguous unless said
+    otherwise, without gradients."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library: Any = library
+
+    def product(
+        self, weight: Matrix, x: torch.Tensor, plus: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x @ weight.T + bias + plus, for x [rows, in] and plus [rows, out], added in this
+        order."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], weight.outputs)
+        more = None if plus is None else plus.contiguous()
+        self._library.product(
+            weight,
+            x.data_ptr(),
+            x.shape[0],
+            None if more is None else more.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """x [rows, width] / sqrt(mean of squares + epsilon) (arXiv 1910.07467)."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._library.rms_norm(
+            x.data_ptr(), *x.shape, epsilon, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate * sigmoid(gate) * up, in the place of `gate`; both [rows, width], width a multiple
+        of WHOLE."""
+        assert gate.is_contiguous() and up.is_contiguous()
+        place = gate.data_ptr()
+        self._library.gate(place, up.data_ptr(), gate.numel(), place, torch.get_num_threads())
+        return gate
+
+    def softmax_(self, scores: torch.Tensor) -> torch.Tensor:
+        """Softmax of scores [..., K], in place. Numbers of -inf change nothing, wherever they
+        stand; no row has only these."""
+        assert scores.is_contiguous()
+        width = scores.shape[-1]
+        self._library.softmax_rows(
+            scores.data_ptr(), scores.numel() // width, width, torch.get_num_threads()
+        )
+        return scores
+
+    def rotated(
+        self, heads: torch.Tensor, num_q: int, num_k: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query heads [T, num_q, D] and key heads [T, num_k, D], the first of heads [T, more, D],
+        with their rotary positions (arXiv 2104.09864); cos and sin [T, D]."""
+        heads, cos, sin = heads.contiguous(), cos.contiguous(), sin.contiguous()
+        tokens, _, dim = heads.shape
+        q, k = heads.new_empty(tokens, num_q, dim), heads.new_empty(tokens, num_k, dim)
+        self._library.rotate(
+            heads.data_ptr(),
+            tokens,
+            heads.stride(0),
+            num_q,
+            num_k,
+            dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return q, k
+
+    def keep(
+        self,
+        cache: Cache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
+        """Writes keys and values [T, G, D], any strides, into the cache at slots and places [T]
+        int64."""
+        k, v = (one if one.stride()[1:] == (cache.dim, 1) else one.contiguous() for one in (k, v))
+        self._library.keep(
+            cache,
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            slots.data_ptr(),
+            places.data_ptr(),
+            k.shape[0],
+            torch.get_num_threads(),
+        )
+
+    def attend(
+        self,
+        cache: Cache,
+        q: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        counts: torch.Tensor,
+        prefix: Prefix | None,
+        scaling: float,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Softmax attention of B sequences' new tokens into `out` [T, H, D], at the places
+        `tokens` [B, Q] of queries q [T, H, D]: each to the keys of its own sequence up to its own,
+        at most `window` of them. The sequence lies in slots [B] with lengths [B] keys, after the
+        prefix if there is one; of its Q places the first counts [B] are its last tokens, the rest
+        pad. All int64; D is a multiple of WHOLE."""
+        assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
+        batch, queries = tokens.shape
+        self._library.attend(
+            cache,
+            q.data_ptr(),
+            tokens.data_ptr(),
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            counts.data_ptr(),
+            prefix,
+            batch,
+            queries,
+            q.shape[1] // cache.groups,
+            scaling,
+            window or 0,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def cpu_kernels() -> CpuKernels | None:
+    """The kernels of this machine, or None where there are none; `why_not` says why."""
+    return _found()[0]
+
+
+def why_not() -> tuple[str, str]:
+    """Why `cpu_kernels` is None, empty where it is not, and what the user can do about it, if
+    anything."""
+    return _found()[1:]
+
+
+@cache
+def _found() -> tuple[CpuKernels | None, str, str]:
+    try:
+        kernels = CpuKernels(load_library())
+        with torch.inference_mode():
+            _compare(kernels)
+        return kernels, "", ""
+    except KernelsUnavailableError as error:
+        logger.info("generation on this CPU is slower without kernels of our own: %s", error)
+        return None, str(error), error.remedy
+
+
+def _compare(kernels: CpuKernels) -> None:
+    """Raises KernelsUnavailableError where a function does not do what PyTorch's operators do.
+    Products are compared with oneDNN's, to the bit, by whoever packs a matrix."""
+    numbers = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 5, 96, generator=numbers).mul_(4)
+    epsilon = 1e-5
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    q, k = kernels.rotated(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])
+    heads, cos, sin = x.view(5, 3, 32), y[:, None, :32], y[:, None, 32:64]
+    low, high = heads.chunk(2, -1)
+    turned = heads * cos + torch.cat([-high, low], -1) * sin
+    found = {
+        "rms_norm": (kernels.rms_norm(x, epsilon), normed),
+        "rotate": (torch.cat([q, k], 1), turned),
+        "softmax": (kernels.softmax_(x[:, :37].clone()), torch.softmax(x[:, :37], -1)),
+        "gate": (kernels.gated(x.clone(), y), torch.nn.functional.silu(x) * y),
+        "attend": _attended(kernels, x[:, :16], y[:, :16]),
+    }
+    for name, (ours, theirs) in found.items():
+        if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+            raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
+
+
+def _attended(
+    kernels: CpuKernels, numbers: torch.Tensor, queries: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of five tokens in slot 1 to themselves, by the kernels and by PyTorch: numbers and
+    queries [5, 16]."""
+    keys, values = numbers.new_zeros(2, 1, 1, 16, 32), numbers.new_zeros(2, 1, 32, 16)
+    cache, k, v = Cache.of(keys, values), numbers[:, None], numbers.flip(0)[:, None]
+    one, places = torch.ones(5, dtype=torch.int64), torch.arange(5)
+    kernels.keep(cache, k, v, one, places)
+    q, out = queries[:, None].contiguous(), numbers.new_empty(5, 1, 16)
+    length = torch.tensor([5])
+    kernels.attend(cache, q, places[None], one[:1], length, length, None, 0.25, None, out)
+    weights = torch.where(places[:, None] >= places, q[:, 0] @ k[:, 0].t() / 4, -torch.inf)
+    return out, (torch.softmax(weights, -1) @ v[:, 0])[:, None]

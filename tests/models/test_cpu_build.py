@@ -1,0 +1,123 @@
+"""The CPU's kernels are built once, from what lies in the package; nobody else's code is run."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentevo.doctor import checks
+from agentevo.models import cpu_build, cpu_kernels
+from agentevo.models.cpu_build import KernelsUnavailableError, load_library
+
+pytestmark = pytest.mark.skipif(
+    bool(cpu_kernels.why_not()[0]), reason=f"no kernels here: {cpu_kernels.why_not()[0]}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where kernels are kept: nothing there yet."""
+    monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path))
+    return tmp_path / "cpu_kernels"
+
+
+@pytest.fixture
+def counting_compiler(tmp_path, monkeypatch) -> Path:
+    """A compiler that notes each call in the file that this returns."""
+    calls, script = tmp_path / "calls", tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\necho >> "{calls}"\nexec cc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    calls.touch()
+    return calls
+
+
+def num_calls(calls: Path) -> int:
+    return len(calls.read_text().splitlines())
+
+
+def test_built_once_and_again_when_damaged_or_changed(folder, counting_compiler, monkeypatch):
+    load_library()
+    load_library()
+    assert num_calls(counting_compiler) == 1
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    file.unlink()  # not written over: this process has it mapped
+    file.write_bytes(b"half of a library")
+    load_library()
+    assert num_calls(counting_compiler) == 2
+
+    monkeypatch.setattr(cpu_build, "OPTIONS", (*cpu_build.OPTIONS, "-DANOTHER"))
+    load_library()
+    assert num_calls(counting_compiler) == 3
+
+
+def test_what_others_can_write_is_not_loaded(folder, counting_compiler):
+    load_library()
+    (file,) = folder.iterdir()
+    file.chmod(0o777)
+    load_library()
+    assert num_calls(counting_compiler) == 2  # built anew, in its place
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(KernelsUnavailableError, match="others can write into") as refused:
+        load_library()
+    assert refused.value.remedy == f"chmod 700 {folder}"
+
+
+@pytest.mark.parametrize(
+    ("change", "why", "remedy"),
+    [
+        ({"PATH": "/nowhere"}, "no C compiler was found", "install gcc or clang"),
+        ({"CC": "false"}, "false can't build them: it failed", "another compiler"),
+        ({"CC": "/no/such/compiler"}, "can't build them: .*No such file", "another compiler"),
+        ({"AGENTEVO_CPU_KERNELS": "off"}, "AGENTEVO_CPU_KERNELS=off", ""),
+        ({"AGENTEVO_CACHE": "/proc/nobody"}, "/proc/nobody/cpu_kernels can't be made", "CACHE"),
+    ],
+)
+def test_without_kernels_the_reason_is_said_and_nothing_left(
+    folder, monkeypatch, change, why, remedy
+):
+    for name, value in change.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KernelsUnavailableError, match=why) as error:
+        load_library()
+    assert remedy in error.value.remedy
+    assert not folder.exists() or not list(folder.iterdir())
+    check = checks.judge_kernels(str(error.value), error.value.remedy)
+    assert check.status == ("warning" if remedy else "good") and "two thirds" in check.finding
+
+
+def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
+    script = tmp_path / "compiler"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(cpu_build, "BUILD_TIMEOUT_S", 0.2)
+    with pytest.raises(KernelsUnavailableError, match=r"took more than 0\.2 s"):
+        load_library()
+    assert not list(folder.iterdir())
+
+
+def test_processes_that_build_at_once(folder):
+    program = "from agentevo.models.cpu_kernels import why_not; print(why_not()[0])"
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ)
+        for _ in range(3)
+    ]
+    for process in running:
+        out, _ = process.communicate(timeout=240)
+        assert process.returncode == 0 and out == b"\n"
+    assert not [file for file in folder.iterdir() if file.suffix != ".so"]
+
+
+def test_the_sources_are_in_the_package():
+    names = {file.name for file in cpu_build.SOURCES.iterdir()}
+    assert {"products.c", "attention.c", "rows.c", "threads.c", "vectors.h"} <= names
