@@ -54,11 +54,11 @@ class RoutedExperts(msgspec.Struct, frozen=True):
     def of(cls, rows: np.ndarray, num_experts: int) -> RoutedExperts:
         """Rows [tokens, layers, top_k] of integers."""
         _, layers, top_k = rows.shape
-        return cls(layers, top_k, num_experts, rows.astype(_dtype(num_experts)).tobytes())
+        return cls(layers, top_k, num_experts, rows.astype(row_dtype(num_experts)).tobytes())
 
     @property
     def bytes_per_token(self) -> int:
-        return self.layers * self.top_k * _dtype(self.num_experts).itemsize
+        return self.layers * self.top_k * row_dtype(self.num_experts).itemsize
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +67,7 @@ class RoutedExperts(msgspec.Struct, frozen=True):
 
     def array(self) -> np.ndarray:
         """[tokens, layers, top_k] uint8 or uint16, which can't be written to."""
-        rows = np.frombuffer(self.data, dtype=_dtype(self.num_experts))
+        rows = np.frombuffer(self.data, dtype=row_dtype(self.num_experts))
         return rows.reshape(-1, self.layers, self.top_k)
 
     def within(self, start: int, stop: int) -> RoutedExperts:
@@ -110,5 +110,6 @@ def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     return msgspec.structs.replace(parts[0], data=b"".join(part.data for part in parts))
 
 
-def _dtype(num_experts: int) -> np.dtype[Any]:
+def row_dtype(num_experts: int) -> np.dtype[Any]:
+    """What holds the number of an expert: a byte up to 256 of them, else two."""
     return np.dtype("u1" if num_experts <= 256 else "<u2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from adapted_models import adapted
-from near_ties import two_ways
+from near_ties import ROUTER_WEIGHTS, two_ways
 
 from agentevo.audit.resampling import resample, version_rows
 from agentevo.config import (
@@ -27,6 +28,7 @@ from agentevo.errors import TrainingError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
+from agentevo.models.linear import drop_packed
 from agentevo.models.load import LoadedModel
 from agentevo.models.routers import OWN, Replay, Routers, routed
 from agentevo.routed_experts import RoutedExperts, joined
@@ -42,10 +44,12 @@ CPU = torch.device("cpu")
 EVERYTHING = TrainerSection(routing_replay="rollout", learning_rate=1e-3, warmup_steps=0)
 
 
-def drawn(model, group: str, seed: int) -> Trajectory:
-    """A root turn with two branches, the first of which goes on, recorded as by a conversation. In
-    this order the session has what each turn goes on from: context that is computed again may
-    choose otherwise in a near tie, where a mixture's products sum in another order."""
+Between = Callable[[TorchEngine], Awaitable[None]]
+
+
+def drawn(model, group: str, seed: int, between: Between | None = None) -> Trajectory:
+    """A root turn with two branches, the first of which goes on at the end, so that its context is
+    computed again; recorded as by a conversation. `between` happens before each turn."""
     engine = TorchEngine(model, config=EngineSection(routed_experts=True, prefill_tokens=16))
     turns: list[Turn] = []
 
@@ -54,6 +58,8 @@ def drawn(model, group: str, seed: int) -> Trajectory:
         if parent is not None:
             one = Trajectory(id="t", task_id="t", group_id=group, turns=turns)
             before = [*one.context_ids(parent), *turns[parent].completion_ids]
+        if between is not None:
+            await between(engine)
         found = await engine.generate(
             [*before, *prompt],
             SamplingParams(
@@ -79,8 +85,8 @@ def drawn(model, group: str, seed: int) -> Trajectory:
     async def play() -> None:
         await ask(None, list(range(5, 29)))
         await ask(0, [3, 4])
-        await ask(1, [7, 8, 9])
         await ask(0, [6])
+        await ask(1, [7, 8, 9])
 
     asyncio.run(play())
     return Trajectory(
@@ -120,6 +126,26 @@ def test_log_probs_are_the_engines_only_with_replay(ways):
     for merge in (True, False):
         for tokens in (64, 16384):
             assert gap(trainer, samples, replay=True, tokens=tokens, merge=merge) < 1e-4
+
+
+def test_log_probs_where_the_engine_computed_every_context_again(random_model):
+    """Each time with the near ties the other way, as another batch may sum them."""
+    models = two_ways(random_model("qwen3-moe").model)
+    engine, other = (dict(model.named_parameters()) for model in models)
+    ties = [name for name in engine if name.endswith(ROUTER_WEIGHTS)]
+
+    async def forget(of: TorchEngine) -> None:
+        await of.forget_cache()
+        with torch.no_grad():
+            for name in ties:
+                kept = engine[name].clone()
+                engine[name].copy_(other[name])
+                other[name].copy_(kept)
+        drop_packed(of.model)
+
+    samples = samples_of([drawn(models[0], f"g{n // 2}", n, forget) for n in range(4)])
+    assert gap(models[1], samples, replay=False) > 0.1
+    assert gap(models[1], samples, replay=True) < 1e-4
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ class UpdatableEngine(Engine, Protocol):
 
     async def forget_cache(self) -> None:
         """Drops every cached key and value, so that what comes next does not depend on what came
-        before."""
+        before; but a conversation that goes on keeps its recorded experts, where there are any."""
         ...
 
     def check(self) -> None:

@@ -20,6 +20,8 @@ from agentevo.types import Alternatives, Completion, FinishReason, SamplingParam
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from agentevo.inference.routing import TokenRows
+
 
 @dataclass(eq=False)
 class Request:
@@ -45,6 +47,9 @@ class Request:
     drawn_rows: np.ndarray | None = None
     """After an interruption, where the engine records them: the routed experts behind the tokens
     that had been drawn (routing.drawn_rows)."""
+    known_rows: TokenRows | None = None
+    """Those that were chosen for the first of `ids` when they were computed before
+    (RoutingMemory.known)."""
 
     def __post_init__(self) -> None:
         self.max_tokens = len(self.ids) + (
@@ -71,10 +76,12 @@ class Request:
             routed_experts=routed,
         )
 
-    def interrupted(self, ids: list[int], rows: np.ndarray | None) -> None:
-        """It is to be computed again, from `ids`, under other weights. What was drawn stays drawn,
-        with its `rows`; given tokens are all scored under the same weights."""
-        self.ids, self.drawn_rows = ids, rows
+    def interrupted(
+        self, ids: list[int], rows: np.ndarray | None, known_rows: TokenRows | None
+    ) -> None:
+        """It is to be computed again, from `ids`, under other weights or the same. What was drawn
+        stays drawn, with its `rows`; given tokens are all scored under the same weights."""
+        self.ids, self.drawn_rows, self.known_rows = ids, rows, known_rows
         if self.scored is not None:
             self.logprobs, self.versions = [], []
 

@@ -1,10 +1,12 @@
 """Which experts the embedded engine chose: rows of tokens, kept beside their keys and values.
 
 A sequence has a row for every token that has keys and values (`Sequence.cached`), from the pass
-that computed these; a shared prefix likewise. What a completion tells of a token is the row of the
-pass that the token after it was drawn in. Those two differ after new weights: keys and values are
-computed again, but what was drawn stays drawn, so a request keeps the rows that its drawn tokens
-came from (`Request.interrupted`).
+that computed these; a shared prefix likewise. It may have rows of tokens beyond: the same weights
+have computed these before (`routing_memory.py`), and they go to the same experts when they are
+computed again. What a completion tells of a token is the row of the pass that the token after it
+was drawn in. It differs from the sequence's after new weights: keys and values are computed again,
+under the choices of the new ones, but what was drawn stays drawn, so a request keeps the rows that
+its drawn tokens came from (`Request.interrupted`).
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from agentevo.errors import EngineError
-from agentevo.models.routers import Recording, Routers, routers_of
-from agentevo.routed_experts import RoutedExperts
+from agentevo.models.routers import OWN, Recording, Replay, Routers, routers_of
+from agentevo.routed_experts import RoutedExperts, row_dtype
 
 if TYPE_CHECKING:
     from agentevo.inference.batch import StepBatch
@@ -24,33 +27,56 @@ if TYPE_CHECKING:
     from agentevo.inference.scheduler import Sequence
 
 
-class TokenRows:
-    """Rows [tokens, layers, top_k] that grow; from any place on they may be written again."""
+Weights = tuple[int, int]
+"""Which weights chose: see RoutingMemory.weights."""
 
-    def __init__(self) -> None:
+
+class TokenRows:
+    """Rows [tokens, layers, top_k] of the tokens from the first on, all chosen by the same weights.
+    They are added to and never changed, so that several may hold the same ones."""
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self.weights, self.count = weights, 0
         self._rows: np.ndarray | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """What they take in memory, with room to grow."""
+        return 0 if self._rows is None else self._rows.nbytes
+
     def put(self, place: int, rows: np.ndarray) -> None:
-        """The rows of the tokens from `place` on."""
-        stop = place + len(rows)
+        """The rows of the tokens from `place` on, no further than where they end; of those that are
+        here already nothing is taken."""
+        rows = rows[self.count - place :]
+        stop = self.count + len(rows)
         if self._rows is None or len(self._rows) < stop:
             grown = np.empty((2 * stop, *rows.shape[1:]), dtype=rows.dtype)
             if self._rows is not None:
-                grown[:place] = self._rows[:place]
+                grown[: self.count] = self._rows[: self.count]
             self._rows = grown
-        self._rows[place:stop] = rows
+        self._rows[self.count : stop] = rows
+        self.count = stop
 
     def first(self, count: int) -> np.ndarray:
         """[count, layers, top_k] of the first tokens, all of which have been put."""
-        assert self._rows is not None and count <= len(self._rows)
+        assert self._rows is not None and count <= self.count
         return self._rows[:count]
 
     def beginning(self, count: int) -> TokenRows:
         """A copy of the first tokens' rows; of none where none were put."""
-        copied = TokenRows()
+        copied = TokenRows(self.weights)
         if self._rows is not None:
             copied.put(0, self.first(count))
         return copied
+
+    def agreement(self, other: TokenRows, count: int) -> int:
+        """How many of the first `count` tokens, which both have, go to the same experts, up to the
+        first that does not."""
+        if self is other or not count:
+            return count
+        differs = np.sort(self.first(count)) != np.sort(other.first(count))
+        places = differs.any((1, 2)).nonzero()[0]
+        return int(places[0]) if len(places) else count
 
 
 def engine_routers(model: PreTrainedModel) -> Routers:
@@ -64,16 +90,39 @@ def engine_routers(model: PreTrainedModel) -> Routers:
     return routers
 
 
+def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
+    """What takes down the choices in the pass of a step; None for an engine that doesn't. Tokens
+    whose rows are known already go to these experts again."""
+    if routers is None:
+        return None
+    if all(sequence.routed.count <= sequence.cached for sequence, _ in batch.work):
+        return Recording(routers)
+    total = batch.input_ids.shape[1]
+    rows = np.full((total, routers.layers, routers.top_k), OWN, dtype=np.int64)
+    begin = 0
+    for sequence, count in batch.work:
+        known = min(sequence.routed.count, sequence.cached + count)
+        if known > sequence.cached:
+            again = sequence.routed.first(known)[sequence.cached :]
+            rows[begin : begin + len(again)] = again
+        begin += count
+    return Recording(routers, Replay(torch.as_tensor(rows, device=batch.input_ids.device)))
+
+
 def record(batch: StepBatch, recording: Recording) -> None:
     """Takes down what was chosen in the pass of a step, before its tokens count as cached."""
-    rows, begin = recording.rows(), 0
+    rows = recording.rows().astype(row_dtype(recording.routers.num_experts))
+    begin = 0
     for sequence, count in batch.work:
         sequence.routed.put(sequence.cached, rows[begin : begin + count])
         begin += count
 
 
-def told(sequence: Sequence, request: Request, routers: Routers) -> RoutedExperts:
-    """What the completion of a request says, whose tokens but the last are all cached."""
+def told(sequence: Sequence, request: Request, routers: Routers | None) -> RoutedExperts | None:
+    """What the completion of a request says, whose tokens but the last are all cached; None of an
+    engine that doesn't record."""
+    if routers is None:
+        return None
     rows = drawn_rows(sequence, request)
     assert rows is not None
     return RoutedExperts.of(rows[request.params.routed_from :], routers.num_experts)

@@ -19,6 +19,7 @@ from agentevo.errors import RequestTooLongError
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, num_blocks
 from agentevo.inference.requests import Request
 from agentevo.inference.routing import TokenRows, drawn_rows
+from agentevo.inference.routing_memory import Known, RoutingMemory
 from agentevo.types import SamplingParams
 
 MIN_SHARED_TOKENS = 16
@@ -47,7 +48,8 @@ class Sequence:
     """The number of slot places that the sequence may come to use."""
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
-    """Of `ids[:cached]`, where the engine records them."""
+    """Of `ids[:cached]`, where the engine records them; of tokens behind them, those that they are
+    to be computed with again."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -67,8 +69,10 @@ class Scheduler:
         context_length: int,
         kv_tokens: int,
         context_advice: str = "",
+        routing: RoutingMemory | None = None,
     ) -> None:
-        self.config = config
+        """`routing`: where the engine records which experts it chooses."""
+        self.config, self.routing = config, routing
         self.context_length = context_length
         self._context_advice = f"; {context_advice}" if context_advice else ""
         self.kv_tokens = kv_tokens
@@ -136,7 +140,9 @@ class Scheduler:
             self.running.remove(sequence)
             sequence.request = None
             sequence.last_used = self._tick()
-            self.release(request.session)  # of an earlier turn that ran at the same time
+            self._evict(request.session)  # of an earlier turn that ran at the same time
+            if self.routing is not None:
+                self.routing.keep(request.session, sequence)
             self.sessions[request.session] = sequence
         else:
             self.retire(sequence)
@@ -180,23 +186,31 @@ class Scheduler:
         return unanswered
 
     def release(self, session: str) -> None:
+        """The session is over."""
+        self._evict(session)
+        if self.routing is not None:
+            self.routing.release(session)
+
+    def _evict(self, session: str) -> None:
         sequence = self.sessions.pop(session, None)
         if sequence is not None:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """New weights: nothing cached is worth anything. Running requests go back to the head of
-        the queue with what they have completed."""
+        """Nothing cached is used any more, as under new weights. Running requests go back to the
+        head of the queue with what they have completed."""
+        if self.routing is not None:
+            self.routing.forget_outdated()
         self.sessions.clear()
         self.segments.clear()
         self.unshareable.clear()
         for sequence in reversed(list(self.running)):
             self.retire(sequence)
             if sequence.request is not None and sequence.request.future is not None:
-                rows = (
-                    drawn_rows(sequence, sequence.request) if self.config.routed_experts else None
-                )
-                sequence.request.interrupted(sequence.ids, rows)
+                records = self.routing is not None
+                rows = drawn_rows(sequence, sequence.request) if records else None
+                known = sequence.routed if records else None
+                sequence.request.interrupted(sequence.ids, rows, known)
                 self.waiting.appendleft(sequence.request)
         self.cache = KVCache()
 
@@ -211,12 +225,16 @@ class Scheduler:
     def _segment_tokens(self) -> int:
         return sum(_round_up(length) * len(group) for length, group in self.segments.items())
 
-    def _match(self, version: int | None, ids: list[int]) -> PrefixSegment | None:
+    def _match(
+        self, version: int | None, ids: list[int], known: Known | None = None
+    ) -> PrefixSegment | None:
         """The longest segment of that version that is a proper prefix of `ids` (one token must be
-        left to predict from)."""
+        left to predict from) and was computed with the experts that are known."""
         for length in sorted(self.segments, reverse=True):
-            if length < len(ids) and (
-                segment := self.segments[length].get((version, tuple(ids[:length])))
+            if (
+                length < len(ids)
+                and (segment := self.segments[length].get((version, tuple(ids[:length]))))
+                and (known is None or known.agrees(segment.routed, length) == length)
             ):
                 return segment
         return None
@@ -258,6 +276,8 @@ class Scheduler:
                 and wanted_key not in self.unshareable
             ):
                 request = Request(ids, SamplingParams(max_new_tokens=0), None, version=version)
+                if self.routing is not None:
+                    request.known_rows = self.routing.known_to_any(fresh, ids)
                 self.pending_prefixes[wanted_key] = request
                 self.waiting.appendleft(request)
 
@@ -268,7 +288,9 @@ class Scheduler:
         if idle is not None:
             return self._resume(idle, request)
         context = request.ids[: request.num_context]
-        segment = self._match(request.version, context) if self.config.prefix_sharing else None
+        known = None if self.routing is None else self.routing.known(request)
+        sharing = self.config.prefix_sharing
+        segment = self._match(request.version, context, known) if sharing else None
         offset = (
             len(segment.ids)
             if segment is not None
@@ -293,19 +315,26 @@ class Scheduler:
         if segment is not None:
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
-            sequence.routed = segment.routed.beginning(len(segment.ids))
+            if known is not None and known.num_tokens < len(segment.ids):
+                known = Known(segment.routed, len(segment.ids))
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
                 sequence.segment, sequence.offset = segment, offset
             else:
                 self.cache.paste_segment(slot, segment, len(segment.ids))
+        if known is not None:
+            sequence.routed = known.rows.beginning(known.num_tokens)
         self.running.append(sequence)
         return True
 
     def _resume(self, idle: Sequence, request: Request) -> bool:
         """The next turn of a session: keeps what its cache has in common with the new prompt."""
         assert request.session is not None
-        keep = min(common_prefix(idle.ids, request.ids), idle.cached, len(request.ids) - 1)
+        common = min(common_prefix(idle.ids, request.ids), idle.cached)
+        keep = min(common, len(request.ids) - 1)
+        known = None if self.routing is None else self.routing.known(request)
+        if known is not None:
+            keep = known.agrees(idle.routed, keep)
         if keep < idle.offset:  # it left the shared prefix: start over
             self.retire(idle)
             return self._place(request)
@@ -319,10 +348,12 @@ class Scheduler:
                 if (
                     not self.running
                 ):  # nobody will leave: give up the cache rather than wait for ever
-                    self.release(request.session)
+                    self._evict(request.session)
                     return self._place(request)
                 return False
         idle.ids, idle.cached, idle.request, idle.need = list(request.ids), keep, request, need
+        if known is not None:
+            idle.routed = known.of_resumed(idle.routed, common)
         self.session_hit_tokens += keep
         self.running.append(idle)
         return True
@@ -351,7 +382,7 @@ class Scheduler:
             if unused and (not idle or unused[0].last_used < idle[0][1].last_used):
                 self._drop_segment(unused[0])
             elif idle:
-                self.release(idle[0][0])
+                self._evict(idle[0][0])
             else:
                 return False
         return True

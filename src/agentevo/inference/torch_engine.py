@@ -44,7 +44,8 @@ from agentevo.inference.engine import (
 from agentevo.inference.grammars import EngineGrammars
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.requests import Request
-from agentevo.inference.routing import engine_routers, record, told
+from agentevo.inference.routing import record, recording_of, told
+from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.sampling import draw_with_alternatives
 from agentevo.inference.scheduler import Scheduler, Sequence
 from agentevo.inference.scores import score_request, scored_completion, take_scores
@@ -54,7 +55,6 @@ from agentevo.models.invariance import company_matters
 from agentevo.models.linear import drop_packed
 from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
-from agentevo.models.routers import Recording
 from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
@@ -84,13 +84,14 @@ class TorchEngine:
                 f"computed beside it, because {why}: use float32 on an x86 CPU (model.device=cpu "
                 "model.dtype=float32) and a decoder without experts, or leave the key out"
             )
-        self._routers = engine_routers(model) if self.config.routed_experts else None
         kv_tokens = self.config.kv_cache_tokens or int(
             self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model)
         )
-        self.scheduler = Scheduler(
-            self.config, context_length(model.config), kv_tokens, length_advice(model.config)
-        )
+        records = self.config.routed_experts
+        self._routing = RoutingMemory.of(model, kv_tokens, self.version_for) if records else None
+        self._routers = None if self._routing is None else self._routing.routers
+        length, advice = context_length(model.config), length_advice(model.config)
+        self.scheduler = Scheduler(self.config, length, kv_tokens, advice, self._routing)
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
@@ -199,8 +200,8 @@ class TorchEngine:
         """See VersionedEngine.serving."""
         return PinnedEngine(self, version)
 
-    def version_for(self, wanted: int) -> int:
-        """The version that serves requests for that one."""
+    def version_for(self, wanted: int | None) -> int:
+        """The version that serves requests for that one; None: the newest."""
         return self._earlier.served(wanted, self._version)[0]
 
     def _late(self, deadline_s: float) -> DeadlineExceededError:
@@ -224,8 +225,7 @@ class TorchEngine:
         if weights is not None:
             verify_weights(self.model, weights).swap_in()
         self._version = version
-        self._earlier.clear()
-        self._weights_changed()
+        self._forget_all()
 
     def verify(self, weights: Weights) -> VerifiedWeights:
         """See UpdatableEngine.verify and `verify_weights`."""
@@ -310,6 +310,12 @@ class TorchEngine:
         drop_packed(self.model)
         self.scheduler.forget_cache()
 
+    def _forget_all(self) -> None:
+        self._earlier.clear()
+        if self._routing is not None:
+            self._routing.begin()
+        self._weights_changed()
+
     def check(self) -> None:
         """See UpdatableEngine.check."""
         if self.failed_steps >= MAX_FAILED_STEPS:
@@ -320,8 +326,7 @@ class TorchEngine:
 
     async def close(self) -> None:
         """See UpdatableEngine.close."""
-        self._earlier.clear()
-        self._weights_changed()
+        self._forget_all()
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""
@@ -341,6 +346,7 @@ class TorchEngine:
             "engine/refused_publishes": self._refused_publishes,
             "engine/swap_s": self._swap_s,
             "engine/asleep_s": self.slept_s,
+            **({} if self._routing is None else self._routing.stats()),
         }
 
     @asynccontextmanager
@@ -427,8 +433,7 @@ class TorchEngine:
             self.scheduler.cache, choose_work(running, self._prefill_tokens), device
         )
         _, model = self._earlier.served(version, self._version)
-        recording = None if self._routers is None else Recording(self._routers)
-        batch.plan.routing = recording
+        batch.plan.routing = recording = recording_of(batch, self._routers)
         logits = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -483,8 +488,7 @@ class TorchEngine:
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
-                routers = self._routers
-                routed = None if routers is None else told(sequence, request, routers)
+                routed = told(sequence, request, self._routers)
                 self._answer(sequence, request, request.drawn(reason, routed))
         self._generated += len(tokens)
         return finished

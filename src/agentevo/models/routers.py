@@ -7,6 +7,8 @@ layer a `RoutedLayer`, which takes from the pass's plan who is to hear of choice
     plan.routing = Recording(...)    the router's own choice, written down
     plan.routing = Replay(...)       the recorded one in its place
 
+or both, token by token (`Recording.replay`), in a pass of an engine that computes context again.
+
 A layer that is computed again in the backward pass is called with the same plan, so it chooses the
 same experts. A pass whose plan has no `routing` is the model's own.
 
@@ -86,16 +88,17 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Recording(Chooser):
-    """Keeps the routers' own choices in one pass."""
+    """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
 
-    def __init__(self, routers: Routers) -> None:
-        self.routers = routers
+    def __init__(self, routers: Routers, replay: Replay | None = None) -> None:
+        self.routers, self.replay = routers, replay
         self._chosen: dict[int, torch.Tensor] = {}
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """See Chooser.choose."""
-        self._chosen[layer] = own
-        return own
+        chosen = own if self.replay is None else self.replay.choose(layer, own)
+        self._chosen[layer] = chosen
+        return chosen
 
     def rows(self) -> np.ndarray:
         """[T, layers, K] uint16 on the CPU. Raises ModelError where a router was not asked."""

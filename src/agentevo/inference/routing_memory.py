@@ -1,0 +1,179 @@
+"""Which experts an engine has told of, for the day that the context is computed again.
+
+A client holds one row for each token of its conversation, and its later tokens are drawn on keys
+and values that may have been computed since: the cache was dropped, or given to another
+branch. So the engine keeps the rows of what it answered by the name of the session, and of a
+request that was interrupted with the request, and replays them as long as the same weights serve:
+
+    known(request) = the longest beginning of its ids whose rows these weights have chosen for it
+
+Other weights choose for themselves: what they draw is theirs alone, as where they meet the context
+for the first time. A cache is used as far as its rows are the known ones.
+
+Bounded: a session's rows go when it is released, those that no serving version has chosen when
+weights are published, and else the oldest ones, so that all of them never take more than a share of
+the memory for keys and values (`SHARE`). Not promised: anything about rows that are gone, about
+requests without a session, or which turn is meant where two of a session have the same ids and
+other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from agentevo.inference.kv_cache import kv_bytes_per_token
+from agentevo.inference.routing import TokenRows, Weights, engine_routers
+from agentevo.models.routers import Routers
+
+if TYPE_CHECKING:
+    from agentevo.inference.requests import Request
+    from agentevo.inference.scheduler import Sequence
+
+SHARE = 1 / 8
+"""Of the bytes of key-value memory: what the rows of sessions take at most, in the memory of the
+processor."""
+
+
+class Known(NamedTuple):
+    """The first `num_tokens` of these rows."""
+
+    rows: TokenRows
+    num_tokens: int
+
+    def agrees(self, rows: TokenRows, count: int) -> int:
+        """How many of the first `count` tokens may be taken from a cache with these rows."""
+        both = min(count, self.num_tokens)
+        agreed = self.rows.agreement(rows, both)
+        return count if agreed == both else agreed
+
+    def of_resumed(self, rows: TokenRows, common: int) -> TokenRows:
+        """Those that a session's cache with these rows goes on with, whose first `common` tokens
+        begin the new prompt."""
+        longer = common > self.num_tokens and self.agrees(rows, common) == common
+        best = Known(rows, common) if longer else self
+        goes_on = best.rows is rows and best.num_tokens == rows.count
+        return rows if goes_on else best.rows.beginning(best.num_tokens)
+
+
+class _Path(NamedTuple):
+    ids: np.ndarray
+    """[T] int32"""
+    rows: TokenRows
+    """Of these ids, and perhaps of what has followed them since."""
+    num_bytes: int
+
+    def begins(self, other: _Path) -> bool:
+        """Whether the other one has all that this one knows."""
+        size = len(self.ids)
+        return (
+            self.rows.weights == other.rows.weights
+            and size <= len(other.ids)
+            and self.ids[-1] == other.ids[size - 1]
+            and np.array_equal(self.ids, other.ids[:size])
+            and self.rows.agreement(other.rows, size) == size
+        )
+
+
+class RoutingMemory:
+    """See the module. `serves` tells which version serves requests for one, None being the
+    newest."""
+
+    def __init__(
+        self, routers: Routers, max_bytes: int, serves: Callable[[int | None], int]
+    ) -> None:
+        self.routers, self.max_bytes = routers, max_bytes
+        self._serves = serves
+        self._beginnings = 0
+        self._paths: dict[str, list[_Path]] = {}
+        """By session; the one that was answered last comes last, and so does its newest path."""
+        self.num_bytes = 0
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, kv_tokens: int, serves: Callable[[int | None], int]
+    ) -> RoutingMemory:
+        """Of an engine with so many tokens of key-value memory. Raises EngineError for a model that
+        can't tell what it chooses."""
+        routers = engine_routers(model)
+        return cls(routers, int(SHARE * kv_tokens * kv_bytes_per_token(model)), serves)
+
+    def weights(self, version: int | None) -> Weights:
+        """Those that compute now for requests for that version: how often numbers have begun anew,
+        and the version."""
+        return self._beginnings, self._serves(version)
+
+    def known(self, request: Request) -> Known:
+        """See the module. Nothing is copied."""
+        weights = self.weights(request.version)
+        own = request.known_rows
+        if own is not None and own.weights == weights:
+            return Known(own, min(own.count, len(request.ids)))
+        best = Known(TokenRows(weights), 0)
+        paths = self._paths.get(request.session, []) if request.session is not None else []
+        ids = np.array(request.ids if paths else [], dtype=np.int32)
+        for path in reversed(paths):
+            if path.rows.weights == weights and best.num_tokens < len(ids):
+                size = min(len(path.ids), len(ids))
+                differs = (path.ids[:size] != ids[:size]).nonzero()[0]
+                count = int(differs[0]) if len(differs) else size
+                if count > best.num_tokens:
+                    best = Known(path.rows, count)
+        return best
+
+    def known_to_any(self, requests: Iterable[Request], ids: list[int]) -> TokenRows | None:
+        """The rows of a prefix that some requests share: what one of them knows of it."""
+        best = None
+        for request in requests:
+            if request.ids[: len(ids)] == ids:
+                rows, count = self.known(request)
+                if count > (0 if best is None else best.num_tokens):
+                    best = Known(rows, min(count, len(ids)))
+        return None if best is None else best.rows.beginning(best.num_tokens)
+
+    def keep(self, session: str, sequence: Sequence) -> None:
+        """A request of the session is answered."""
+        rows = sequence.routed
+        ids = np.array(sequence.ids[: rows.count], dtype=np.int32)
+        path = _Path(ids, rows, ids.nbytes + rows.num_bytes)
+        before = self._paths.pop(session, [])
+        self._paths[session] = [one for one in before if not one.begins(path)] + [path]
+        self.num_bytes += sum(one.num_bytes for one in self._paths[session])
+        self.num_bytes -= sum(one.num_bytes for one in before)
+        while self.num_bytes > self.max_bytes:
+            oldest = next(iter(self._paths))
+            self.num_bytes -= self._paths[oldest].pop(0).num_bytes
+            if not self._paths[oldest]:
+                del self._paths[oldest]
+
+    def release(self, session: str) -> None:
+        """Forgets the session."""
+        self.num_bytes -= sum(path.num_bytes for path in self._paths.pop(session, []))
+
+    def forget_outdated(self) -> None:
+        """Weights may have changed: forgets what none that serve have chosen."""
+        for session in list(self._paths):
+            serving = [
+                path
+                for path in self._paths[session]
+                if path.rows.weights is not None
+                and path.rows.weights == self.weights(path.rows.weights[1])
+            ]
+            self.num_bytes -= sum(path.num_bytes for path in self._paths[session])
+            self.num_bytes += sum(path.num_bytes for path in serving)
+            if serving:
+                self._paths[session] = serving
+            else:
+                del self._paths[session]
+
+    def begin(self) -> None:
+        """Versions are numbered anew: forgets everything, that of interrupted requests too."""
+        self._beginnings += 1
+        self.forget_outdated()
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return {"engine/routing_bytes": self.num_bytes}
