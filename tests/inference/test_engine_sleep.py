@@ -105,7 +105,7 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
     """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than
     both."""
     engine = TorchEngine(llama)
-    deadline_s, long = 1.5, SamplingParams(max_new_tokens=40, seed=3)
+    deadline_s, long = 3.0, SamplingParams(max_new_tokens=40, seed=3)
 
     async def work():
         running = asyncio.create_task(engine.generate(PROMPTS[0], long, deadline_s=deadline_s))
