@@ -14,7 +14,7 @@ from agentevo.observability.learning_curve import draw_learning_curve
 from agentevo.observability.live import LiveView, sparkline
 from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.observability.panels import leave_room
-from agentevo.observability.report_page import report_html
+from agentevo.observability.report_page import report_html, rollouts
 from agentevo.observability.still_attempt import still_attempt
 from agentevo.observability.trajectory_view import outcome, render_trajectory
 from agentevo.types import Trajectory, Turn
@@ -138,3 +138,21 @@ def test_lost_attempts_are_named_by_what_they_failed_with():
     assert "Those that failed: 6 ValueError" in message("ValueError")
     assert "timeout_s" not in message("ValueError")
     assert "raise agent.timeout_s" in message("timeout")
+
+
+def test_trajectories_whose_every_token_was_too_old_are_not_counted_as_trained_on():
+    rows = [
+        {
+            "rollout/in": 64.0,
+            "rollout/dropped/zero_variance": 8.0,
+            "staleness/masked_trajectories": 56.0,
+        },
+        {"rollout/in": 64.0, "staleness/masked_trajectories": 0.0},
+    ]
+    found = rollouts(rows)
+    assert found is not None
+    assert found[2] == [
+        ["trained on", "64", "50.0%"],
+        ["dropped: zero-variance", "8", "6.2%"],
+        ["masked: every token too old", "56", "43.8%"],
+    ]

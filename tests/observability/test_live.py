@@ -198,6 +198,8 @@ def test_drops_are_listed_by_number() -> None:
     )
     assert format_drops(32, {}) == "32 in, none dropped"
     assert format_drops(None, {"failed": 2}) == "2 dropped: 2 failed"
+    assert format_drops(64, {"failed": 2}, 56) == "64 in, 2 dropped: 2 failed, 56 masked: too old"
+    assert format_drops(64, {}, 56.0) == "64 in, none dropped, 56 masked: too old"
 
 
 @pytest.mark.parametrize(

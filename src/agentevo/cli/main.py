@@ -149,9 +149,9 @@ def _run(words: list[str]) -> int:
     except SystemExit as exit_request:
         code = exit_request.code
     if code in (130, 143):
+        resumed = "the same command" + ("" if words[:1] == ["learn"] else " with --resume")
         print(
-            "stopped cleanly: whole checkpoints are kept, and the same command with --resume "
-            "goes on from the last",
+            f"stopped cleanly: whole checkpoints are kept, and {resumed} goes on from the last",
             file=sys.stderr,
         )
     return code if isinstance(code, int) else 0

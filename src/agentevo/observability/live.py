@@ -39,18 +39,21 @@ LEAST_SPAN = 0.02
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-def format_drops(num_in: float | None, dropped: Mapping[str, int]) -> str:
-    """`32 in, 4 dropped: 4 zero-variance`; the reasons in falling order."""
+def format_drops(
+    num_in: float | None, dropped: Mapping[str, int], masked: float | None = None
+) -> str:
+    """`32 in, 4 dropped: 4 zero-variance, 2 masked: too old`; the reasons in falling order.
+    `masked`: how many trajectories have no token that is trained on, for their age."""
+    too_old = f", {masked:.0f} masked: too old" if masked else ""
     reasons = sorted(
         ((count, reason) for reason, count in dropped.items() if count),
         key=lambda pair: (-pair[0], pair[1]),
     )
     came = "" if num_in is None else f"{num_in:.0f} in, "
     if not reasons:
-        return f"{came}none dropped"
-    return f"{came}{sum(dropped.values())} dropped: " + ", ".join(
-        f"{count} {reason.replace('_', '-')}" for count, reason in reasons
-    )
+        return f"{came}none dropped{too_old}"
+    texts = ", ".join(f"{count} {reason.replace('_', '-')}" for count, reason in reasons)
+    return f"{came}{sum(dropped.values())} dropped: {texts}{too_old}"
 
 
 def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
@@ -337,7 +340,7 @@ class LiveView:
             f"{label} {facts[label]}" for label in ("reward", "success", "loss") if label in facts
         ]
         if "sft/loss" not in state.metrics:
-            parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
+            parts.append(_drops(state))
         if proposals := self_play_words(facts):
             parts.append(proposals)
         parts += [
@@ -390,6 +393,11 @@ def _evaluation_table(title: str, result: Evaluation) -> RenderableType:
     return Group(Text(title, "bold"), table)
 
 
+def _drops(state: ViewState) -> str:
+    masked = state.metrics.get("staleness/masked_trajectories")
+    return format_drops(state.metrics.get("rollout/in"), state.dropped, masked)
+
+
 def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     from rich.console import Group
     from rich.panel import Panel
@@ -423,7 +431,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
             speed.append(facts[label], "bold").append(f" {label}   ", "dim")
     if state.metrics and "sft/loss" not in state.metrics:
         speed.append(
-            format_drops(state.metrics.get("rollout/in"), state.dropped),
+            _drops(state),
             "yellow" if any(state.dropped.values()) else "dim",
         )
     lines: list[RenderableType] = [

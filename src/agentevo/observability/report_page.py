@@ -322,10 +322,13 @@ def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]
                 reason = key.removeprefix("rollout/dropped/")
                 reasons[reason] = reasons.get(reason, 0.0) + (value or 0.0)
     dropped = sorted(((count, reason) for reason, count in reasons.items() if count), reverse=True)
-    trained = total - sum(count for count, _ in dropped)
+    masked = sum(row.get("staleness/masked_trajectories") or 0.0 for row in rows)
+    trained = total - sum(count for count, _ in dropped) - masked
     body = [["trained on", f"{trained:,.0f}", f"{trained / total:.1%}"]]
     body += [
         [f"dropped: {reason.replace('_', '-')}", f"{count:,.0f}", f"{count / total:.1%}"]
         for count, reason in dropped
     ]
+    if masked:
+        body.append(["masked: every token too old", f"{masked:,.0f}", f"{masked / total:.1%}"])
     return f"{total:,.0f}", ["what became of them", "number", "share"], body

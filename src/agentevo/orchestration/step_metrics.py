@@ -160,11 +160,14 @@ def performance_metrics(
         return metrics
     generated = engine.get("engine/generated_tokens", 0.0)
     logical = trained.get("trainer/logical_tokens", 0.0)
+    if generated:  # else engines of other processes draw, and count it themselves
+        metrics |= {
+            "engine/generated_tokens": generated,
+            "engine/tokens_per_s": generated / timings["gen"] if timings["gen"] else 0.0,
+            "engine/prefix_hit_tokens": engine.get("engine/prefix_hit_tokens", 0.0),
+            "engine/session_hit_tokens": engine.get("engine/session_hit_tokens", 0.0),
+        }
     metrics |= {
-        "engine/generated_tokens": generated,
-        "engine/tokens_per_s": generated / timings["gen"] if timings["gen"] else 0.0,
-        "engine/prefix_hit_tokens": engine.get("engine/prefix_hit_tokens", 0.0),
-        "engine/session_hit_tokens": engine.get("engine/session_hit_tokens", 0.0),
         "perf/total_num_tokens": logical,
         "perf/time_per_step": step_s,
         "perf/throughput": (generated + logical) / step_s,

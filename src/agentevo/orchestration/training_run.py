@@ -82,6 +82,8 @@ class TrainingRun:
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
+        self._announced_s = 0.0
+        """How long the version of the step before took to be announced, after its own row."""
         apart, sampled = processes is not None or command == "learn", conversations is None
         self.rollouts = make_rollouts(
             parts,
@@ -244,8 +246,8 @@ class TrainingRun:
             "gen": sampled - started,
             "adv": prepared - sampled,
             "update_actor": trained - prepared,
-            "update_weights": now - trained,
-            "step": now - started,
+            "update_weights": now - trained + self._announced_s,
+            "step": now - started + self._announced_s,
         }
         metrics = step_metrics(step, collected, batch, updated)
         engine = None
@@ -269,7 +271,9 @@ class TrainingRun:
         if checkpoint is not None:
             self.checkpoints.prune()
         self.view.phase("publishing weights", f"version {step}")
+        announced = time.perf_counter()
         await rollouts.announce(step)
+        self._announced_s = time.perf_counter() - announced
         self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
 
     async def _keep_numbers(self, step: int) -> None:
