@@ -146,6 +146,9 @@ def test_speeds():
 
 
 def test_nothing_trained_is_no_division_by_zero():
-    found = performance_metrics({"gen": 0.0, "update_actor": 0.0, "step": 1.0}, {}, {}, 1e10)
+    timings = {"gen": 0.0, "update_actor": 0.0, "step": 1.0}
+    found = performance_metrics(timings, {"engine/generated_tokens": 3.0}, {}, 1e10)
     assert found["engine/tokens_per_s"] == 0.0
+    elsewhere = performance_metrics(timings, {"engine/generated_tokens": 0.0}, {}, 1e10)
+    assert not {"engine/generated_tokens", "engine/tokens_per_s"} & set(elsewhere)
     assert not {"perf/tokens_per_s_logical", "perf/mfu"} & set(found)
