@@ -15,6 +15,7 @@ from broadcast_member import BUCKET, Mixed, asks, member, sends, taken
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
 from agentevo.inference import broadcast_files, broadcast_group, broadcast_sender, broadcast_source
+from agentevo.inference.broadcast_files import Answer, Incoming
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource, received
 from agentevo.models.parameters import trained_weights
@@ -309,6 +310,15 @@ def test_a_bit_that_flips_on_the_way_is_found_and_told(folder, sender, notes, mo
         (found,) = looked_after(sender, threads.submit(taken, source))
     assert_has(found, 1, sender._model)
     assert len(notes) == 1 and "1 of 1 found other bits than were sent" in notes[0]
+
+
+def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
+    """A worker of vLLM, say, which begins between two long steps of its model."""
+    asyncio.run(sender.begin(1))
+    sha256 = sender._latest.sha256
+    given = Incoming(str(folder), Answer("a" * 32, sha256, "gloo", first_rank=1, world=2))
+    with pytest.raises(WeightsLostError, match="the round was over"):
+        received(given, 0, CPU)
 
 
 def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, notes, monkeypatch):

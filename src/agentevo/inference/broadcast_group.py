@@ -168,7 +168,10 @@ def _broken_off() -> Iterator[None]:
 def _joined(
     files: BroadcastFiles, answer: Answer, rank: int, device: torch.device
 ) -> Iterator[Group]:
-    group = Group(answer, str(files.path(answer.round) / "store"), rank, device)
+    folder = files.path(answer.round)
+    if not folder.is_dir():  # FileStore would wait 300 s for it, and hold the interpreter's lock
+        raise WeightsLostError("the round was over before this member came to it")
+    group = Group(answer, str(folder / "store"), rank, device)
     try:
         yield group
     finally:
