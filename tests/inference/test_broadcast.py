@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 import time
@@ -396,6 +397,17 @@ def test_a_folder_that_is_away_is_told_once_and_waited_for(folder, sender, notes
     with waiting(source_of(folder)) as coming:
         (found,) = looked_after(sender, *coming)
     assert_has(found, 1, sender._model)
+
+
+@pytest.mark.parametrize("name", ["", "asks", "answers", "rounds"])
+def test_a_folder_that_was_deleted_is_made_again(name, folder, sender, notes):
+    asyncio.run(sender.begin(1))
+    shutil.rmtree(folder / name)
+    asyncio.run(sender.look_after())
+    with waiting(source_of(folder)) as coming:
+        (found,) = looked_after(sender, *coming)
+    assert_has(found, 1, sender._model)
+    assert notes == []
 
 
 def test_a_latest_that_was_lost_is_written_again(folder, sender):

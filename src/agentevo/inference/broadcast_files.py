@@ -135,6 +135,10 @@ class BroadcastFiles:
         """Of a trainer that begins: what one before it has left behind answers nobody any more."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
+        self.make_folders()
+
+    def make_folders(self) -> None:
+        """Those that are not there, or not any more."""
         for folder in (self._asks, self._answers, self._rounds):
             folder.mkdir(parents=True, exist_ok=True)
 

@@ -127,6 +127,7 @@ class BroadcastSender:
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
+        self._files.make_folders()
         if self._latest is None or not self._files.is_whole(self._latest):
             self._latest = self._files.announce(Contents.of(self._version, self._specs()))
         return self._latest
