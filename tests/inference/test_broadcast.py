@@ -170,6 +170,52 @@ def test_nobody_is_waited_for_who_has_never_asked(sender):
     assert time.monotonic() - began < broadcast_sender.EXPECT_S / 2
 
 
+def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
+    folder, sender, notes, monkeypatch
+):
+    """Else the model could change in the middle, and each tensor would still be as it was sent."""
+    asyncio.run(sender.begin(1))
+    real, goes_on, is_in_it = broadcast_group.Group.broadcast, threading.Event(), threading.Event()
+
+    def held_up(self, tensor):
+        is_in_it.set()
+        assert goes_on.wait(60)
+        real(self, tensor)
+
+    monkeypatch.setattr(broadcast_group.Group, "broadcast", held_up)
+
+    async def cancelled():
+        looking = asyncio.ensure_future(sender.look_after())
+        async with asyncio.timeout(60):
+            while not is_in_it.is_set():
+                await asyncio.sleep(0.01)
+        looking.cancel()
+        await asyncio.wait([looking], timeout=0.2)
+        assert not looking.done()
+        goes_on.set()
+        await asyncio.wait([looking], timeout=60)
+        assert looking.cancelled()
+
+    with waiting(source_of(folder)) as coming:
+        until(lambda: list((folder / "asks").glob("*.json")))
+        asyncio.run(cancelled())
+        assert_has(coming[0].result(60), 1, sender._model)
+    assert notes == []
+
+
+def test_an_engine_that_asked_in_vain_has_the_next_version_from_its_publish(folder, sender):
+    """Where attempts are always ready, a trainer never looks after anything."""
+    asyncio.run(sender.begin(1))
+    with waiting(source_of(folder)) as coming:
+        try:
+            until(lambda: list((folder / "asks").glob("*.json")))
+            asyncio.run(sender.publish(2))
+            assert len(sender._expected) == 1
+        finally:
+            (found,) = looked_after(sender, *coming)
+    assert_has(found, 2, sender._model)
+
+
 def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, monkeypatch):
     monkeypatch.setattr(broadcast_sender, "EXPECT_S", 3.0)
     source = source_of(folder)

@@ -23,7 +23,7 @@ from torch import nn
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError
-from agentevo.event_loop import in_thread
+from agentevo.event_loop import in_thread, to_its_end
 from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
 from agentevo.inference.broadcast_group import backend_of, send
 from agentevo.inference.weight_transport import Latest
@@ -73,7 +73,7 @@ class BroadcastSender:
             chosen = self._chosen(asks)
             if not chosen:
                 return
-            went_well = await in_thread(self._send, chosen)
+            went_well = await self._sent(chosen)
             num_broken += not went_well
             done = {ask.engine for ask in chosen} if went_well else set[str]()
             missing = {ask.engine for ask in asks if self._is_due(ask.engine)} - done
@@ -85,7 +85,12 @@ class BroadcastSender:
         asks."""
         chosen = self._chosen(await self._waiting(set()))
         if chosen:
-            await in_thread(self._send, chosen)
+            await self._sent(chosen)
+
+    async def _sent(self, asks: Sequence[Ask]) -> bool:
+        """See `_send`. A round that has begun reads the model to its end: whoever is cancelled
+        waits for that, and may change the model then."""
+        return await to_its_end(in_thread(self._send, asks))
 
     def _chosen(self, asks: Sequence[Ask]) -> list[Ask]:
         """Who is in the next round: all together, but for engines whose last rounds were broken
