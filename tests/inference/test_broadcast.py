@@ -420,7 +420,8 @@ def test_an_answer_that_is_torn_or_for_other_weights_is_not_followed(folder, sen
         source.read(1, sha256=latest.sha256)
 
 
-def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender):
+def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender, monkeypatch):
+    monkeypatch.setattr(broadcast_sender, "EXPECT_S", 0.1)
     asyncio.run(sender.begin(1))
     source = source_of(folder)
     with pytest.raises(WeightsNotSentError):

@@ -1,8 +1,9 @@
 """The trainer's side of weights that go over a process group.
 
-`publish` announces a version, waits at most EXPECT_S for the engines that asked for the one before,
-and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later: engines that
-are new, or whose round was broken off. Between these calls the model changes, and nothing is sent.
+`publish` announces a version, waits at most EXPECT_S for the engines that had the one before, or
+asked for it, and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later:
+engines that are new, or whose round was broken off. Between these calls the model changes, and
+nothing is sent.
 
 An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
 did not ask for a version is not waited for at the next one. One that asks and never joins (behind a
@@ -32,7 +33,7 @@ from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Spec
 
 EXPECT_S = 10.0
-"""How long `publish` waits for an engine that asked for the version before."""
+"""How long `publish` waits for an engine that had the version before, or asked for it."""
 MOST_BROKEN = 3
 """Most rounds of one `publish` that are broken off; whoever has nothing then is seen to by
 `look_after`."""
@@ -54,7 +55,7 @@ class BroadcastSender:
         """What is announced; None where it could not be written."""
         self._has_begun = False
         self._expected: set[str] = set()
-        """Engines that are waited for at the next version."""
+        """Engines that have this version, and are waited for at the next one."""
         self._broken: dict[str, tuple[int, float]] = {}
         """Engine -> its rounds in a row that were broken off, and when it may have another one."""
         self._said = ""
@@ -66,8 +67,8 @@ class BroadcastSender:
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
-        self._version, self._latest = version, None
-        missing, self._expected, num_broken = self._expected, set(), 0
+        missing, num_broken = self._expected | await self._still_asking(), 0
+        self._version, self._latest, self._expected = version, None, set()
         while num_broken < MOST_BROKEN:
             asks = await self._waiting(missing)
             chosen = self._chosen(asks)
@@ -91,6 +92,16 @@ class BroadcastSender:
         """See `_send`. A round that has begun reads the model to its end: whoever is cancelled
         waits for that, and may change the model then."""
         return await to_its_end(in_thread(self._send, asks))
+
+    async def _still_asking(self) -> set[str]:
+        """Engines that want what is announced, and will want what is announced next."""
+        if self._latest is None:
+            return set()
+        try:
+            asks = await in_thread(self._files.asks, self._latest.sha256)
+        except OSError:  # which `_waiting` says
+            return set()
+        return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
     def _chosen(self, asks: Sequence[Ask]) -> list[Ask]:
         """Who is in the next round: all together, but for engines whose last rounds were broken
