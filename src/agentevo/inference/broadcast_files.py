@@ -191,8 +191,13 @@ class BroadcastFiles:
             return False
         return True
 
-    def withdraw(self, ask: Ask) -> None:
-        self._ask(ask.id).unlink(missing_ok=True)
+    def withdraw(self, ask: Ask) -> bool:
+        """False if it was taken, or deleted."""
+        try:
+            self._ask(ask.id).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def answer(self, ask: Ask) -> Answer | None:
         """None if there is none yet."""
