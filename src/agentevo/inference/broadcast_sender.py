@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from agentevo.devices import identity
-from agentevo.errors import EngineError
+from agentevo.errors import EngineError, WeightsLostError
 from agentevo.event_loop import in_thread, to_its_end
 from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
 from agentevo.inference.broadcast_group import backend_of, send
@@ -166,8 +166,11 @@ class BroadcastSender:
             with self._files.round(round_id, answers):
                 one = next(iter(answers.values()))
                 refusals = send(self._files, one, specs, self._tensors, device)
-        except (EngineError, OSError, torch.OutOfMemoryError) as error:
+        except WeightsLostError as error:
             self._was_broken_off(asks, str(error))
+            return False
+        except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's own trouble
+            self._say_not_reached(asks, str(error))
             return False
         if refusals:
             self._was_broken_off(
@@ -185,6 +188,9 @@ class BroadcastSender:
             count = self._broken_rounds(ask.engine) + 1
             pause_s = min(PAUSE_S * max(count - ALONE_AFTER, 0), LONGEST_PAUSE_S)
             self._broken[ask.engine] = (count, time.monotonic() + pause_s)
+        self._say_not_reached(asks, why)
+
+    def _say_not_reached(self, asks: Sequence[Ask], why: str) -> None:
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
         self._say(
             f"version {self._version} did not reach all of {len(asks)} engines ({of_whom}), which "
