@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -125,6 +125,16 @@ async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs
     loop = asyncio.get_running_loop()
     call = partial(contextvars.copy_context().run, function, *args, **options)
     return await loop.run_in_executor(_own_threads.get(loop), call)
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Waits for it also when being cancelled, which is passed on afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _is_running() -> bool:

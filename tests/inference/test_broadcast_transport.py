@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from broadcast_member import taken
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentevo.config import LoraSection, build_config
 from agentevo.errors import ConfigError, EngineError
+from agentevo.inference.broadcast_files import BroadcastFiles
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.engine import NO_VERSION
@@ -122,6 +127,50 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
     asyncio.run(work())
     assert sent == []
     assert [notes[0], notes[-1]] == ["serving version 0", "serving version 2"] and len(notes) == 3
+
+
+def test_an_engine_that_ends_asks_no_more(tmp_path):
+    """Nor does the thread that asks for it."""
+    folder, notes = tmp_path / "weights", []
+    sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
+    engine = SimpleNamespace(version=NO_VERSION)
+    source = BroadcastSource(folder, torch.device("cpu"))
+    follower = Follower(source, engine, "continue", deadline_s=60, note=notes.append)
+
+    async def work():
+        await sender.begin(1)
+        following = asyncio.ensure_future(follower.follow(0.01))
+        async with asyncio.timeout(60):
+            while not list((folder / "asks").glob("*.json")):
+                await asyncio.sleep(0.01)
+        following.cancel()
+        await asyncio.wait([following], timeout=60)
+        assert following.cancelled()
+
+    asyncio.run(work())  # which waits for the thread
+    assert not list((folder / "asks").glob("*.json")) and notes == []
+
+
+def test_an_engine_that_ends_as_it_is_answered_is_in_the_round(tmp_path, monkeypatch):
+    """Else the others would wait for it until the round is broken off."""
+    folder, notes = tmp_path / "weights", []
+    sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
+    source, real = BroadcastSource(folder, torch.device("cpu")), BroadcastFiles.take
+
+    def take(self, asks):
+        taken = real(self, asks)
+        source.withdraw()
+        return taken
+
+    monkeypatch.setattr(BroadcastFiles, "take", take)
+    asyncio.run(sender.begin(1))
+    with ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(taken, source)
+        while not coming.done():
+            asyncio.run(sender.look_after())
+            time.sleep(0.01)
+        assert coming.result()[0] == 1
+    assert notes == []
 
 
 async def _alone(model, made, ids):

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import torch
@@ -102,11 +102,15 @@ class Answer(msgspec.Struct, frozen=True):
     round: _Id
     sha256: str
     """Of what is sent."""
-    backend: str
-    """Of the tensors: gloo or nccl."""
+    backend: Literal["gloo", "nccl"]
+    """Of the tensors."""
     first_rank: Annotated[int, msgspec.Meta(ge=1)]
     """Of the asking engine's places; the trainer's is 0."""
     world: Annotated[int, msgspec.Meta(ge=2, le=MOST_PLACES + 1)]
+
+    def __post_init__(self) -> None:
+        if self.first_rank >= self.world:
+            raise ValueError(f"place {self.first_rank} of {self.world}")
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -135,6 +139,10 @@ class BroadcastFiles:
         """Of a trainer that begins: what one before it has left behind answers nobody any more."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
+        self.make_folders()
+
+    def make_folders(self) -> None:
+        """Those that are not there, or not any more."""
         for folder in (self._asks, self._answers, self._rounds):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -187,8 +195,13 @@ class BroadcastFiles:
             return False
         return True
 
-    def withdraw(self, ask: Ask) -> None:
-        self._ask(ask.id).unlink(missing_ok=True)
+    def withdraw(self, ask: Ask) -> bool:
+        """False if it was taken, or deleted."""
+        try:
+            self._ask(ask.id).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def answer(self, ask: Ask) -> Answer | None:
         """None if there is none yet."""

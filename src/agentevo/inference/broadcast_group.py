@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import distributed
@@ -76,7 +76,7 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
         yield bucket
 
 
-def backend_of(places: Iterable[str]) -> str:
+def backend_of(places: Iterable[str]) -> Literal["gloo", "nccl"]:
     """By which back end tensors travel between these devices (`devices.identity`)."""
     return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
@@ -168,7 +168,10 @@ def _broken_off() -> Iterator[None]:
 def _joined(
     files: BroadcastFiles, answer: Answer, rank: int, device: torch.device
 ) -> Iterator[Group]:
-    group = Group(answer, str(files.path(answer.round) / "store"), rank, device)
+    folder = files.path(answer.round)
+    if not folder.is_dir():  # FileStore would wait 300 s for it, and hold the interpreter's lock
+        raise WeightsLostError("the round was over before this member came to it")
+    group = Group(answer, str(folder / "store"), rank, device)
     try:
         yield group
     finally:

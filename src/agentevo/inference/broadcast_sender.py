@@ -1,8 +1,9 @@
 """The trainer's side of weights that go over a process group.
 
-`publish` announces a version, waits at most EXPECT_S for the engines that asked for the one before,
-and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later: engines that
-are new, or whose round was broken off. Between these calls the model changes, and nothing is sent.
+`publish` announces a version, waits at most EXPECT_S for the engines that had the one before, or
+asked for it, and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later:
+engines that are new, or whose round was broken off. Between these calls the model changes, and
+nothing is sent.
 
 An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
 did not ask for a version is not waited for at the next one. One that asks and never joins (behind a
@@ -22,8 +23,8 @@ import torch
 from torch import nn
 
 from agentevo.devices import identity
-from agentevo.errors import EngineError
-from agentevo.event_loop import in_thread
+from agentevo.errors import EngineError, WeightsLostError
+from agentevo.event_loop import in_thread, to_its_end
 from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
 from agentevo.inference.broadcast_group import backend_of, send
 from agentevo.inference.weight_transport import Latest
@@ -32,7 +33,7 @@ from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Spec
 
 EXPECT_S = 10.0
-"""How long `publish` waits for an engine that asked for the version before."""
+"""How long `publish` waits for an engine that had the version before, or asked for it."""
 MOST_BROKEN = 3
 """Most rounds of one `publish` that are broken off; whoever has nothing then is seen to by
 `look_after`."""
@@ -54,7 +55,7 @@ class BroadcastSender:
         """What is announced; None where it could not be written."""
         self._has_begun = False
         self._expected: set[str] = set()
-        """Engines that are waited for at the next version."""
+        """Engines that have this version, and are waited for at the next one."""
         self._broken: dict[str, tuple[int, float]] = {}
         """Engine -> its rounds in a row that were broken off, and when it may have another one."""
         self._said = ""
@@ -66,14 +67,14 @@ class BroadcastSender:
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
-        self._version, self._latest = version, None
-        missing, self._expected, num_broken = self._expected, set(), 0
+        missing, num_broken = self._expected | await self._still_asking(), 0
+        self._version, self._latest, self._expected = version, None, set()
         while num_broken < MOST_BROKEN:
             asks = await self._waiting(missing)
             chosen = self._chosen(asks)
             if not chosen:
                 return
-            went_well = await in_thread(self._send, chosen)
+            went_well = await self._sent(chosen)
             num_broken += not went_well
             done = {ask.engine for ask in chosen} if went_well else set[str]()
             missing = {ask.engine for ask in asks if self._is_due(ask.engine)} - done
@@ -85,7 +86,22 @@ class BroadcastSender:
         asks."""
         chosen = self._chosen(await self._waiting(set()))
         if chosen:
-            await in_thread(self._send, chosen)
+            await self._sent(chosen)
+
+    async def _sent(self, asks: Sequence[Ask]) -> bool:
+        """See `_send`. A round that has begun reads the model to its end: whoever is cancelled
+        waits for that, and may change the model then."""
+        return await to_its_end(in_thread(self._send, asks))
+
+    async def _still_asking(self) -> set[str]:
+        """Engines that want what is announced, and will want what is announced next."""
+        if self._latest is None:
+            return set()
+        try:
+            asks = await in_thread(self._files.asks, self._latest.sha256)
+        except OSError:  # which `_waiting` says
+            return set()
+        return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
     def _chosen(self, asks: Sequence[Ask]) -> list[Ask]:
         """Who is in the next round: all together, but for engines whose last rounds were broken
@@ -127,6 +143,7 @@ class BroadcastSender:
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
+        self._files.make_folders()
         if self._latest is None or not self._files.is_whole(self._latest):
             self._latest = self._files.announce(Contents.of(self._version, self._specs()))
         return self._latest
@@ -149,8 +166,11 @@ class BroadcastSender:
             with self._files.round(round_id, answers):
                 one = next(iter(answers.values()))
                 refusals = send(self._files, one, specs, self._tensors, device)
-        except (EngineError, OSError, torch.OutOfMemoryError) as error:
+        except WeightsLostError as error:
             self._was_broken_off(asks, str(error))
+            return False
+        except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's own trouble
+            self._say_not_reached(asks, str(error))
             return False
         if refusals:
             self._was_broken_off(
@@ -168,6 +188,9 @@ class BroadcastSender:
             count = self._broken_rounds(ask.engine) + 1
             pause_s = min(PAUSE_S * max(count - ALONE_AFTER, 0), LONGEST_PAUSE_S)
             self._broken[ask.engine] = (count, time.monotonic() + pause_s)
+        self._say_not_reached(asks, why)
+
+    def _say_not_reached(self, asks: Sequence[Ask], why: str) -> None:
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
         self._say(
             f"version {self._version} did not reach all of {len(asks)} engines ({of_whom}), which "

@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ class BroadcastSource:
         self._asked: Ask | None = None
         self._gone_at: float | None = None
         """When the ask was first seen to be taken."""
+        self._has_ended = False
 
     @property
     def place(self) -> str:
@@ -80,6 +82,14 @@ class BroadcastSource:
             raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
         return Incoming(str(self._files.folder), answer)
 
+    def withdraw(self) -> None:
+        """See GroupSource.withdraw. A round that is answered already is joined by the thread that
+        waits for it."""
+        self._has_ended, ask = True, self._asked
+        with suppress(OSError):  # which is stale soon
+            if ask is not None and self._files.withdraw(ask):
+                self._asked = None
+
     def _answered(self, latest: Latest, places: list[str]) -> Answer:
         ask = self._asked
         if ask is None or (ask.sha256, ask.places) != (latest.sha256, places):
@@ -94,6 +104,8 @@ class BroadcastSource:
             if (answer := self._files.answer(ask)) is not None:
                 return answer
             if self._files.announced() != latest:
+                break
+            if self._has_ended and (self._asked is None or self._files.withdraw(ask)):
                 break
             if time.monotonic() - renewed > RENEW_S:
                 renewed = time.monotonic()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from agentevo.config import RunConfig
 from agentevo.errors import EngineUnavailableError
@@ -42,21 +43,22 @@ class RunEngines:
             poll_s=config.rollout.poll_s,
         )
         self._meant = 0
+        self._look_after: Callable[[], Awaitable[None]] | None = None
 
     @property
     def version(self) -> int:
         """See Engine.version."""
         return self._engines.version
 
+    def fed_by(self, look_after: Callable[[], Awaitable[None]]) -> None:
+        """What sees to it that versions reach them, every LOOK_S while they are waited for: see
+        WeightSender.look_after."""
+        self._look_after = look_after
+
     async def reach(
-        self,
-        version: int,
-        stop: Callable[[], bool],
-        note: Callable[[str], None],
-        look_after: Callable[[], Awaitable[None]],
+        self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
-        """Waits until the engines serve the version, or a newer one, or `stop` says so.
-        `look_after`: what sees to it that it reaches them, every LOOK_S."""
+        """Waits until the engines serve the version, or a newer one, or `stop` says so."""
         began, told = time.monotonic(), False
         looked = began
         await self._engines.refresh()
@@ -67,10 +69,29 @@ class RunEngines:
                     f"and announced in {self._place}?"
                 )
                 told = True
-            if time.monotonic() - looked > LOOK_S:
-                await look_after()
+            if self._look_after is not None and time.monotonic() - looked > LOOK_S:
+                await self._look_after()
                 looked = time.monotonic()
             await asyncio.sleep(self._poll_s)
+
+    @asynccontextmanager
+    async def looked_after(self) -> AsyncIterator[None]:
+        """A block that asks them, in which the version still reaches those that have lost it or are
+        new. After it nothing reads the trainer's weights any more."""
+        over = asyncio.Event()
+        looking = asyncio.create_task(self._look_until(over))
+        try:
+            yield
+        finally:
+            over.set()
+            await looking
+
+    async def _look_until(self, over: asyncio.Event) -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), LOOK_S)
+            if self._look_after is not None and not over.is_set():
+                await self._look_after()
 
     async def begin(
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0

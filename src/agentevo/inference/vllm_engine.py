@@ -21,7 +21,7 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from agentevo.errors import (
     RequestTooLongError,
     WeightsLostError,
 )
-from agentevo.event_loop import in_thread
+from agentevo.event_loop import in_thread, to_its_end
 from agentevo.inference.broadcast_files import Incoming
 from agentevo.inference.engine import (
     NO_VERSION,
@@ -321,7 +321,7 @@ class VllmEngine:
                 check_publish(version, self._version, None, self._like)
                 self.check()
                 await self._pause(in_flight, deadline_s)
-                await _to_its_end(self._take_over(version, came=True))
+                await to_its_end(self._take_over(version, came=True))
                 self._publishes += 1
                 published = True
         finally:
@@ -348,7 +348,7 @@ class VllmEngine:
                         files = (str(path), str(self._base))
                         await self._llm.collective_rpc("read_agentevo_weights", args=files)
             await self._pause(in_flight, deadline_s)
-            await _to_its_end(self._take_over(version, path, came=path is not None))
+            await to_its_end(self._take_over(version, path, came=path is not None))
         finally:
             if self._adapter is before:
                 await in_thread(remove_weights, path)
@@ -377,7 +377,7 @@ class VllmEngine:
             async with asyncio.timeout(deadline_s):
                 await self._llm.pause_generation(mode=mode, clear_cache=True)
         except BaseException as error:
-            await _to_its_end(self._llm.resume_generation())
+            await to_its_end(self._llm.resume_generation())
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
                     f"publish: requests were still running after {deadline_s:g} s; the old weights "
@@ -482,13 +482,3 @@ class VllmEngine:
             raise EngineError(f"vLLM has refused the request: {error}") from error
         finally:
             self._running.discard(name)
-
-
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """Waits for it also when being cancelled, which is passed on afterwards."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

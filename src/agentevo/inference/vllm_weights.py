@@ -132,6 +132,7 @@ class WeightLoader:
                     raise EngineError(f"{name} holds NaN or infinity")
             return _over_base(base, changed)
 
+        self._forget_agentevo_weights()  # of a round that another worker has lost
         WeightLoader.agentevo_receiving = _begun(work)
 
     def end_agentevo_weights(self) -> list[str] | None:
@@ -149,8 +150,12 @@ class WeightLoader:
     def load_agentevo_weights(self) -> None:
         """The model computes with what was read from now on. `load_weights` of vLLM's model is not
         enough for that: kernels on a CPU keep packed copies of weights."""
-        tensors, WeightLoader.agentevo_weights = WeightLoader.agentevo_weights, {}
+        tensors = WeightLoader.agentevo_weights
+        self._forget_agentevo_weights()
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+
+    def _forget_agentevo_weights(self) -> None:
+        WeightLoader.agentevo_weights, WeightLoader.agentevo_receiving = {}, None
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -95,6 +95,10 @@ class GroupSource(Protocol):
         then. Raises WeightsNotSentError after some seconds, and EngineError."""
         ...
 
+    def withdraw(self) -> None:
+        """Asks for nothing any more: nobody is to wait for an engine that ends."""
+        ...
+
 
 @runtime_checkable
 class ReceivingEngine(Protocol):

@@ -428,6 +428,8 @@ class DisaggregatedRollouts:
         """The engines that evaluate, where this process has none of its own: they get a step's
         weights before it is committed."""
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
+        if self._elsewhere is not None:
+            self._elsewhere.fed_by(self._published.look_after)
         self._lost = LostAttempts(parts.config, parts.store, note)
         self._stream = Stream(
             parts,
@@ -443,8 +445,7 @@ class DisaggregatedRollouts:
         await self._lost.look()
         await self._published.begin(step)
         if self._elsewhere is not None:
-            look_after = self._published.look_after
-            await self._elsewhere.reach(step, self._stop, self._note, look_after)
+            await self._elsewhere.reach(step, self._stop, self._note)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()

@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +26,12 @@ from agentevo.orchestration.components import (
     Components,
 )
 from agentevo.orchestration.conversations import SFTData
-from agentevo.orchestration.evaluation import evaluate, reference_players, solved_share
+from agentevo.orchestration.evaluation import (
+    Evaluated,
+    evaluate,
+    reference_players,
+    solved_share,
+)
 from agentevo.orchestration.first_attempts import check_first_evaluation, check_first_step
 from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.obeying import obey
@@ -308,13 +314,7 @@ class TrainingRun:
             played: dict[str, float] = {}
             found = None
             if self.parts.plays:
-                samples = self.parts.config.evaluation.samples if full else 0
-                work = asyncio.create_task(
-                    evaluate(self.parts, step, samples=samples, players=self.players, label=label)
-                )
-                if not await finished_before_stop(work, self.is_stopped):
-                    raise StopAskedError("stopped while evaluating")
-                found = work.result()
+                found = await self._played(step, full=full, label=label)
                 played = found.metrics
                 self.progress.generated_tokens += found.num_tokens
         metrics = held_out | played
@@ -330,6 +330,18 @@ class TrainingRun:
         if found is not None:
             self.view.evaluation(step, metrics, found.notes(self.parts.config))
         return metrics
+
+    async def _played(self, step: int, *, full: bool, label: str) -> Evaluated:
+        """The evaluation's attempts."""
+        elsewhere = self.parts.elsewhere
+        async with nullcontext() if elsewhere is None else elsewhere.looked_after():
+            samples = self.parts.config.evaluation.samples if full else 0
+            work = asyncio.create_task(
+                evaluate(self.parts, step, samples=samples, players=self.players, label=label)
+            )
+            if not await finished_before_stop(work, self.is_stopped):
+                raise StopAskedError("stopped while evaluating")
+            return work.result()
 
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
         """Evaluation and checkpoint of the step that has just been computed, when they are due;

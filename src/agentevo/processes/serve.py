@@ -210,10 +210,14 @@ class Follower:
         return counts | {"engine/refused_publishes": refused}
 
     async def follow(self, every_s: float) -> None:
-        """Looks every `every_s`, for ever."""
-        while True:
-            await self.look()
-            await asyncio.sleep(every_s)
+        """Looks every `every_s` until it is cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(every_s)
+        finally:
+            if isinstance(self._weights, GroupSource):
+                await in_thread(self._weights.withdraw)
 
     async def look(self) -> bool:
         """Serves the newest weights if they are newer than what is served; returns whether it

@@ -1,0 +1,82 @@
+"""Evaluation through engines in other processes: a version reaches them in the middle of it, too,
+and what sends it has ended when the weights change."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+from broadcast_member import taken
+
+from agentevo.event_loop import in_thread
+from agentevo.inference import run_engines
+from agentevo.inference.broadcast_sender import BroadcastSender
+from agentevo.inference.broadcast_source import BroadcastSource
+from agentevo.inference.run_engines import RunEngines
+from agentevo.orchestration import training_run
+from agentevo.orchestration.rollout_sources import StopAskedError
+from agentevo.orchestration.training_run import TrainingRun
+
+
+@pytest.fixture
+def engines(small_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_engines, "LOOK_S", 0.01)
+    return RunEngines(small_config(tmp_path / "run"))
+
+
+def played(engines, is_stopped=lambda: False):
+    parts = SimpleNamespace(
+        elsewhere=engines, config=SimpleNamespace(evaluation=SimpleNamespace(samples=0))
+    )
+    run = SimpleNamespace(parts=parts, players=None, is_stopped=is_stopped)
+    return TrainingRun._played(run, 1, full=True, label="")
+
+
+def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
+    engines, tmp_path, monkeypatch
+):
+    folder, notes = tmp_path / "weights", []
+    sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
+    engines.fed_by(sender.look_after)
+    source = BroadcastSource(folder, torch.device("cpu"))
+
+    async def evaluate(parts, step, **options):
+        return await in_thread(taken, source)
+
+    async def work():
+        await sender.begin(1)
+        return await played(engines)
+
+    monkeypatch.setattr(training_run, "evaluate", evaluate)
+    assert asyncio.run(work())[0] == 1 and notes == []
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
+    """Also where somebody stops it."""
+    looks = []
+
+    async def look_after():
+        looks.append("begun")
+        await asyncio.sleep(0.2)
+        looks.append("over")
+
+    async def evaluate(parts, step, **options):
+        while "begun" not in looks or is_stopped:
+            await asyncio.sleep(0.001)
+
+    async def work():
+        engines.fed_by(look_after)
+        try:
+            await played(engines, lambda: is_stopped and "begun" in looks)
+        except StopAskedError:
+            assert is_stopped
+        assert looks[-1] == "over"
+        before = len(looks)
+        await asyncio.sleep(0.1)
+        assert len(looks) == before
+
+    monkeypatch.setattr(training_run, "evaluate", evaluate)
+    asyncio.run(asyncio.wait_for(work(), 60))
