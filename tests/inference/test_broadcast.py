@@ -218,7 +218,7 @@ def test_a_member_that_dies_or_hangs_costs_the_others_one_round(
         with waiting(source) as coming:
             (found,) = looked_after(sender, *coming)
         assert_has(found, 7, sender._model)
-        assert len(notes) == 1 and "version 7 did not reach all of 2 engines" in notes[0]
+        assert len(notes) == 1 and "to bring version 7 to 2 engines" in notes[0]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from broadcast_member import BUCKET, Mixed
 from broadcast_rounds import assert_has, looked_after, settled, source_of, waiting
 
-from agentevo.errors import EngineError, WeightsNotSentError
+from agentevo.errors import ConfigError, EngineError, WeightsNotSentError
 from agentevo.inference import broadcast_files, broadcast_group, broadcast_source
 from agentevo.inference.broadcast_sender import BroadcastSender
 
@@ -145,3 +145,12 @@ def test_a_latest_that_was_lost_is_written_again(folder, sender):
         damage(folder / "latest.json")
         asyncio.run(sender.look_after())
         assert source_of(folder).announced().version == 1
+
+
+def test_a_network_that_is_not_there_is_refused_before_the_first_round(monkeypatch):
+    broadcast_group.check_network()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    broadcast_group.check_network()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth99")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=lo,eth99: set it to one of .*lo"):
+        broadcast_group.check_network()

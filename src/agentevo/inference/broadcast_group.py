@@ -25,11 +25,12 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import psutil
 import torch
 from torch import distributed
 
 from agentevo import devices
-from agentevo.errors import EngineError, WeightsLostError
+from agentevo.errors import ConfigError, EngineError, WeightsLostError
 from agentevo.inference.broadcast_files import Answer, BroadcastFiles, Sent
 from agentevo.inference.fingerprints import fingerprint
 from agentevo.models.parts import Spec, as_bytes
@@ -41,11 +42,30 @@ BUCKET_S = 60.0
 """Longest time for one bucket, with what the trainer gathers for it."""
 SEEN_S = 15.0
 """Longest time for a file to be seen by others after it was written, on a network's disk."""
+INTERFACE = "GLOO_SOCKET_IFNAME"
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
 _KEPT: deque[object] = deque(maxlen=8)
 """The stores of the last rounds. One whose file is deleted while it goes ends the process, in
 C++; by the time of the next round the file is gone, or stays."""
+
+
+def check_network() -> None:
+    """Raises ConfigError where gloo finds no address to listen on, so that who would break every
+    round off says so before the first."""
+    given = os.environ.get(INTERFACE, "")
+    try:
+        for interface in filter(None, given.split(",")):
+            distributed.ProcessGroupGloo.create_device(interface=interface)
+        if not given:
+            distributed.ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        here = ", ".join(sorted(psutil.net_if_addrs()))
+        raise ConfigError(
+            "rollout.transport=broadcast: gloo finds no address to listen on with "
+            f"{INTERFACE}={given or '(unset)'}: set it to one of this machine's networks ({here}) "
+            "that trainer and engines share"
+        ) from error
 
 
 class Piece(NamedTuple):

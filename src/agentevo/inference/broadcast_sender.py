@@ -192,9 +192,10 @@ class BroadcastSender:
 
     def _say_not_reached(self, asks: Sequence[Ask], why: str) -> None:
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
+        whom = "an engine" if len(asks) == 1 else f"{len(asks)} engines"
         self._say(
-            f"version {self._version} did not reach all of {len(asks)} engines ({of_whom}), which "
-            f"go on with what they have and ask again: {why}"
+            f"a round that was to bring version {self._version} to {whom} ({of_whom}) was broken "
+            f"off; those of them that live go on with what they have, and ask again: {why}"
         )
 
     def _specs(self) -> dict[str, Spec]:

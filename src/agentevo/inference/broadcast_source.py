@@ -47,7 +47,7 @@ class BroadcastSource:
     @property
     def place(self) -> str:
         """See WeightSource.place."""
-        return f"{self._files.folder} (broadcast)"
+        return f"a trainer of {self._files.folder.parent} that runs (rollout.transport=broadcast)"
 
     def announced(self) -> Latest | None:
         """See WeightSource.announced."""

@@ -131,14 +131,18 @@ def _download(config: RunConfig) -> WeightSource:
 def _broadcast(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> WeightSender:
+    from agentevo.inference.broadcast_group import check_network
     from agentevo.inference.broadcast_sender import BroadcastSender
 
+    check_network()
     return BroadcastSender(config.run_dir / "weights", model, note=note)
 
 
 def _asking(config: RunConfig) -> WeightSource:
+    from agentevo.inference.broadcast_group import check_network
     from agentevo.inference.broadcast_source import BroadcastSource
 
+    check_network()
     return BroadcastSource(config.run_dir / "weights", devices.find(config.model.device))
 
 

@@ -117,7 +117,7 @@ async def _serve(
     )
     following = asyncio.ensure_future(follower.follow(config.rollout.poll_s))
     try:
-        note(f"{name}: waiting for the first weights in {source.place}")
+        note(f"{name}: waiting for the first weights from {source.place}")
         await _until(lambda: stop() or engine.version != NO_VERSION, following, engine)
         if stop():
             return
@@ -233,7 +233,13 @@ class Follower:
                 self._say(str(error))
                 return False
             except EngineError as error:
-                self._say(f"version {self._engine.version} goes on serving: {error}")
+                version = self._engine.version
+                served = (
+                    f"version {version} goes on serving"
+                    if version != NO_VERSION
+                    else "nothing is served yet"
+                )
+                self._say(f"{served}: {error}")
                 return False
             if version is None:
                 return False
