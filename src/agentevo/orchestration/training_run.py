@@ -276,11 +276,14 @@ class TrainingRun:
             await self._commit(plan, metrics, checkpoint)
         if checkpoint is not None:
             self.checkpoints.prune()
-        self.view.phase("publishing weights", f"version {step}")
-        announced = time.perf_counter()
-        await rollouts.announce(step)
-        self._announced_s = time.perf_counter() - announced
+        await self._announce(step)
         self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
+
+    async def _announce(self, step: int) -> None:
+        self.view.phase("publishing weights", f"version {step}")
+        began = time.perf_counter()
+        await self.rollouts.announce(step)
+        self._announced_s = time.perf_counter() - began
 
     async def _keep_numbers(self, step: int) -> None:
         """Before the step is committed, so that whoever sees it finds them; they cost no run."""
