@@ -68,6 +68,9 @@ Command = Literal["train", "learn", "sft", "loop"]
 class TrainingRun:
     """The steps of one run, from where it stands to the last one."""
 
+    _announced_s = 0.0
+    """How long the version of the step before took to be announced, after its own row."""
+
     def __init__(
         self,
         parts: Components,
@@ -88,8 +91,6 @@ class TrainingRun:
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
-        self._announced_s = 0.0
-        """How long the version of the step before took to be announced, after its own row."""
         apart, sampled = processes is not None or command == "learn", conversations is None
         self.rollouts = make_rollouts(
             parts,
