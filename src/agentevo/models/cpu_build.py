@@ -28,7 +28,10 @@ SOURCES = Path(__file__).parent / "cpu"
 SETTING = "AGENTEVO_CPU_KERNELS"
 """Environment variable; `off` leaves the kernels out."""
 COMPILERS = ("cc", "gcc", "clang")
-OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
+OPTIONS = (
+    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"),
+    "-Wl,-Bsymbolic",  # its functions call one another, not those of the same name elsewhere
+)
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mno-avx512f"),
     "AVX512": ("-mavx2", "-mfma", "-mavx512f"),
@@ -36,6 +39,7 @@ INSTRUCTIONS = {
 """PyTorch's name for what the processor can do -> the compiler's options."""
 BUILD_TIMEOUT_S = 120.0
 OTHER = "set CC to another compiler"
+ANOTHER = "set AGENTEVO_CACHE to a folder of another disk"
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -57,13 +61,11 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
     instructions = INSTRUCTIONS.get(capability or torch.backends.cpu.get_cpu_capability())
     if instructions is None:
         raise KernelsUnavailableError("the processor has neither AVX2 nor AVX-512")
-    openmp, file = _openmp(), _built((*OPTIONS, *instructions))
+    openmp = _openmp()
     try:
-        library = ctypes.CDLL(str(file))
-    except OSError as error:  # a folder whose files may not be run, for example
-        raise KernelsUnavailableError(
-            f"{file} can't be loaded: {error}", "set AGENTEVO_CACHE to a folder of another disk"
-        ) from error
+        library = ctypes.CDLL(str(_built((*OPTIONS, *instructions))))
+    except OSError as error:  # a disk that is full, only read, or whose files may not be run
+        raise KernelsUnavailableError(f"they can't be kept or loaded: {error}", ANOTHER) from error
     library.use_openmp.restype = None
     library.use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in openmp))
     return library
@@ -82,7 +84,7 @@ def _openmp() -> list[ctypes._FuncPointer]:
 
 def _built(options: tuple[str, ...]) -> Path:
     """The library made with these options: from the cache, or built now."""
-    sources = sorted(SOURCES.iterdir())
+    sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".c", ".h"})
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -104,11 +106,10 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
     os.close(handle)
     try:
         command = [*compiler.split(), *options, *sources, "-o", unfinished, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
-            raise KernelsUnavailableError(
-                f"{compiler} can't build them: {done.stderr.strip()[-500:] or 'it failed'}", OTHER
-            )
+            said = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
+            raise KernelsUnavailableError(f"{compiler} can't build them: {said}", OTHER)
         os.chmod(unfinished, 0o700)
         target = folder / _name(key, Path(unfinished))
         os.replace(unfinished, target)
@@ -128,7 +129,10 @@ def _name(key: str, file: Path) -> str:
 
 
 def _own_folder() -> Path:
-    folder = cache_root() / "cpu_kernels"
+    try:
+        folder = cache_root() / "cpu_kernels"
+    except RuntimeError as error:  # a user without an account, and no $HOME
+        raise KernelsUnavailableError(str(error), "set AGENTEVO_CACHE to a folder") from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
