@@ -129,6 +129,28 @@ def test_a_compiler_may_say_what_is_no_text(folder, tmp_path, monkeypatch):
         load_library()
 
 
+def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
+    script = tmp_path / "compiler"
+    script.write_text(
+        "#!/bin/sh\necho 'ld: final link failed: No space left on device' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.raises(KernelsUnavailableError, match="No space left") as error:
+        load_library()
+    assert "another disk" in error.value.remedy
+
+
+def test_what_killed_builds_left_is_removed(folder):
+    folder.mkdir(mode=0o700)
+    old, recent = folder / "old.partial", folder / "recent.partial"
+    for file in (old, recent):
+        file.touch()
+    os.utime(old, (0, 0))
+    load_library()
+    assert recent.exists() and not old.exists()
+
+
 def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, tmp_path):
     source, other = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text("void my_part(long n, long *first, long *end) { *first = *end = 0; }")

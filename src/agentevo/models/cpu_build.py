@@ -11,6 +11,7 @@ the program runs: $CC, or `cc`, `gcc` or `clang`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -18,11 +19,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from agentevo.files import cache_root
+from agentevo.files import PARTIAL, cache_root
 
 SOURCES = Path(__file__).parent / "cpu"
 SETTING = "AGENTEVO_CPU_KERNELS"
@@ -102,14 +105,16 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         raise KernelsUnavailableError(
             "no C compiler was found", "install gcc or clang, or set CC to one"
         )
-    handle, unfinished = tempfile.mkstemp(suffix=".partial", dir=folder)
+    _drop_old_partials(folder)
+    handle, unfinished = tempfile.mkstemp(suffix=PARTIAL, dir=folder)
     os.close(handle)
     try:
         command = [*compiler.split(), *options, *sources, "-o", unfinished, "-lm"]
         done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
-            raise KernelsUnavailableError(f"{compiler} can't build them: {said}", OTHER)
+            remedy = ANOTHER if os.strerror(errno.ENOSPC) in said else OTHER
+            raise KernelsUnavailableError(f"{compiler} can't build them: {said}", remedy)
         os.chmod(unfinished, 0o700)
         target = folder / _name(key, Path(unfinished))
         os.replace(unfinished, target)
@@ -122,6 +127,14 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         raise KernelsUnavailableError(f"{compiler} can't build them: {error}", OTHER) from error
     finally:
         Path(unfinished).unlink(missing_ok=True)
+
+
+def _drop_old_partials(folder: Path) -> None:
+    """What processes that were killed while they built have left."""
+    for file in folder.glob(f"*{PARTIAL}"):
+        with suppress(FileNotFoundError):  # another process does the same
+            if time.time() - file.stat().st_mtime > 2 * BUILD_TIMEOUT_S:
+                file.unlink()
 
 
 def _name(key: str, file: Path) -> str:
