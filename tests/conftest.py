@@ -110,6 +110,8 @@ def _build(name: str) -> PreTrainedModel:
         "pad_token_id": 0,
         "dtype": torch.float32,
     }
+    if name.endswith("-wide"):
+        name, shape["hidden_size"], shape["intermediate_size"] = name[:-5], 64, 64
     if name == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     if name == "qwen2":
@@ -170,8 +172,9 @@ def _random_model(name: str) -> RandomModel:
 def random_model() -> Callable[[str], RandomModel]:
     """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of
     q and k), gemma2 (caps, a window in every other layer), gemma3 (the same with norms and two
-    ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe (experts). The same
-    two objects for every test: who trains the model must copy it."""
+    ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe (experts); with -wide
+    behind it, of a shape that the CPU's kernels take. The same two objects for every test: who
+    trains the model must copy it."""
     return _random_model
 
 

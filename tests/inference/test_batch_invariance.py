@@ -20,6 +20,7 @@ from agentevo.types import SamplingParams
 pytestmark = pytest.mark.skipif(not linear.available(), reason="another library multiplies here")
 
 ARCHITECTURES = ["llama", *slow("gemma2", "qwen2", "qwen3", "mistral", "gemma3", "phi3")]
+WIDE = ["llama-wide", "qwen3-wide", "mistral-wide", "phi3-wide"]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -46,7 +47,7 @@ PARAMS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *WIDE])
 def test_alone_and_in_company(name, random_model, complete):
     _compare_alone_and_in_company(random_model(name).model, complete)
 

@@ -7,12 +7,14 @@ import asyncio
 import random
 
 import pytest
+import torch
 
 from agentevo.config import EngineSection
+from agentevo.inference.cache_attention import attention
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import SamplingParams
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral", "mistral-wide", "phi3-wide"]
 TOLERANCE = 1e-4
 
 
@@ -71,6 +73,17 @@ def test_in_company(name, sharing, random_model, complete, difference):
     assert (sizes and sizes[0] < 128 <= sizes[-1]) if sharing else sizes == [], (
         "both kinds of shared prefix were met, or none"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_attention_and_its_log_sum_exp(dtype):
+    q, k, v = (torch.randn(1, 2, count, 16).to(dtype) for count in (3, 40, 40))
+    out, lse = attention(q, k, v, None, 0.25, 3.0, with_lse=True)
+    scores = 3 * torch.tanh(q.double() @ k.double().transpose(-1, -2) / 12)
+    wanted = torch.softmax(scores, -1) @ v.double()
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out.double(), wanted, rtol=close, atol=close)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
 import subprocess
@@ -9,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentevo.doctor import checks
 from agentevo.models import cpu_build, cpu_kernels
 from agentevo.models.cpu_build import KernelsUnavailableError, load_library
+from agentevo.models.cpu_kernels import CpuKernels
 
 pytestmark = pytest.mark.skipif(
     bool(cpu_kernels.why_not()[0]), reason=f"no kernels here: {cpu_kernels.why_not()[0]}"
@@ -93,6 +97,67 @@ def test_without_kernels_the_reason_is_said_and_nothing_left(
     assert not folder.exists() or not list(folder.iterdir())
     check = checks.judge_kernels(str(error.value), error.value.remedy)
     assert check.status == ("warning" if remedy else "good") and "two thirds" in check.finding
+
+
+def no_room(*args, **kwargs):
+    raise OSError(errno.EROFS, "Read-only file system", "somewhere")
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_where_nothing_can_be_kept_there_are_no_kernels(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_build.tempfile, "mkstemp", no_room)
+        with pytest.raises(KernelsUnavailableError, match=r"can't be kept.*Read-only") as error:
+            load_library()
+    assert "another disk" in error.value.remedy
+    monkeypatch.delenv("AGENTEVO_CACHE")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(KernelsUnavailableError, match="home directory") as error:
+        load_library()
+    assert "AGENTEVO_CACHE" in error.value.remedy
+
+
+def test_a_compiler_may_say_what_is_no_text(folder, tmp_path, monkeypatch):
+    script = tmp_path / "compiler"
+    script.write_text("#!/bin/sh\nprintf 'bad \\377 name' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.raises(KernelsUnavailableError, match="bad \ufffd name"):
+        load_library()
+
+
+def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
+    script = tmp_path / "compiler"
+    script.write_text(
+        "#!/bin/sh\necho 'ld: final link failed: No space left on device' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.raises(KernelsUnavailableError, match="No space left") as error:
+        load_library()
+    assert "another disk" in error.value.remedy
+
+
+def test_what_killed_builds_left_is_removed(folder):
+    folder.mkdir(mode=0o700)
+    old, recent = folder / "old.partial", folder / "recent.partial"
+    for file in (old, recent):
+        file.touch()
+    os.utime(old, (0, 0))
+    load_library()
+    assert recent.exists() and not old.exists()
+
+
+def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, tmp_path):
+    source, other = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("void my_part(long n, long *first, long *end) { *first = *end = 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", other], check=True)
+    ctypes.CDLL(str(other), mode=ctypes.RTLD_GLOBAL)
+    with torch.inference_mode():
+        cpu_kernels._compare(CpuKernels(load_library()))
 
 
 def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):

@@ -3,13 +3,20 @@ computed beside it: for AVX2 and, where the processor has it, AVX-512."""
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from agentevo.inference.kv_cache import KEY_BLOCK
 from agentevo.models import cpu_kernels as module
-from agentevo.models.cpu_build import INSTRUCTIONS, KernelsUnavailableError, load_library
+from agentevo.models.cpu_build import (
+    INSTRUCTIONS,
+    KernelsUnavailableError,
+    _openmp,
+    load_library,
+)
 from agentevo.models.cpu_kernels import FEW_ROWS, Cache, CpuKernels, Matrix, Prefix, why_not
 from agentevo.models.linear import PackedMatrix
 
@@ -78,6 +85,18 @@ def test_threads_change_nothing(kernels, threads):
         torch.set_num_threads(before)
 
 
+def test_all_is_computed_inside_a_parallel_region_of_somebody_else(kernels):
+    x = torch.randn(7, 64)
+    wanted, found = kernels.rms_norm(x, 1e-5), []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def work(nothing):
+        found.append(kernels.rms_norm(x, 1e-5))
+
+    _openmp()[0](work, None, 3, 0)
+    assert len(found) == 3 and all(torch.equal(one, wanted) for one in found)
+
+
 @pytest.mark.parametrize("width", [1, 8, 37, 64, 576])
 def test_rows(kernels, width):
     x = 5 * torch.randn(70, width)
@@ -110,6 +129,12 @@ def test_gate(kernels, size):
     found = kernels.gated(gate.clone(), up)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-30)
     assert torch.equal(kernels.gated(gate[3:4].clone(), up[3:4]), found[3:4])
+
+
+def test_gate_of_the_largest_numbers(kernels):
+    gate = torch.tensor([-torch.inf, -3e38, -1e30, -100.0, 100.0, 3e38] * 8)[None]
+    found = kernels.gated(gate.clone(), torch.ones(1, 48))
+    torch.testing.assert_close(found, torch.nn.functional.silu(gate), equal_nan=True)
 
 
 def test_what_is_no_number_stays_none(kernels):
@@ -236,6 +261,15 @@ def test_a_function_that_computes_something_else_is_found(monkeypatch):
 
     with pytest.raises(KernelsUnavailableError, match="rms_norm computes something else"):
         module._compare(Wrong(load_library()))
+
+
+def test_they_are_compared_in_float32_whatever_the_default_is():
+    torch.set_default_dtype(torch.float64)
+    try:
+        module._compare(CpuKernels(load_library()))
+        assert PackedMatrix(torch.randn(64, 64, dtype=torch.float32))._few is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_matrix_whose_bits_are_not_onednns_is_multiplied_by_onednn(monkeypatch):

@@ -81,19 +81,24 @@ def attention(
     if softcap is None and not with_lse and q.dtype.itemsize < torch.float32.itemsize:
         return scaled_dot_product_attention(q, k, v, mask, scale=scaling), None
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scaling)
-    weights = _softmax(scores, mask, softcap)
-    lse = scores.amax(dim=-1) - weights.amax(dim=-1).log() if with_lse else None
+    scores = _masked(scores, mask, softcap)
+    largest = scores.amax(dim=-1) if with_lse else None
+    weights = _softmax(scores)
+    lse = None if largest is None else largest - weights.amax(dim=-1).log()
     return torch.matmul(weights, v.float()).to(v.dtype), lse
 
 
-def _softmax(
-    scores: torch.Tensor, mask: torch.Tensor | None, softcap: float | None
-) -> torch.Tensor:
-    """Attention weights of scores [..., Q, K], which are overwritten; float32."""
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
+def _masked(scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None) -> torch.Tensor:
+    """Scores [..., Q, K] with their cap and mask, in place."""
+    if cap is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     if mask is not None:
         scores += mask
+    return scores
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Attention weights of scores [..., Q, K], which may be overwritten; float32."""
     num_keys, kernels = scores.shape[-1], cpu_kernels()
     if kernels is not None and scores.device.type == "cpu" and scores.dtype == torch.float32:
         return kernels.softmax_(scores.contiguous())
@@ -299,15 +304,12 @@ class CacheAttention:
             self._write(keys, values, k, v)
         else:
             own[0].keep(own[1], k, v, self.slots, self.places)
+            q = q.contiguous()  # some models lay out their heads one after the other
         q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
         attended = _summed if in_order else _fused
-        if (
-            own is None
-            and len(self.rows) == 1
-            and self.rows[0].in_order
-            and (not in_order or repeat <= FEW_QUERIES)
-        ):
+        straight = own is None and len(self.rows) == 1 and self.rows[0].in_order
+        if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
         out = torch.empty_like(q)
         for rows in self.rows:
@@ -397,9 +399,8 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
         for head, k in enumerate(rows.segment.keys_of(layer.call)):
             of_prefix[head] = _product(q[:, head].reshape(-1, dim), k).view(batch, num, prefix)
         scores = torch.cat([of_prefix.transpose(0, 1), scores], dim=-1)
-    weights = _softmax(
-        scores, rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype), layer.softcap
-    )
+    mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
+    weights = _softmax(_masked(scores, mask, layer.softcap))
     whole = None  # of the prefix, what its whole stretches add up to
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
@@ -458,7 +459,7 @@ def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -
             by_head = zip(blocks.unbind(), k[:, :seen].unbind(), strict=True)
             scores = torch.cat([_product(*of_head) for of_head in by_head])
             scores = scores.view(groups, -1, repeat, seen)
-            weights = _softmax(scores, mask[first:last, None, :seen], layer.softcap)
+            weights = _softmax(_masked(scores, mask[first:last, None, :seen], layer.softcap))
             weights = weights.view(groups, -1, seen)
             by_head = zip(weights.unbind(), v[:, :seen].unbind(), strict=True)
             parts = torch.cat([_ordered(*of_head) for of_head in by_head])

@@ -11,6 +11,7 @@ the program runs: $CC, or `cc`, `gcc` or `clang`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -18,17 +19,22 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from agentevo.files import cache_root
+from agentevo.files import PARTIAL, cache_root
 
 SOURCES = Path(__file__).parent / "cpu"
 SETTING = "AGENTEVO_CPU_KERNELS"
 """Environment variable; `off` leaves the kernels out."""
 COMPILERS = ("cc", "gcc", "clang")
-OPTIONS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
+OPTIONS = (
+    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"),
+    "-Wl,-Bsymbolic",  # its functions call one another, not those of the same name elsewhere
+)
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mno-avx512f"),
     "AVX512": ("-mavx2", "-mfma", "-mavx512f"),
@@ -36,6 +42,7 @@ INSTRUCTIONS = {
 """PyTorch's name for what the processor can do -> the compiler's options."""
 BUILD_TIMEOUT_S = 120.0
 OTHER = "set CC to another compiler"
+ANOTHER = "set AGENTEVO_CACHE to a folder of another disk"
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -57,13 +64,11 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
     instructions = INSTRUCTIONS.get(capability or torch.backends.cpu.get_cpu_capability())
     if instructions is None:
         raise KernelsUnavailableError("the processor has neither AVX2 nor AVX-512")
-    openmp, file = _openmp(), _built((*OPTIONS, *instructions))
+    openmp = _openmp()
     try:
-        library = ctypes.CDLL(str(file))
-    except OSError as error:  # a folder whose files may not be run, for example
-        raise KernelsUnavailableError(
-            f"{file} can't be loaded: {error}", "set AGENTEVO_CACHE to a folder of another disk"
-        ) from error
+        library = ctypes.CDLL(str(_built((*OPTIONS, *instructions))))
+    except OSError as error:  # a disk that is full, only read, or whose files may not be run
+        raise KernelsUnavailableError(f"they can't be kept or loaded: {error}", ANOTHER) from error
     library.use_openmp.restype = None
     library.use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in openmp))
     return library
@@ -82,7 +87,7 @@ def _openmp() -> list[ctypes._FuncPointer]:
 
 def _built(options: tuple[str, ...]) -> Path:
     """The library made with these options: from the cache, or built now."""
-    sources = sorted(SOURCES.iterdir())
+    sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".c", ".h"})
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -100,15 +105,16 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         raise KernelsUnavailableError(
             "no C compiler was found", "install gcc or clang, or set CC to one"
         )
-    handle, unfinished = tempfile.mkstemp(suffix=".partial", dir=folder)
+    _drop_old_partials(folder)
+    handle, unfinished = tempfile.mkstemp(suffix=PARTIAL, dir=folder)
     os.close(handle)
     try:
         command = [*compiler.split(), *options, *sources, "-o", unfinished, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
-            raise KernelsUnavailableError(
-                f"{compiler} can't build them: {done.stderr.strip()[-500:] or 'it failed'}", OTHER
-            )
+            said = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
+            remedy = ANOTHER if os.strerror(errno.ENOSPC) in said else OTHER
+            raise KernelsUnavailableError(f"{compiler} can't build them: {said}", remedy)
         os.chmod(unfinished, 0o700)
         target = folder / _name(key, Path(unfinished))
         os.replace(unfinished, target)
@@ -123,12 +129,23 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         Path(unfinished).unlink(missing_ok=True)
 
 
+def _drop_old_partials(folder: Path) -> None:
+    """What processes that were killed while they built have left."""
+    for file in folder.glob(f"*{PARTIAL}"):
+        with suppress(FileNotFoundError):  # another process does the same
+            if time.time() - file.stat().st_mtime > 2 * BUILD_TIMEOUT_S:
+                file.unlink()
+
+
 def _name(key: str, file: Path) -> str:
     return f"{key}-{hashlib.sha256(file.read_bytes()).hexdigest()[:20]}.so"
 
 
 def _own_folder() -> Path:
-    folder = cache_root() / "cpu_kernels"
+    try:
+        folder = cache_root() / "cpu_kernels"
+    except RuntimeError as error:  # a user without an account, and no $HOME
+        raise KernelsUnavailableError(str(error), "set AGENTEVO_CACHE to a folder") from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

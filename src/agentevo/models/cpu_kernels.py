@@ -260,7 +260,7 @@ def why_not() -> tuple[str, str]:
 def _found() -> tuple[CpuKernels | None, str, str]:
     try:
         kernels = CpuKernels(load_library())
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.device("cpu"):
             _compare(kernels)
         return kernels, "", ""
     except KernelsUnavailableError as error:
@@ -272,7 +272,7 @@ def _compare(kernels: CpuKernels) -> None:
     """Raises KernelsUnavailableError where a function does not do what PyTorch's operators do.
     Products are compared with oneDNN's, to the bit, by whoever packs a matrix."""
     numbers = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 5, 96, generator=numbers).mul_(4)
+    x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     q, k = kernels.rotated(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])

@@ -63,8 +63,8 @@ def _sums_in_order() -> bool:
     """One row summed number by number against the same row among others in oneDNN."""
     numbers = torch.Generator().manual_seed(0)
     for num_inputs, num_outputs in ((64, 200), (ORDERED, 64), (ORDERED, 96)):
-        weight = torch.randn(num_outputs, num_inputs, generator=numbers)
-        x = torch.randn(67, num_inputs, generator=numbers)
+        weight = torch.randn(num_outputs, num_inputs, generator=numbers, dtype=torch.float32)
+        x = torch.randn(67, num_inputs, generator=numbers, dtype=torch.float32)
         rows = torch.arange(num_inputs, dtype=torch.int32)
         one = weighted_sums(weight.t().contiguous(), rows, rows[:1], x[0])
         if any(not torch.equal(one, product(x[:count], weight)[:1]) for count in (2, 17, 67)):
@@ -77,8 +77,8 @@ def _has_one_swish() -> bool:
     """The numbers of a product, whose activation is computed with it, against `_swish` of them."""
     numbers = torch.Generator().manual_seed(0)
     weight, x = (
-        torch.randn(BLOCK_OUT, 64, generator=numbers),
-        torch.randn(67, 64, generator=numbers),
+        torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32),
+        torch.randn(67, 64, generator=numbers, dtype=torch.float32),
     )
     alone = _swish(product(x, weight).view(1, -1)).view(67, -1)
     return torch.equal(alone, product(x, weight, None, "swish"))
@@ -108,7 +108,7 @@ def weighted_sums(
 
 @cache
 def _identity() -> torch.Tensor:
-    return torch.eye(SWISH_WIDTH)
+    return torch.eye(SWISH_WIDTH, dtype=torch.float32)
 
 
 def _swish(row: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class PackedMatrix:
         self._tables = self._as_tables(weight)
         if self._tables is not None:
             self._rows = torch.arange(len(self._tables), dtype=torch.int32)
-            self._blocks = torch.ones(self.num_outputs // BLOCK_OUT, 1)
+            self._blocks = weight.new_ones(self.num_outputs // BLOCK_OUT, 1)
             self._find_stretches()
         self._few = self._for_few_rows()
 
@@ -198,8 +198,8 @@ class PackedMatrix:
         shape = self.num_inputs, self.num_outputs, self._stretch
         matrix = Matrix(self._tables.data_ptr(), bias, *shape)
         numbers = torch.Generator().manual_seed(1)
-        x = torch.randn(FEW_ROWS + 1, self.num_inputs, generator=numbers)
-        other = torch.randn(len(x), self.num_outputs, generator=numbers)
+        x = torch.randn(FEW_ROWS + 1, self.num_inputs, generator=numbers, dtype=torch.float32)
+        other = torch.randn(len(x), self.num_outputs, generator=numbers, dtype=torch.float32)
         wanted = torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
         for count in (1, 2, 17):
             found = kernels.product(matrix, x[:count], other[:count])
@@ -211,7 +211,8 @@ class PackedMatrix:
         """Sets where sums start so that a single row is summed in oneDNN's order; drops the tables
         where no known order is."""
         assert self._tables is not None
-        x = torch.randn(2, self.num_inputs, generator=torch.Generator().manual_seed(0))
+        numbers = torch.Generator().manual_seed(0)
+        x = torch.randn(2, self.num_inputs, generator=numbers, dtype=torch.float32)
         wanted = self._multiplied(x, "none")[:1]
         for stretch in (*STRETCHES, self.num_inputs):
             starts = torch.arange(0, self.num_inputs, stretch)

@@ -18,15 +18,21 @@ void use_openmp(void *parallel, void *thread, void *threads) {
 /* A region costs as much as reading so many numbers from the cache. */
 #define WORTH_A_REGION (32 * 1024)
 
+/* Whether this thread does all of a job, perhaps inside of a region of somebody else's. */
+static __thread int alone;
+
 void in_parallel(region work, void *job, long threads, long numbers) {
-  if (threads > 1 && numbers >= WORTH_A_REGION)
+  if (threads > 1 && numbers >= WORTH_A_REGION) {
     openmp_parallel(work, job, (unsigned)threads, 0);
-  else
+  } else {
+    alone = 1;
     work(job);
+    alone = 0;
+  }
 }
 
 void my_part(long count, long *first, long *end) {
-  long threads = openmp_threads(), thread = openmp_thread();
+  long threads = alone ? 1 : openmp_threads(), thread = alone ? 0 : openmp_thread();
   *first = count * thread / threads;
   *end = count * (thread + 1) / threads;
 }

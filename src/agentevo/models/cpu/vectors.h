@@ -55,10 +55,10 @@ typedef __m256i ints;
 
 #define SMALLEST_EXPONENT -87.33f
 
-/* e^x; 0 below SMALLEST_EXPONENT, e^88 above 88, NaN of NaN (of two numbers that can't be compared,
+/* e^x; 0 below SMALLEST_EXPONENT, infinity from 88.4 on, NaN of NaN (of two numbers that can't be compared,
  * the instructions for minimum and maximum give the second). Cephes' reduction and polynomial. */
 INLINE vec exponential(vec x) {
-  vec bounded = min_(all(88.0f), max_(all(SMALLEST_EXPONENT), x));
+  vec bounded = min_(all(89.0f), max_(all(SMALLEST_EXPONENT), x));
   vec n = nearest(mul(bounded, all(1.44269504088896341f)));
   vec r = fma_(n, all(-0.693359375f), bounded);
   r = fma_(n, all(2.12194440e-4f), r);
