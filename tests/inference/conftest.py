@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from broadcast_member import BUCKET, Mixed
 from sampled_distribution import distribution_of
 
+from agentevo.inference import broadcast_group, broadcast_source
+from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
 
@@ -61,3 +65,26 @@ def distribution() -> Callable[[np.ndarray, SamplingParams], np.ndarray]:
 @pytest.fixture(scope="session")
 def difference() -> Callable[[torch.Tensor, list[int], Completion, SamplingParams], float]:
     return _difference
+
+
+@pytest.fixture
+def quick_rounds(monkeypatch) -> None:
+    """Weights that go over a process group, in small buckets."""
+    monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(broadcast_source, "WAIT_S", 0.5)
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Of a run's weights."""
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def sender(folder, notes) -> BroadcastSender:
+    return BroadcastSender(folder, Mixed(1), note=notes.append)

@@ -15,7 +15,7 @@ from broadcast_member import BUCKET, Mixed, asks, member, sends, taken
 from broadcast_rounds import assert_has, looked_after, settled, source_of, until, waiting
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
-from agentevo.inference import broadcast_group, broadcast_sender, broadcast_source
+from agentevo.inference import broadcast_group, broadcast_sender
 from agentevo.inference.broadcast_files import Answer, Incoming
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import received
@@ -24,25 +24,7 @@ from agentevo.models.parameters import trained_weights
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", BUCKET)
-    monkeypatch.setattr(broadcast_source, "WAIT_S", 0.5)
-
-
-@pytest.fixture
-def notes():
-    return []
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "weights"
-
-
-@pytest.fixture
-def sender(folder, notes):
-    return BroadcastSender(folder, Mixed(1), note=notes.append)
+pytestmark = pytest.mark.usefixtures("quick_rounds")
 
 
 def test_engines_get_every_bit_of_each_version(folder, sender, notes):

@@ -9,33 +9,12 @@ import shutil
 import time
 
 import pytest
-from broadcast_member import BUCKET, Mixed
 from broadcast_rounds import assert_has, looked_after, settled, source_of, waiting
 
 from agentevo.errors import ConfigError, EngineError, WeightsNotSentError
-from agentevo.inference import broadcast_files, broadcast_group, broadcast_source
-from agentevo.inference.broadcast_sender import BroadcastSender
+from agentevo.inference import broadcast_files, broadcast_group
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", BUCKET)
-    monkeypatch.setattr(broadcast_source, "WAIT_S", 0.5)
-
-
-@pytest.fixture
-def notes():
-    return []
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "weights"
-
-
-@pytest.fixture
-def sender(folder, notes):
-    return BroadcastSender(folder, Mixed(1), note=notes.append)
+pytestmark = pytest.mark.usefixtures("quick_rounds")
 
 
 def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, notes, monkeypatch):

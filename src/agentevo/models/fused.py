@@ -55,6 +55,7 @@ class FusedLayer(PackedWeights):
             self.window = getattr(attention.config, "sliding_window", None)
         self.attention, self.has_head_norms = attention, hasattr(attention, "q_norm")
         self.epsilon = float(layer.input_layernorm.variance_epsilon)  # type: ignore[union-attr, arg-type]
+        self.epsilon_tensor = torch.tensor(self.epsilon)
         self.norm_class = type(layer.input_layernorm)
         self.linears = tuple(
             (parent, name)
@@ -134,12 +135,8 @@ class FusedLayer(PackedWeights):
         if (kernels := cpu_kernels()) is not None:
             return kernels.rms_norm(x, self.epsilon)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (
-            x
-            * torch.addcmul(
-                torch.tensor(self.epsilon), length, length, value=1 / x.shape[-1]
-            ).rsqrt_()
-        )
+        mean = torch.addcmul(self.epsilon_tensor, length, length, value=1 / x.shape[-1])
+        return x * mean.rsqrt_()
 
     def _rotated(
         self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from agentevo.models.cpu_kernels import BLOCK as BLOCK_OUT
-from agentevo.models.cpu_kernels import FEW_ROWS, Matrix, cpu_kernels
+from agentevo.models.cpu_kernels import FEW_ROWS, CpuKernels, Matrix, cpu_kernels
 
 PACKED_FOR_ROWS = 64
 """Number of rows that the packed layout is best for; it is also good for the others, except a
@@ -36,6 +36,8 @@ ORDERED = 256
 the product. oneDNN adds up the sums of longer stretches; how long they are depends on the shape."""
 STRETCHES = (512, 1024)
 """Lengths of these stretches, as far as known."""
+_HAS_BITS_OF_ONEDNN: dict[tuple[object, ...], bool] = {}
+"""Kernels, shape and number of threads -> whether PackedMatrix multiplies few rows by them."""
 SWISH_WIDTH = 16
 """Numbers that lie in a row where `_swish` asks oneDNN for its function: a block has several."""
 
@@ -190,22 +192,28 @@ class PackedMatrix:
 
     def _for_few_rows(self) -> Matrix | None:
         """The matrix as our own kernel takes it; None where there is none, or where it does not
-        give the very bits that oneDNN gives many rows."""
+        give the very bits that oneDNN gives many rows. That follows from the shape, so it is looked
+        at once for all layers and all weights of it: every publish packs a model anew."""
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None
         bias = None if self.bias is None else self.bias.data_ptr()
         shape = self.num_inputs, self.num_outputs, self._stretch
         matrix = Matrix(self._tables.data_ptr(), bias, *shape)
+        key = kernels, *shape, bias is None, torch.get_num_threads()
+        if key not in _HAS_BITS_OF_ONEDNN:
+            _HAS_BITS_OF_ONEDNN[key] = self._has_bits_of_onednn(kernels, matrix)
+        return matrix if _HAS_BITS_OF_ONEDNN[key] else None
+
+    def _has_bits_of_onednn(self, kernels: CpuKernels, matrix: Matrix) -> bool:
         numbers = torch.Generator().manual_seed(1)
         x = torch.randn(FEW_ROWS + 1, self.num_inputs, generator=numbers, dtype=torch.float32)
         other = torch.randn(len(x), self.num_outputs, generator=numbers, dtype=torch.float32)
         wanted = torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
-        for count in (1, 2, 17):
-            found = kernels.product(matrix, x[:count], other[:count])
-            if not torch.equal(found, wanted[:count]):
-                return None
-        return matrix
+        return all(
+            torch.equal(kernels.product(matrix, x[:count], other[:count]), wanted[:count])
+            for count in (1, 2, 17)
+        )
 
     def _find_stretches(self) -> None:
         """Sets where sums start so that a single row is summed in oneDNN's order; drops the tables
