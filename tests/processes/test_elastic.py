@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -58,6 +59,18 @@ class Run:
             assert self.processes["trainer"].poll() is None, f"{what}: {self.logs()}"
             time.sleep(0.1)
 
+    def stop_trainer(self):
+        """With the store's write lock in our hands, which a stopped trainer would keep from all."""
+        store = sqlite3.connect(self.folder / "store.sqlite", timeout=60, isolation_level=None)
+        store.execute("BEGIN IMMEDIATE")
+        self.processes["trainer"].send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(self.processes["trainer"].pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), self.logs()
+        store.close()
+
+    def resume_trainer(self):
+        self.processes["trainer"].send_signal(signal.SIGCONT)
+
     def logs(self):
         return "\n".join(f"--- {name}\n{self.log(name)[-2000:]}" for name in self.processes)
 
@@ -81,13 +94,12 @@ def run(tmp_path, monkeypatch):
 def test_engines_and_samplers_join_and_leave(run, capsys):
     """Of the engines one leaves in order and one is killed, and so of the samplers; those that have
     come meanwhile go on."""
-    run.start("trainer", "learn")
+    trainer = run.start("trainer", "learn")
     first = run.start("first", "serve", "--tls")
     leaving, killed = run.start("leaving", "sample"), run.start("killed", "sample")
     run.wait(lambda: run.step() >= 2, "the first engine serves")
 
-    trainer = run.processes["trainer"]
-    trainer.send_signal(signal.SIGSTOP)  # the run does not end while they start
+    run.stop_trainer()  # the run does not end while they start
     second = run.start("second", "serve", "--tls")
     newcomer = run.start("newcomer", "sample")
     run.wait(lambda: run.serving("second") and "sampling for" in run.log("newcomer"), "they join")
@@ -95,16 +107,16 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     leaving.send_signal(signal.SIGTERM)
     killed.send_signal(signal.SIGKILL)
     assert first.wait(timeout=60) == 0 and leaving.wait(timeout=60) == 0, run.logs()
-    trainer.send_signal(signal.SIGCONT)
+    run.resume_trainer()
     before = run.step()
     run.wait(lambda: run.step() >= before + 2, "the second engine and the newcomer alone")
 
-    trainer.send_signal(signal.SIGSTOP)
+    run.stop_trainer()
     run.start("third", "serve", "--tls")
     run.wait(lambda: run.serving("third"), "the third engine joins")
     second.send_signal(signal.SIGKILL)
     assert run.step() < STEPS
-    trainer.send_signal(signal.SIGCONT)
+    run.resume_trainer()
     assert trainer.wait(timeout=300) == 0, run.logs()
     assert newcomer.wait(timeout=60) == 0, run.logs()
     assert int(re.search(r"stopped after (\d+) group", run.log("newcomer"))[1]) > 0

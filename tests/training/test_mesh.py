@@ -45,11 +45,8 @@ def test_weights_and_metrics_are_those_of_one_process(found):
     wrong = []
     for of_process, _, _ in found:
         for case, differences in of_process:
-            by_advantages = case[1] in ("grpo", "replay")
-            rate = runs.GRPO_RATE if by_advantages else runs.RATE
-            bar = 2e-5 if by_advantages else 1e-5  # 8e-6 and 3e-6 where it was measured
-            same = differences["weights"] < bar and differences["metrics"] < 1e-5
-            if not same or differences["moved"] < 2 * rate:
+            apart = max(differences["weights"], differences["metrics"])  # 1e-6 where measured
+            if apart > 1e-5 or differences["moved"] < 2 * runs.RATE:
                 wrong.append((case, differences))
     assert not wrong
 
@@ -72,7 +69,7 @@ def test_each_process_keeps_its_part_of_all_models(found):
 
 def test_a_shared_reward_model_gives_the_rewards_of_a_whole_one(found):
     for _, rewards, _ in found:
-        assert max(rewards.values()) < 1e-5, rewards
+        assert max(rewards.values()) < 1e-5, rewards  # 2e-6 where it was measured
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages(found):
