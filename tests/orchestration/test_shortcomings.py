@@ -48,6 +48,13 @@ def test_a_run_that_was_stopped_says_nothing_yet():
             "6 steps are committed and trainer.steps=6 is no more, so nothing is "
             "trained: give trainer.steps above 6 to go on",
         ),
+        (
+            6,
+            6,
+            "learn",
+            "6 steps are committed and trainer.steps=6 is no more, so nothing is "
+            "trained: give --resume and trainer.steps above 6 to go on",
+        ),
         (6, 7, "train", None),
         (0, 0, "train", None),
         (6, math.inf, "loop", None),

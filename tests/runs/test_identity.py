@@ -141,7 +141,7 @@ class Answers:
 
 def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, monkeypatch):
     """The second one joins although the store is in use, also where that came to be while it
-    looked, and one of another recipe does not."""
+    looked, and one of another recipe does not. What a trainer has changed there holds for all."""
 
     def machine(name, *overrides):
         return build_config(
@@ -174,6 +174,16 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, mon
     with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=0 and not 1"):
         ensure_run_folder(machine("third", "run.seed=1"))
     assert not (tmp_path / "third").exists()
+    SharedConfig.of(machine("first")).write(to_yaml(machine("first", "trainer.steps=7")))
+    assert ensure_run_folder(machine("second", "trainer.steps=7"))
+    assert load_config(tmp_path / "second" / "config.yaml").trainer.steps == 7
+    with pytest.raises(ConfigError, match=r"bucket is a run with trainer.steps=7 and not 8"):
+        ensure_run_folder(machine("second", "trainer.steps=8"))
+    write_config(machine("first"))  # a trainer's: it alone may say what it is
+    with pytest.raises(
+        ConfigError, match=r"first is a run with .* `agentevo learn RECIPE --re"
+    ):
+        ensure_run_folder(machine("first", "trainer.steps=7"))
     (tmp_path / "bucket" / "config.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="is no configuration of a run"):
         ensure_run_folder(machine("fourth"))

@@ -29,7 +29,17 @@ Parent = Annotated[
 ]
 
 
-def learn(recipe: Recipe, overrides: Overrides = None) -> None:
+def learn(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            help="Go on with a recipe that differs from the run's, such as one with more "
+            "trainer.steps. What has not changed goes on without it."
+        ),
+    ] = False,
+) -> None:
     """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe
     make, wherever it was stopped."""
     from agentevo.config import load_config
@@ -37,7 +47,7 @@ def learn(recipe: Recipe, overrides: Overrides = None) -> None:
     from agentevo.processes.learn import learn as run_learner
 
     config = load_config(recipe, overrides or [])
-    run_learner(config, view=LiveView(config.run.name))
+    run_learner(config, resume=resume, view=LiveView(config.run.name))
 
 
 def sample(

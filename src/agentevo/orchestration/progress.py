@@ -65,7 +65,7 @@ class Progress(msgspec.Struct):
         compared = "less" if num_steps < self.step else "no more"
         return (
             f"{committed} and trainer.steps={num_steps} is {compared}, so nothing is trained: give "
-            f"trainer.steps above {self.step} to go on"
+            f"{'--resume and ' * (command == 'learn')}trainer.steps above {self.step} to go on"
         )
 
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:

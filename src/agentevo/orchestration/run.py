@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Literal
 
-from agentevo.config import RunConfig
+from agentevo.config import RunConfig, to_yaml
 from agentevo.config.parallel import world_size
 from agentevo.event_loop import run_coroutine
 from agentevo.heap import lasting_heap
@@ -49,7 +49,8 @@ from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
-from agentevo.runs.resume_rules import check_resume
+from agentevo.runs.resume_rules import changes, note_changes
+from agentevo.runs.shared_config import SharedConfig
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
 from agentevo.signals import end_stopped, stop_on_interrupt
@@ -89,8 +90,7 @@ def train(
         view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
         resume = False
     if resume:
-        for key, (was, now) in check_resume(config, command).items():
-            view.note(f"from here on with {key}={now!r}, which was {was!r}")
+        note_changes(config, view.note, command)
     else:
         check_folder(config)
         check_store(config)
@@ -182,7 +182,10 @@ def _begin_folder(
     make_final: Callable[[], None],
     conversations: SFTData | None,
 ) -> None:
-    """The run's folder is there from here on."""
+    """The run's folder is there from here on, and its other processes may have this recipe."""
+    shared = SharedConfig.of(config) if command == "learn" and changes(config) else None
+    if shared is not None:
+        shared.write(to_yaml(config))
     write_config(config, kind_of(command))
     make_final()
     if conversations is not None:

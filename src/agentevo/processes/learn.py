@@ -13,14 +13,16 @@ from agentevo.orchestration.players import find_agent
 from agentevo.orchestration.ranks import follow, follows
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import ensure_run_folder
+from agentevo.runs.resume_rules import note_changes
 
 
-def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
+def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
     """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
     comes first makes its folder.
 
-    A model that can't be loaded leaves no folder behind. Raises ConfigError if the folder holds
-    another configuration, or another process trains there.
+    `resume`: goes on with a configuration that differs from the run's in keys that a resume may
+    change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises
+    ConfigError if the folder holds another configuration, or another process trains there.
     """
     if config.run.overwrite:
         raise ConfigError(
@@ -38,8 +40,12 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
     if follows():
         follow(config)
         return
-    new = not (config.run_dir / "config.yaml").is_file()
-    loaded = load_checked(config) if new else None
-    ensure_run_folder(config)
     view = view if view is not None else LiveView(config.run.name)
+    loaded = None
+    if resume:
+        note_changes(config, view.note)
+    else:
+        new = not (config.run_dir / "config.yaml").is_file()
+        loaded = load_checked(config) if new else None
+        ensure_run_folder(config)
     run_coroutine(run_training(config, view, command="learn", resume=True, loaded=loaded))

@@ -13,9 +13,10 @@ from agentevo.console import to_stderr
 from agentevo.credentials import without_passwords
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
-from agentevo.files import create_atomic
+from agentevo.files import create_atomic, write_atomic
 from agentevo.paths import check_new_folder, short
 from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.runs.chain import HEAD
 from agentevo.runs.resume_rules import changes
 from agentevo.runs.shared_config import SharedConfig
 from agentevo.runs.shared_store import content_of
@@ -41,8 +42,9 @@ def ensure_run_folder(
     is waited for, `within_s` at most (see `open_run_store`), and `note` hears of it; False, with
     nothing made, if `stop` came meanwhile.
 
-    Raises ConfigError if the folder holds the run of another configuration (its place and name may
-    differ), or something else, or the store another run.
+    A folder without a trainer takes what the run's object store says in place of what it had:
+    `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
+    configuration (its place and name may differ), or something else, or the store another run.
     """
     folder = config.run_dir
     target = folder / "config.yaml"
@@ -67,7 +69,14 @@ def ensure_run_folder(
                 f"store.url: the store holds {held} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
             )
-    _refuse_others(changes(config), short(folder), f" (give {target} as the recipe)")
+    changed = changes(config)
+    if changed and not (folder / HEAD).is_file():  # no trainer's: the run may have another by now
+        known = _is_known(config, SharedConfig.of(config), within_s, stop, note)
+        if known:
+            write_atomic(target, to_yaml(config))
+        if known or known is None:
+            return bool(known)
+    _refuse_others(changed, short(folder), f" (give {target} as the recipe)")
     return True
 
 
@@ -80,8 +89,8 @@ def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str 
         more = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
         raise ConfigError(
             f"{place} is a run with {', '.join(shown)}{more}: all processes of a run need the same "
-            f"recipe and overrides{remedy}, or give another run.dir"
-            + ("" if remedy else " and rollout.weights.url")
+            f"recipe and overrides{remedy}; `agentevo learn RECIPE --resume` changes them for all, "
+            f"and another run.dir{'' if remedy else ' and rollout.weights.url'} begins another run"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentevo.config import RunConfig, sources, with_defaults
@@ -89,6 +89,12 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
                 "run.dir"
             )
     return changed
+
+
+def note_changes(config: RunConfig, note: Callable[[str], None], command: str = "train") -> None:
+    """Says with which keys the run goes on that were others. Raises as `check_resume` does."""
+    for key, (was, now) in check_resume(config, command).items():
+        note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
 
 
 def changes(
