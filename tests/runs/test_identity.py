@@ -180,9 +180,7 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, mon
     with pytest.raises(ConfigError, match=r"bucket is a run with trainer.steps=7 and not 8"):
         ensure_run_folder(machine("second", "trainer.steps=8"))
     write_config(machine("first"))  # a trainer's: it alone may say what it is
-    with pytest.raises(
-        ConfigError, match=r"first is a run with .* `agentevo learn RECIPE --re"
-    ):
+    with pytest.raises(ConfigError, match=r"first is a run with .* `agentevo learn RECIPE --re"):
         ensure_run_folder(machine("first", "trainer.steps=7"))
     (tmp_path / "bucket" / "config.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="is no configuration of a run"):
