@@ -135,6 +135,7 @@ def test_ranks_on_two_nodes_end_by_the_code_of_the_first(tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
+    """Which may have more steps."""
     folder = written(tmp_path, "trainer.steps=400", engines=1, samplers=1)
     node = start(folder, 0)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -148,6 +149,7 @@ def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
     beat = json.loads((Path(f"{tmp_path / 'run'}.launch") / "1.json").read_text())
     assert beat["code"] == 143
     steps = metrics.read_text().count("\n")
+    folder = written(tmp_path, "trainer.steps=500", engines=1, samplers=1)
     node = start(folder, 0, id="2")
     deadline = time.monotonic() + 300
     while metrics.read_text().count("\n") <= steps:

@@ -26,7 +26,7 @@ from typing import Self
 
 import msgspec
 
-from agentevo.config import load_config
+from agentevo.config import RunConfig, load_config
 from agentevo.console import to_stderr
 from agentevo.device_names import visible
 from agentevo.errors import AgentEvoError, ConfigError
@@ -35,6 +35,7 @@ from agentevo.inference.directory import EngineDirectory
 from agentevo.launch.fleet import Node
 from agentevo.launch.plan import Plan, read_plan
 from agentevo.processes.supervisor import Child, Children
+from agentevo.runs.resume_rules import changes
 from agentevo.signals import asked_to_stop
 
 LOOK_S = 0.2
@@ -84,7 +85,8 @@ def run_node(
     if not re.fullmatch(r"[\w.-]{1,200}", id):
         raise ConfigError(f"--id {id[:40]!r} becomes the name of a file: use letters, digits and -")
     words = [str(path.parent / plan.recipe), *plan.overrides]
-    run_dir = load_config(words[0], words[1:]).run_dir
+    config = load_config(words[0], words[1:])
+    run_dir = config.run_dir
     beat = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
     node = plan.nodes[rank]
     with asked_to_stop(parent) as stop, ExitStack() as stack:
@@ -94,7 +96,7 @@ def run_node(
             ended: Callable[[], int | None] = trainer.poll
         else:
             trainer, ended = None, HeadWatch(beat).poll
-        _look_after(node, words, run_dir, len(plan.nodes) > 1, ended, stop, note)
+        _look_after(node, words, config, len(plan.nodes) > 1, ended, stop, note)
         code = trainer.end() if trainer is not None else _end_of_head(ended)
         if heart is not None:
             heart.code = code
@@ -104,20 +106,21 @@ def run_node(
 def _look_after(
     node: Node,
     words: list[str],
-    run_dir: Path,
+    config: RunConfig,
     is_shared: bool,
     ended: Callable[[], int | None],
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """Keeps the node's engines and samplers alive from when the run's folder is there until the
-    trainer has ended or somebody asks to stop. Raises ChildFailedError."""
+    """Keeps the node's engines and samplers alive from when the run's folder is there, with this
+    recipe, until the trainer has ended or somebody asks to stop. Raises ChildFailedError."""
+    run_dir = config.run_dir
 
     def goes_on() -> bool:
         time.sleep(LOOK_S)
         return ended() is None and not stop()
 
-    while not (run_dir / "config.yaml").is_file():  # whoever makes it wants the folder empty
+    while not (run_dir / "config.yaml").is_file() or changes(config):  # the trainer writes it
         if not goes_on():
             return
     with Children(_children(node, words, run_dir, is_shared), note, run_dir / "logs") as children:
@@ -167,10 +170,8 @@ class _Trainer:
     asked to end: it stops after its step and sends the others home."""
 
     def __init__(self, plan: Plan, rank: int, head: str, words: list[str], run_dir: Path) -> None:
-        command = ["learn", *words]
-        if not plan.is_apart:
-            going_on = (run_dir / "config.yaml").is_file()
-            command = ["train", *words, *(["--resume"] if going_on else [])]
+        going_on = ["--resume"] if (run_dir / "config.yaml").is_file() else []
+        command = ["learn" if plan.is_apart else "train", *words, *going_on]
         self._command = [sys.executable, "-m", "agentevo", *command]
         node = plan.nodes[rank]
         before = sum(other.trainer for other in plan.nodes[:rank])
