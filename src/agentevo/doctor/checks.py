@@ -338,9 +338,18 @@ def judge_version(name: str, version: str | None, wanted: str) -> Check:
     return Check(name, "good", version)
 
 
-def judge_threads(num_threads: int, num_cores: int) -> Check:
-    """`num_threads`: what PyTorch uses. `num_cores`: physical cores that this process may use."""
-    finding = f"PyTorch uses {num_threads} threads on {num_cores} cores"
+def judge_threads(num_threads: int, num_cores: int, *, is_dynamic: bool = False) -> Check:
+    """`num_threads`: what PyTorch uses. `num_cores`: physical cores that this process may use.
+    `is_dynamic`: OpenMP may start fewer."""
+    threads = f"{num_threads} thread{'s' * (num_threads != 1)}"
+    finding = f"PyTorch uses {threads} on {num_cores} core{'s' * (num_cores != 1)}"
+    if is_dynamic:
+        return Check(
+            "threads",
+            "wrong",
+            f"{finding}, or fewer: OMP_DYNAMIC is set",
+            "PyTorch's results on a CPU are wrong then: unset OMP_DYNAMIC",
+        )
     if num_threads > num_cores:
         return Check(
             "threads",
@@ -353,7 +362,8 @@ def judge_threads(num_threads: int, num_cores: int) -> Check:
             "threads",
             "warning",
             finding,
-            f"cores stay idle: set run.threads={num_cores}, or unset OMP_NUM_THREADS",
+            f"cores stay idle: set run.threads={num_cores}, or unset OMP_NUM_THREADS and "
+            "OMP_THREAD_LIMIT",
         )
     return Check("threads", "good", finding)
 
