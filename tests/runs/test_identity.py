@@ -177,6 +177,11 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, mon
     SharedConfig.of(machine("first")).write(to_yaml(machine("first", "trainer.steps=7")))
     assert ensure_run_folder(machine("second", "trainer.steps=7"))
     assert load_config(tmp_path / "second" / "config.yaml").trainer.steps == 7
+    SharedConfig.of(other := machine("second", f"rollout.weights.url=file://{tmp_path}")).write(
+        to_yaml(other)
+    )
+    with pytest.raises(ConfigError, match=r"second is a run with rollout.weights.url="):
+        ensure_run_folder(other)
     with pytest.raises(ConfigError, match=r"bucket is a run with trainer.steps=7 and not 8"):
         ensure_run_folder(machine("second", "trainer.steps=8"))
     write_config(machine("first"))  # a trainer's: it alone may say what it is

@@ -17,7 +17,7 @@ from agentevo.files import create_atomic, write_atomic
 from agentevo.paths import check_new_folder, short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import HEAD
-from agentevo.runs.resume_rules import changes
+from agentevo.runs.resume_rules import changes, check_resume
 from agentevo.runs.shared_config import SharedConfig
 from agentevo.runs.shared_store import content_of
 from agentevo.runs.store_opening import OPENING_S, open_run_store
@@ -42,7 +42,7 @@ def ensure_run_folder(
     is waited for, `within_s` at most (see `open_run_store`), and `note` hears of it; False, with
     nothing made, if `stop` came meanwhile.
 
-    A folder without a trainer takes what the run's object store says in place of what it had:
+    A folder without a trainer takes what the same run's object store says in place of what it had:
     `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
     configuration (its place and name may differ), or something else, or the store another run.
     """
@@ -70,9 +70,12 @@ def ensure_run_folder(
                 "?schema=NAME or database, or that run's own run.dir"
             )
     changed = changes(config)
-    if changed and not (folder / HEAD).is_file():  # no trainer's: the run may have another by now
-        known = _is_known(config, SharedConfig.of(config), within_s, stop, note)
+    shared = SharedConfig.of(config) if changed else None
+    is_trainers = (folder / HEAD).is_file()
+    if shared is not None and "rollout.weights.url" not in changed and not is_trainers:
+        known = _is_known(config, shared, within_s, stop, note)
         if known:
+            check_resume(config)  # else it is another run's folder
             write_atomic(target, to_yaml(config))
         if known or known is None:
             return bool(known)
