@@ -93,7 +93,7 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_threads(2, 2), "good", ""),
         (v.judge_threads(4, 2), "warning", "run.threads=2"),
         (v.judge_threads(1, 2), "warning", "OMP_NUM_THREADS"),
-        (v.judge_threads(2, 2, is_dynamic=True), "wrong", "unset OMP_DYNAMIC"),
+        (v.judge_threads(2, 2, "OMP_DYNAMIC=1: unset it"), "wrong", "unset it"),
         (v.judge_processor("AVX512", True), "good", ""),
         (v.judge_processor("DEFAULT", True), "warning", "slower"),
         (v.judge_processor("AVX2", False), "warning", "oneDNN"),

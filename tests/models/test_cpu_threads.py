@@ -1,39 +1,49 @@
-"""OpenMP's settings under which PyTorch's results are wrong are followed, or refused."""
+"""OpenMP's settings under which PyTorch's results are wrong are refused."""
 
 import pytest
 import torch
 
 from agentevo.config import ModelSection
 from agentevo.errors import ModelError
+from agentevo.models.cpu_threads import missing_threads
 from agentevo.models.load import load_model
 
 TINY = ModelSection.model_validate({"name": "tiny", "tiny": {"tokenizer": "byte"}, "device": "cpu"})
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
-    ("limit", "count"), [("1", 1), (" 1 ", 1), ("2", 2), ("64", 2), ("0", 2), ("many", 2), ("", 2)]
+    ("settings", "words"),
+    [
+        ({"OMP_THREAD_LIMIT": "1"}, "OMP_THREAD_LIMIT=1: unset it, or set OMP_NUM_THREADS=1 too"),
+        ({"OMP_THREAD_LIMIT": " +1 "}, "OMP_NUM_THREADS=1 too"),
+        ({"OMP_MAX_ACTIVE_LEVELS": "0"}, "OMP_MAX_ACTIVE_LEVELS=0: unset it"),
+        ({"OMP_DYNAMIC": "TRUE"}, "OMP_DYNAMIC=true: unset it"),
+        ({"OMP_DYNAMIC": "1"}, "OMP_DYNAMIC=1"),
+        ({}, None),
+        ({"OMP_THREAD_LIMIT": "2"}, None),
+        ({"OMP_THREAD_LIMIT": "0"}, None),
+        ({"OMP_THREAD_LIMIT": "many"}, None),
+        ({"OMP_MAX_ACTIVE_LEVELS": "1"}, None),
+        ({"OMP_DYNAMIC": "false"}, None),
+    ],
 )
-def test_a_limit_holds_for_pytorch(limit, count, two_threads, monkeypatch):
-    monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
-    load_model(TINY)
-    assert torch.get_num_threads() == count
+def test_what_keeps_openmp_from_two_threads(settings, words):
+    found = missing_threads(2, settings)
+    assert found is None if words is None else words in found
 
 
-@pytest.mark.parametrize("value", ["true", "TRUE", "1"])
-def test_a_number_of_threads_that_nobody_knows_is_refused(value, monkeypatch):
-    monkeypatch.setenv("OMP_DYNAMIC", value)
-    with pytest.raises(ModelError, match=f"OMP_DYNAMIC={value} is set, .*: unset OMP_DYNAMIC"):
-        load_model(TINY)
-
-
-def test_its_default_is_none(monkeypatch):
-    monkeypatch.setenv("OMP_DYNAMIC", "false")
-    load_model(TINY)
+@pytest.mark.parametrize("wanted", ["1", "2"])
+def test_a_model_is_not_loaded_where_its_results_were_wrong(wanted, monkeypatch):
+    """What a thread that begins later asks for counts, not only PyTorch's number."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+    torch.set_num_threads(1)
+    try:
+        if wanted == "1":
+            load_model(TINY)
+        else:
+            with pytest.raises(ModelError, match="wrong under OMP_THREAD_LIMIT=1: unset it"):
+                load_model(TINY)
+    finally:
+        torch.set_num_threads(before)

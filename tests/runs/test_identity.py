@@ -14,7 +14,7 @@ from agentevo.config import build_config, load_config, to_yaml
 from agentevo.errors import ConfigError, StoreUnavailableError
 from agentevo.runs import identity as run_identity
 from agentevo.runs.creation import write_config
-from agentevo.runs.identity import ensure_run_folder
+from agentevo.runs.identity import confirm_run, ensure_run_folder
 from agentevo.runs.shared_config import SharedConfig
 from agentevo.store.store import open_store
 from agentevo.types import Task
@@ -139,11 +139,11 @@ class Answers:
         return read
 
 
-def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, monkeypatch):
-    """The second one joins although the store is in use, also where that came to be while it
-    looked, and one of another recipe does not. What a trainer has changed there holds for all."""
+@pytest.fixture
+def machine(tmp_path):
+    """`machine(NAME, *overrides)`: the recipe with a folder of that name."""
 
-    def machine(name, *overrides):
+    def made(name, *overrides):
         return build_config(
             {"environment": {"type": "coins"}},
             [
@@ -154,6 +154,13 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, mon
                 *overrides,
             ],
         )
+
+    return made
+
+
+def test_machines_without_a_shared_folder_meet_in_the_object_store(machine, tmp_path, monkeypatch):
+    """The second one joins although the store is in use, also where that came to be while it
+    looked, and one of another recipe does not."""
 
     async def fill():
         async with await open_store(machine("x").store_url) as store:
@@ -174,19 +181,71 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(tmp_path, mon
     with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=0 and not 1"):
         ensure_run_folder(machine("third", "run.seed=1"))
     assert not (tmp_path / "third").exists()
-    SharedConfig.of(machine("first")).write(to_yaml(machine("first", "trainer.steps=7")))
-    assert ensure_run_folder(machine("second", "trainer.steps=7"))
-    assert load_config(tmp_path / "second" / "config.yaml").trainer.steps == 7
-    SharedConfig.of(other := machine("second", f"rollout.weights.url=file://{tmp_path}")).write(
-        to_yaml(other)
-    )
-    with pytest.raises(ConfigError, match=r"second is a run with rollout.weights.url="):
-        ensure_run_folder(other)
-    with pytest.raises(ConfigError, match=r"bucket is a run with trainer.steps=7 and not 8"):
-        ensure_run_folder(machine("second", "trainer.steps=8"))
-    write_config(machine("first"))  # a trainer's: it alone may say what it is
-    with pytest.raises(ConfigError, match=r"first is a run with .* `agentevo learn RECIPE --re"):
-        ensure_run_folder(machine("first", "trainer.steps=7"))
     (tmp_path / "bucket" / "config.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="is no configuration of a run"):
         ensure_run_folder(machine("fourth"))
+
+
+MORE = "trainer.steps=7"
+
+
+def confirmed(config, *, resume=True):
+    """What a trainer does that has the lock; what it says."""
+    said = []
+    finish = asyncio.run(confirm_run(config, resume=resume, note=said.append))
+    write_config(config)
+    finish()
+    return said
+
+
+def test_what_a_trainer_changes_holds_for_all(machine, tmp_path):
+    """Other machines take it over, also one that has its folder, and refuse what was before."""
+    confirmed(machine("trainer"), resume=not ensure_run_folder(machine("trainer")))
+    assert ensure_run_folder(machine("sampler"))
+    said = confirmed(machine("trainer", MORE))
+    assert said == ["from here on with trainer.steps=7, which was 40"]
+    for name in ("sampler", "fresh"):
+        with pytest.raises(ConfigError, match=r"bucket is a run with trainer.steps=7 and not 40"):
+            ensure_run_folder(machine(name))
+        assert ensure_run_folder(machine(name, MORE))
+        assert load_config(tmp_path / name / "config.yaml").trainer.steps == 7
+    with pytest.raises(ConfigError, match=r"trainer is a run with .* `agentevo learn RECIPE --re"):
+        confirmed(machine("trainer"), resume=False)
+
+
+@pytest.mark.parametrize("changed", ["rollout.weights.url=file://{}/b", "run.seed=9"])
+def test_a_folder_of_another_run_is_not_taken_over(changed, machine, tmp_path):
+    other = changed.format(tmp_path), f"store.url=sqlite:///{tmp_path / 'other.sqlite'}"
+    assert ensure_run_folder(machine("one"))
+    before = (tmp_path / "one" / "config.yaml").read_text()
+    SharedConfig.of(machine("one", *other)).write(to_yaml(machine("one", *other)))
+    with pytest.raises(ConfigError, match=r"one (is a run|was started) with "):
+        ensure_run_folder(machine("one", *other))
+    assert (tmp_path / "one" / "config.yaml").read_text() == before
+
+
+def test_a_kill_between_folder_and_object_store_is_mended_by_the_next_start(machine, tmp_path):
+    ensure_run_folder(machine("trainer"))
+    write_config(machine("trainer", MORE))  # and there it was killed
+    confirmed(machine("trainer", MORE), resume=False)
+    assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 7
+
+
+def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, tmp_path):
+    ensure_run_folder(machine("sampler"))
+    with pytest.raises(ConfigError, match="no trainer of this run has been here"):
+        confirmed(machine("sampler", MORE))
+    write_config(machine("trainer"))
+    for change in (
+        "rollout.weights.url=null",
+        f"rollout.weights.url=file://{tmp_path / 'other'}",
+        "trainer.group_size=2",
+        "sampling.temperature=0.5",
+    ):
+        with pytest.raises(ConfigError, match=f"was started with {change.partition('=')[0]}="):
+            confirmed(machine("trainer", change))
+    other = machine("trainer", "run.seed=9")
+    SharedConfig.of(other).write(to_yaml(other))
+    with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=9 and not 0"):
+        confirmed(machine("trainer"), resume=False)
+    assert load_config(tmp_path / "bucket" / "config.yaml").run.seed == 9

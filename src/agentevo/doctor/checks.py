@@ -338,17 +338,14 @@ def judge_version(name: str, version: str | None, wanted: str) -> Check:
     return Check(name, "good", version)
 
 
-def judge_threads(num_threads: int, num_cores: int, *, is_dynamic: bool = False) -> Check:
+def judge_threads(num_threads: int, num_cores: int, missing: str | None = None) -> Check:
     """`num_threads`: what PyTorch uses. `num_cores`: physical cores that this process may use.
-    `is_dynamic`: OpenMP may start fewer."""
+    `missing`: why OpenMP may start fewer, and what to do."""
     threads = f"{num_threads} thread{'s' * (num_threads != 1)}"
     finding = f"PyTorch uses {threads} on {num_cores} core{'s' * (num_cores != 1)}"
-    if is_dynamic:
+    if missing is not None:
         return Check(
-            "threads",
-            "wrong",
-            f"{finding}, or fewer: OMP_DYNAMIC is set",
-            "PyTorch's results on a CPU are wrong then: unset OMP_DYNAMIC",
+            "threads", "wrong", finding, f"PyTorch's results on a CPU are wrong under {missing}"
         )
     if num_threads > num_cores:
         return Check(
@@ -362,8 +359,7 @@ def judge_threads(num_threads: int, num_cores: int, *, is_dynamic: bool = False)
             "threads",
             "warning",
             finding,
-            f"cores stay idle: set run.threads={num_cores}, or unset OMP_NUM_THREADS and "
-            "OMP_THREAD_LIMIT",
+            f"cores stay idle: set run.threads={num_cores}, or unset OMP_NUM_THREADS",
         )
     return Check("threads", "good", finding)
 

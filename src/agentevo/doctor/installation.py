@@ -21,7 +21,7 @@ from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
 from agentevo.models.cpu_kernels import why_not
-from agentevo.models.cpu_threads import is_dynamic, threads_in_use
+from agentevo.models.cpu_threads import missing_threads
 from agentevo.models.known import known_models
 from agentevo.sandbox import cgroups
 from agentevo.sandbox.opening import ORDER, problem_of
@@ -43,6 +43,7 @@ def check_installation() -> list[Check]:
     results += [
         checks.judge_version(name, _installed(name), wanted) for name, wanted in _needed().items()
     ]
+    num_threads = torch.get_num_threads()
     available = psutil.virtual_memory()
     memory = f"{available.available / GIB:.1f} of {available.total / GIB:.1f} GiB are free"
     short = (
@@ -56,7 +57,7 @@ def check_installation() -> list[Check]:
             torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.is_available()
         ),
         checks.judge_kernels(*why_not()),
-        checks.judge_threads(threads_in_use(), num_cores(), is_dynamic=is_dynamic()),
+        checks.judge_threads(num_threads, num_cores(), missing_threads(num_threads)),
         Check("memory", "warning" if short else "good", memory, short),
         checks.judge_disk(shutil.disk_usage(Path.cwd()).free, str(Path.cwd())),
         *_gpus(),

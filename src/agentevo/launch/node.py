@@ -42,6 +42,8 @@ LOOK_S = 0.2
 BEAT_S = 5.0
 LOST_S = 900.0
 """Longer than a node takes to be replaced."""
+RECIPE_S = 900.0
+"""For a trainer to load what it needs before it changes the run's recipe."""
 OLD_S = 120.0
 """An end that was there before this node began counts after so long."""
 GRACE_S = 240.0
@@ -120,7 +122,13 @@ def _look_after(
         time.sleep(LOOK_S)
         return ended() is None and not stop()
 
-    while not (run_dir / "config.yaml").is_file() or changes(config):  # the trainer writes it
+    began, is_told = time.monotonic(), False
+    while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
+        if is_there and time.monotonic() - began > RECIPE_S:
+            break  # who is started now says what differs, and ends
+        if is_there and not is_told:
+            note(f"waiting for the trainer to go on with {', '.join(changed)} as given here")
+            is_told = True
         if not goes_on():
             return
     with Children(_children(node, words, run_dir, is_shared), note, run_dir / "logs") as children:

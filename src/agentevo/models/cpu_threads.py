@@ -1,40 +1,38 @@
-"""The threads that PyTorch computes with on a CPU, and two settings of OpenMP that spoil them.
+"""The threads that PyTorch computes with on a CPU, and settings of OpenMP that spoil them.
 
 PyTorch's products are wrong there, without an error, where OpenMP starts fewer threads than it was
-asked for: oneDNN leaves out what the missing ones would have computed. OMP_THREAD_LIMIT and
-OMP_DYNAMIC (OpenMP 5.2, chapter 21) allow OpenMP that.
+asked for: oneDNN leaves out what the missing ones would have computed. OMP_THREAD_LIMIT,
+OMP_MAX_ACTIVE_LEVELS and OMP_DYNAMIC (OpenMP 5.2, chapter 21) allow OpenMP that.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
 from agentevo.errors import ModelError
 
-DYNAMIC, LIMIT = "OMP_DYNAMIC", "OMP_THREAD_LIMIT"
+
+def missing_threads(count: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why OpenMP may start fewer than `count` threads, and what to do; None where it starts all."""
+    found = {name: value.strip().lower() for name, value in environment.items() if "OMP_" in name}
+    limit, levels = found.get("OMP_THREAD_LIMIT", ""), found.get("OMP_MAX_ACTIVE_LEVELS", "")
+    if found.get("OMP_DYNAMIC") in ("true", "1", "yes", "on"):
+        return f"OMP_DYNAMIC={found['OMP_DYNAMIC']}: unset it"
+    if limit.removeprefix("+").isdecimal() and 0 < int(limit) < count:
+        return f"OMP_THREAD_LIMIT={limit}: unset it, or set OMP_NUM_THREADS={int(limit)} too"
+    if levels.removeprefix("+").isdecimal() and int(levels) == 0 and count > 1:
+        return f"OMP_MAX_ACTIVE_LEVELS={levels}: unset it, or set OMP_NUM_THREADS=1 too"
+    return None
 
 
-def is_dynamic() -> bool:
-    """Whether OpenMP decides anew each time how many threads it starts."""
-    return os.environ.get(DYNAMIC, "").strip().lower() in ("true", "1", "yes", "on")
-
-
-def threads_in_use() -> int:
-    """PyTorch's threads, or as many as OMP_THREAD_LIMIT allows."""
-    limit = os.environ.get(LIMIT, "").strip()
-    wanted = torch.get_num_threads()
-    return min(wanted, int(limit)) if limit.isdecimal() and int(limit) else wanted
-
-
-def settle_threads() -> None:
-    """Lowers PyTorch's threads to those that OpenMP starts. Raises ModelError under OMP_DYNAMIC,
-    where nobody knows how many those are."""
-    if is_dynamic():
-        raise ModelError(
-            f"{DYNAMIC}={os.environ[DYNAMIC]} is set, and PyTorch's results on a CPU are wrong "
-            f"where OpenMP starts fewer threads than it is asked for: unset {DYNAMIC}"
-        )
-    if (count := threads_in_use()) < torch.get_num_threads():
-        torch.set_num_threads(count)
+def check_threads() -> None:
+    """Raises ModelError where PyTorch has more threads than OpenMP starts. Setting PyTorch's number
+    lower would not do: a thread that begins later asks for OpenMP's own number at first."""
+    begun_with = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = int(begun_with) if begun_with.isdecimal() else cores or 1
+    if why := missing_threads(max(count, torch.get_num_threads())):
+        raise ModelError(f"PyTorch's results on a CPU are wrong under {why}")

@@ -33,7 +33,7 @@ from agentevo.models.adapters import (
 )
 from agentevo.models.cache import Progress
 from agentevo.models.config_overrides import model_config
-from agentevo.models.cpu_threads import settle_threads
+from agentevo.models.cpu_threads import check_threads
 from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
 from agentevo.models.tiny import make_tiny
@@ -90,7 +90,7 @@ def _load(
 ) -> LoadedModel:
     device = find(section.device)
     if device.type == "cpu":
-        settle_threads()
+        check_threads()
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":

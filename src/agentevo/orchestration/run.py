@@ -14,11 +14,11 @@ steps after it from their plans (resume.py), and goes on, having lost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Literal
 
-from agentevo.config import RunConfig, to_yaml
+from agentevo.config import RunConfig
 from agentevo.config.parallel import world_size
 from agentevo.event_loop import run_coroutine
 from agentevo.heap import lasting_heap
@@ -49,8 +49,7 @@ from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
-from agentevo.runs.resume_rules import changes, note_changes
-from agentevo.runs.shared_config import SharedConfig
+from agentevo.runs.resume_rules import note_changes
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
 from agentevo.signals import end_stopped, stop_on_interrupt
@@ -107,6 +106,9 @@ def train(
     )
 
 
+Confirm = Callable[[], Awaitable[Callable[[], None]]]
+
+
 async def run_training(
     config: RunConfig,
     view: LiveView,
@@ -118,8 +120,10 @@ async def run_training(
     supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
+    confirm: Confirm | None = None,
 ) -> None:
-    """What `train` does after its checks. `submissions`: those of a program's own loop."""
+    """What `train` does after its checks. `submissions`: those of a program's own loop; `confirm`:
+    see `_resumed`."""
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
@@ -128,12 +132,11 @@ async def run_training(
         _begin_view(config, view)
         if resume:
             stack.enter_context(only_trainer_here(folder, view, stopped))
-            start = await find_resume_point(config, checkpoints, note=view.note)
+            start, make_final = await _resumed(config, checkpoints, confirm, view.note)
         if loaded is None or start.checkpoint is not None:
             loaded = load_checked(config, start.checkpoint)
         conversations = read_sft_data(config, loaded, view, stopped) if command == "sft" else None
         end_stopped(stop_signals)
-        make_final: Callable[[], None] = lambda: None  # noqa: E731
         if not resume:
             make_final = stack.enter_context(new_folder(config))
             stack.enter_context(only_trainer_here(folder, view, stopped))
@@ -162,11 +165,28 @@ async def run_training(
             with run.log, run.background, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
-            if run.progress.step >= run.end.step and (run.progress.begun or not resume):
-                write_summary(folder, summary_of(run))
+            _conclude(run, resume)
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
+
+
+async def _resumed(
+    config: RunConfig,
+    checkpoints: Checkpoints,
+    confirm: Confirm | None,
+    note: Callable[[str], None],
+) -> tuple[ResumePoint, Callable[[], None]]:
+    """Where a resume starts, and what is to be called when the folder has this configuration:
+    `confirm` says it, or refuses the configuration, now that no other process can change the
+    folder."""
+    make_final = (lambda: None) if confirm is None else await confirm()
+    return await find_resume_point(config, checkpoints, note=note), make_final
+
+
+def _conclude(run: TrainingRun, resume: bool) -> None:
+    if run.progress.step >= run.end.step and (run.progress.begun or not resume):
+        write_summary(run.parts.config.run_dir, summary_of(run))
 
 
 def _begin_view(config: RunConfig, view: LiveView) -> None:
@@ -182,10 +202,7 @@ def _begin_folder(
     make_final: Callable[[], None],
     conversations: SFTData | None,
 ) -> None:
-    """The run's folder is there from here on, and its other processes may have this recipe."""
-    shared = SharedConfig.of(config) if command == "learn" and changes(config) else None
-    if shared is not None:
-        shared.write(to_yaml(config))
+    """The run's folder is there from here on."""
     write_config(config, kind_of(command))
     make_final()
     if conversations is not None:

@@ -3,6 +3,8 @@ which may come and go."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ConfigError
@@ -12,8 +14,8 @@ from agentevo.orchestration.checks import check_parts, load_checked
 from agentevo.orchestration.players import find_agent
 from agentevo.orchestration.ranks import follow, follows
 from agentevo.orchestration.run import run_training
-from agentevo.runs.identity import ensure_run_folder
-from agentevo.runs.resume_rules import note_changes
+from agentevo.runs.identity import confirm_run, ensure_run_folder
+from agentevo.runs.resume_rules import check_resume
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
@@ -43,9 +45,12 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
     view = view if view is not None else LiveView(config.run.name)
     loaded = None
     if resume:
-        note_changes(config, view.note)
+        check_resume(config, apart=True)
     else:
         new = not (config.run_dir / "config.yaml").is_file()
         loaded = load_checked(config) if new else None
         ensure_run_folder(config)
-    run_coroutine(run_training(config, view, command="learn", resume=True, loaded=loaded))
+    confirm = partial(confirm_run, config, resume=resume, note=view.note)
+    run_coroutine(
+        run_training(config, view, command="learn", resume=True, loaded=loaded, confirm=confirm)
+    )

@@ -160,9 +160,12 @@ class Classifier:
         from transformers.utils import logging
 
         from agentevo.devices import find
+        from agentevo.models.cpu_threads import check_threads
 
         logging.disable_progress_bar()  # the terminal is the live view's
         name, device = self.config.model, find(self.config.device, "device")
+        if device.type == "cpu":
+            check_threads()
         path = Path(name).expanduser()
         source = str(path) if path.is_dir() else name
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, to_yaml
@@ -17,7 +18,7 @@ from agentevo.files import create_atomic, write_atomic
 from agentevo.paths import check_new_folder, short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import HEAD
-from agentevo.runs.resume_rules import changes, check_resume
+from agentevo.runs.resume_rules import changes, check_resume, is_fixed, note_changes
 from agentevo.runs.shared_config import SharedConfig
 from agentevo.runs.shared_store import content_of
 from agentevo.runs.store_opening import OPENING_S, open_run_store
@@ -69,18 +70,60 @@ def ensure_run_folder(
                 f"store.url: the store holds {held} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
             )
-    changed = changes(config)
-    shared = SharedConfig.of(config) if changed else None
-    is_trainers = (folder / HEAD).is_file()
-    if shared is not None and "rollout.weights.url" not in changed and not is_trainers:
-        known = _is_known(config, shared, within_s, stop, note)
-        if known:
-            check_resume(config)  # else it is another run's folder
-            write_atomic(target, to_yaml(config))
-        if known or known is None:
-            return bool(known)
-    _refuse_others(changed, short(folder), f" (give {target} as the recipe)")
+    elif (taken := _taken_over(config, within_s, stop, note)) is not None:
+        return taken
+    _refuse_others(changes(config), short(folder), _remedy(folder))
     return True
+
+
+def _taken_over(
+    config: RunConfig,
+    within_s: float | None,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> bool | None:
+    """Whether a folder that is there, and is no trainer's, has the recipe that the run has by now:
+    its object store says which, and the folder takes that. None where nobody but the folder says;
+    False if `stop` came before the answer."""
+    changed, shared = changes(config), SharedConfig.of(config)
+    is_trainers = (config.run_dir / HEAD).is_file()
+    if shared is None or is_trainers or "rollout.weights.url" in changed:
+        return None
+    known = _is_known(config, shared, within_s, stop, note)
+    if known and changed:
+        check_resume(config, apart=True)  # else it is another run's folder
+        write_atomic(config.run_dir / "config.yaml", to_yaml(config))
+    return None if known is False else bool(known)
+
+
+async def confirm_run(
+    config: RunConfig, *, resume: bool, note: Callable[[str], None]
+) -> Callable[[], None]:
+    """Of the one process that has the run's lock: that its folder has this configuration still, or
+    with `resume` may change to it. Returns what brings the run's object store to it, which a kill
+    may have left with another. Raises ConfigError, also where another run is there."""
+    folder, shared = config.run_dir, SharedConfig.of(config)
+    if resume and not (folder / HEAD).is_file():
+        raise ConfigError(
+            f"{short(folder)}: no trainer of this run has been here: give the run.dir of its "
+            "trainer, or leave --resume out"
+        )
+    if resume:
+        note_changes(config, note, apart=True)
+    else:
+        _refuse_others(changes(config), short(folder), _remedy(folder))
+    if shared is None:
+        return lambda: None
+    known = await shared.read(OPENING_S, note)
+    differing = changes(config, known)
+    if known:
+        others = {key: values for key, values in differing.items() if is_fixed(key)}
+        _refuse_others(others, shared.place)
+    return (lambda: shared.write(to_yaml(config))) if differing else (lambda: None)
+
+
+def _remedy(folder: Path) -> str:
+    return f" (give {folder / 'config.yaml'} as the recipe)"
 
 
 def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str = "") -> None:

@@ -19,9 +19,12 @@ FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 QUEUED_KEYS = (
     *("trainer.groups_per_step", "trainer.group_size"),
     *("tasks.weights", "tasks.stages", "tasks.curriculum"),
+    "sampling.temperature",
 )
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
-the store have that size."""
+the store have that size and were drawn at that temperature."""
+APART_KEYS = ("rollout.weights.url",)
+"""Likewise of a run whose engines and samplers are started apart: they meet there."""
 KINDS = {
     "loop": "the run of a program's own loop (`agentevo.open_model`)",
     "train": "a run of `agentevo train`",
@@ -41,9 +44,11 @@ UNIMPORTANT_KEYS = (
 conversations may have been moved (other tasks and conversations are refused by themselves)."""
 
 
-def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[Any, Any]]:
+def check_resume(
+    config: RunConfig, command: str = "train", *, apart: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
-    -> (was, now)."""
+    -> (was, now). `apart`: its engines and samplers are started apart, as those of `learn`."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -62,7 +67,8 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
             "another folder"
         )
     changed = changes(config)
-    beside = command != "loop" and (config.rollout.staleness > 0 or config.rollout.samplers > 0)
+    others = config.rollout.staleness > 0 or config.rollout.samplers > 0
+    beside = apart or (command != "loop" and others)
     refused = [
         key
         for key in ("rollout.staleness", "rollout.samplers")
@@ -78,7 +84,7 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
             "give another run.dir"
         )
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
-    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS) if beside else FIXED_KEYS
+    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * apart)
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:
@@ -91,10 +97,17 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
     return changed
 
 
-def note_changes(config: RunConfig, note: Callable[[str], None], command: str = "train") -> None:
+def note_changes(
+    config: RunConfig, note: Callable[[str], None], command: str = "train", *, apart: bool = False
+) -> None:
     """Says with which keys the run goes on that were others. Raises as `check_resume` does."""
-    for key, (was, now) in check_resume(config, command).items():
+    for key, (was, now) in check_resume(config, command, apart=apart).items():
         note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
+
+
+def is_fixed(key: str) -> bool:
+    """Whether no resume may change it."""
+    return key in FIXED_KEYS or key.partition(".")[0] in FIXED_SECTIONS
 
 
 def changes(
