@@ -2,9 +2,9 @@
 read within limits, so that no text makes the reader crash, hang or run out of memory.
 
 A mapping's keys are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`.
-YAML is version 1.1 without dates; `1e-5` is a number, a key may not come twice, and only aliases
-and merges (`<<`) go beyond what JSON can say. What is read is made of mappings, lists, texts,
-numbers, true, false and null.
+YAML is version 1.1 without dates and numbers to the base of 60: `12:30` is a text. `1e-5` is a
+number, a key may not come twice, and only aliases and merges (`<<`) go beyond what JSON can say.
+What is read is made of mappings, lists, texts, numbers, true, false and null.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ _NUMBERS = re.compile(
     r"""^(?:[-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
     |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
     |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
-    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
     |[-+]?\.(?:inf|Inf|INF)
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
+)
+_WHOLE_NUMBERS = re.compile(
+    r"^[-+]?(?:0b[01_]+|0[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$",
 )
 
 
@@ -146,14 +148,16 @@ def _check_nesting(text: str) -> None:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Says what each plain scalar is: `1e-5` is a number, a date is a text."""
+    """Says what each plain scalar is: `1e-5` is a number, a date or a time is a text."""
 
 
+_OTHERWISE = {f"{_TAG}{kind}" for kind in ("timestamp", "float", "int")}
 _Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] not in (f"{_TAG}timestamp", f"{_TAG}float")]
+    first: [pair for pair in pairs if pair[0] not in _OTHERWISE]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(f"{_TAG}float", _NUMBERS, list("-+0123456789."))
+_Loader.add_implicit_resolver(f"{_TAG}int", _WHOLE_NUMBERS, list("-+0123456789"))
 
 
 class _Tree:

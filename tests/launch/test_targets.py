@@ -1,5 +1,6 @@
 """What `agentevo launch` writes for each kind of cluster."""
 
+import re
 import subprocess
 
 import kubernetes_validate
@@ -91,7 +92,9 @@ def test_kubernetes_itself_would_take_it(tmp_path):
 
 def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
     folder = made("compose", tmp_path, gpus=2, engines=1, samplers=1).folder
-    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    project = yaml.safe_load((folder / "compose.yaml").read_text())
+    services = project["services"]
+    assert re.fullmatch("agentevo-[a-z0-9_-]+", project["name"])
     (devices,) = services["run"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices["count"] == 2
     assert services["run"]["environment"]["PW"].startswith("${PW:?")

@@ -90,16 +90,20 @@ def run_node(
     config = load_config(words[0], words[1:])
     run_dir = config.run_dir
     beat = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
-    node = plan.nodes[rank]
+    node, watch, trainer = plan.nodes[rank], HeadWatch(beat), None
+
+    def ended() -> int | None:
+        of_head = watch.poll() if rank else None
+        return of_head if trainer is None else trainer.poll()
+
     with asked_to_stop(parent) as stop, ExitStack() as stack:
         heart = stack.enter_context(Heart(beat)) if rank == 0 else None
         if node.trainer:
             trainer = stack.enter_context(_Trainer(plan, rank, head, words, run_dir))
-            ended: Callable[[], int | None] = trainer.poll
-        else:
-            trainer, ended = None, HeadWatch(beat).poll
         _look_after(node, words, config, len(plan.nodes) > 1, ended, stop, note)
-        code = trainer.end() if trainer is not None else _end_of_head(ended)
+        code = trainer.end() if trainer is not None else None
+        if not code and rank != 0:
+            code = _end_of_head(watch.poll)
         if heart is not None:
             heart.code = code
         return STOPPED if code is None else code

@@ -76,7 +76,9 @@ def script(launch: Launch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
         if fleet.requeue
         else ""
     )
-    text = "\n".join(["#!/bin/bash", *lines, fleet.setup, "set -uo pipefail", *checks])
+    # since Slurm 22.05 srun does not take over what sbatch was told
+    cpus = [f"export SRUN_CPUS_PER_TASK={fleet.cpus_per_node}"] if fleet.cpus_per_node else []
+    text = "\n".join(["#!/bin/bash", *lines, fleet.setup, "set -uo pipefail", *checks, *cpus])
     return {
         SCRIPT: f"""{text}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

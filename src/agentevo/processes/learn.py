@@ -9,6 +9,7 @@ from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
+from agentevo.inference.secret import RunSecret
 from agentevo.observability import LiveView
 from agentevo.orchestration.checks import check_parts, load_checked
 from agentevo.orchestration.players import find_agent
@@ -36,6 +37,7 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
             "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
             "train"
         )
+    RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_one_policy(config)
     find_agent(config, None)
     check_parts(config, None, resume=False, apart=True)
@@ -43,6 +45,12 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
         follow(config)
         return
     view = view if view is not None else LiveView(config.run.name)
+    if config.rollout.weights.url is not None and config.rollout.engine_secret is None:
+        view.note(
+            "rollout.weights.url is set and rollout.engine_secret is not: engines and samplers can "
+            "use this folder only; with folders of their own they need "
+            "rollout.engine_secret='${env:NAME}'"
+        )
     loaded = None
     if resume:
         check_resume(config, apart=True)

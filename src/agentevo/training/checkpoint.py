@@ -65,13 +65,13 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def find(self, which: str) -> Path:
-        """The folder of the checkpoint that is named: `last`, `best`, or a path. Raises
+        """The folder of the checkpoint that is named: `last`, `best`, step-NUMBER or a path. Raises
         UnusableCheckpointError."""
         if which not in {"last", "best"}:
-            path = Path(which)
+            path = Path(which) if Path(which).exists() else self.folder / which
             if not (path / "config.json").is_file() and not is_adapter_folder(path):
                 raise UnusableCheckpointError(
-                    f"{path} is not a checkpoint (no config.json or adapter_config.json): give "
+                    f"{which} is not a checkpoint (no config.json or adapter_config.json): give "
                     f"one under {self.folder}, `last` or `best`"
                 )
             return path
