@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 LOOK_S = 5.0
 """How often a waiting trainer looks at what becomes of the attempts."""
+ALONE_S = 60.0
+"""A wait for the first attempts that is told of: perhaps nobody makes any."""
 
 
 class StopAskedError(AgentEvoError):
@@ -437,8 +439,10 @@ class DisaggregatedRollouts:
             stop,
             check,
             serves_early=self._elsewhere is not None,
-            look_after=self._published.look_after,
+            look_after=self._look_after,
         )
+        self._alone_since: float | None = None
+        """When it began to wait for its first attempts, until some have come or it has told."""
 
     async def begin(self, step: int) -> None:
         await self._parts.weights.begin(step)
@@ -446,12 +450,24 @@ class DisaggregatedRollouts:
         await self._published.begin(step)
         if self._elsewhere is not None:
             await self._elsewhere.reach(step, self._stop, self._note)
+        self._alone_since = time.monotonic()
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
-        return await self._stream.round(step, tasks)
+        found = await self._stream.round(step, tasks)
+        self._alone_since = None
+        return found
+
+    async def _look_after(self) -> None:
+        await self._published.look_after()
+        if self._alone_since is not None and time.monotonic() - self._alone_since > ALONE_S:
+            self._alone_since = None
+            self._note(
+                f"no attempts after {ALONE_S:g} s: `agentevo sample` makes them, with the engines "
+                "of `agentevo serve`, both of this recipe"
+            )
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
