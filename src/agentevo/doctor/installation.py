@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from agentevo.config.sandbox import SandboxSection
+from agentevo.cpu_threads import missing_threads
 from agentevo.devices import all_of, find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
 from agentevo.models.cpu_kernels import why_not
-from agentevo.models.cpu_threads import missing_threads
 from agentevo.models.known import known_models
 from agentevo.sandbox import cgroups
 from agentevo.sandbox.opening import ORDER, problem_of

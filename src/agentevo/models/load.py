@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from agentevo.config.sections import CHAT_TEMPLATES
+from agentevo.cpu_threads import check_threads
 from agentevo.devices import find
 from agentevo.errors import ModelError
 from agentevo.models.adapters import (
@@ -33,7 +34,6 @@ from agentevo.models.adapters import (
 )
 from agentevo.models.cache import Progress
 from agentevo.models.config_overrides import model_config
-from agentevo.models.cpu_threads import check_threads
 from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
 from agentevo.models.tiny import make_tiny

@@ -159,8 +159,8 @@ class Classifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
 
+        from agentevo.cpu_threads import check_threads
         from agentevo.devices import find
-        from agentevo.models.cpu_threads import check_threads
 
         logging.disable_progress_bar()  # the terminal is the live view's
         name, device = self.config.model, find(self.config.device, "device")

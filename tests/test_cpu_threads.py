@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from agentevo.config import ModelSection
+from agentevo.cpu_threads import missing_threads
 from agentevo.errors import ModelError
-from agentevo.models.cpu_threads import missing_threads
 from agentevo.models.load import load_model
 
 TINY = ModelSection.model_validate({"name": "tiny", "tiny": {"tokenizer": "byte"}, "device": "cpu"})
