@@ -26,13 +26,11 @@ def missing_threads(count: int, environment: Mapping[str, str] = os.environ) -> 
     return None
 
 
-def check_threads() -> None:
-    """Raises ModelError where PyTorch has more threads than OpenMP starts. Setting PyTorch's number
+def check_threads(num_threads: int) -> None:
+    """Raises ModelError where PyTorch has more threads (`num_threads`) than OpenMP starts. Setting PyTorch's number
     lower would not do: a thread that begins later asks for OpenMP's own number at first."""
-    import torch
-
     begun_with = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = int(begun_with) if begun_with.isdecimal() else cores or 1
-    if why := missing_threads(max(count, torch.get_num_threads())):
+    if why := missing_threads(max(count, num_threads)):
         raise ModelError(f"PyTorch's results on a CPU are wrong under {why}")

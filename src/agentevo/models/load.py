@@ -90,7 +90,7 @@ def _load(
 ) -> LoadedModel:
     device = find(section.device)
     if device.type == "cpu":
-        check_threads()
+        check_threads(torch.get_num_threads())
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":

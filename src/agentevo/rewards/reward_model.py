@@ -165,7 +165,7 @@ class Classifier:
         logging.disable_progress_bar()  # the terminal is the live view's
         name, device = self.config.model, find(self.config.device, "device")
         if device.type == "cpu":
-            check_threads()
+            check_threads(torch.get_num_threads())
         path = Path(name).expanduser()
         source = str(path) if path.is_dir() else name
         try:
