@@ -27,8 +27,8 @@ def missing_threads(count: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def check_threads(num_threads: int) -> None:
-    """Raises ModelError where PyTorch has more threads (`num_threads`) than OpenMP starts. Setting PyTorch's number
-    lower would not do: a thread that begins later asks for OpenMP's own number at first."""
+    """Raises ModelError where PyTorch has more threads, `num_threads`, than OpenMP starts. Setting
+    its number lower would not do: a thread that begins later asks for OpenMP's own at first."""
     begun_with = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = int(begun_with) if begun_with.isdecimal() else cores or 1
