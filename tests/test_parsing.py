@@ -15,6 +15,7 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import (
     MAX_DEPTH,
     ParseError,
+    dump_yaml,
     parse_json,
     parse_yaml,
     read_json_object,
@@ -81,6 +82,15 @@ def test_aliases_of_aliases_are_counted_as_often_as_they_are_used():
     lines += [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     with pytest.raises(ParseError, match="100,000 values"):
         parse_yaml("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["12:30", "1e5", "12e03", "1.5", "010", "0x1f", "yes", "~", "2020-01-01", "=", "", "é\n"],
+)
+def test_a_text_is_read_as_it_was_written(text):
+    assert parse_yaml(dump_yaml({"a": [text]})) == {"a": [text]}
+    assert yaml.safe_load(dump_yaml({"a": text})) == {"a": text}
 
 
 @pytest.mark.parametrize("path", sources.packaged_recipes().values(), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The threads that PyTorch computes with on a CPU, and settings of OpenMP that spoil them.
+"""The threads that a process may compute with on a CPU, and settings of OpenMP that spoil them.
 
 PyTorch's products are wrong there, without an error, where OpenMP starts fewer threads than it was
 asked for: oneDNN leaves out what the missing ones would have computed. OMP_THREAD_LIMIT,
@@ -13,24 +13,35 @@ from collections.abc import Mapping
 from agentevo.errors import ModelError
 
 
-def missing_threads(count: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why OpenMP may start fewer than `count` threads, and what to do; None where it starts all."""
+def allowed_cpus() -> int:
+    """Logical CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def missing_threads(num_threads: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why OpenMP may start fewer threads than PyTorch asks for, and what to do; None where it
+    starts all. `num_threads` are PyTorch's. Setting that number lower would not do: a thread that
+    begins later asks for OpenMP's own at first."""
     found = {name: value.strip().lower() for name, value in environment.items() if "OMP_" in name}
-    limit, levels = found.get("OMP_THREAD_LIMIT", ""), found.get("OMP_MAX_ACTIVE_LEVELS", "")
+    own = _number(found.get("OMP_NUM_THREADS", "").partition(",")[0])
+    count = max(num_threads, own or allowed_cpus())
+    limit, levels = _number(found.get("OMP_THREAD_LIMIT")), found.get("OMP_MAX_ACTIVE_LEVELS")
     if found.get("OMP_DYNAMIC") in ("true", "1", "yes", "on"):
         return f"OMP_DYNAMIC={found['OMP_DYNAMIC']}: unset it"
-    if limit.removeprefix("+").isdecimal() and 0 < int(limit) < count:
-        return f"OMP_THREAD_LIMIT={limit}: unset it, or set OMP_NUM_THREADS={int(limit)} too"
-    if levels.removeprefix("+").isdecimal() and int(levels) == 0 and count > 1:
-        return f"OMP_MAX_ACTIVE_LEVELS={levels}: unset it, or set OMP_NUM_THREADS=1 too"
+    if limit and limit < count:
+        return f"OMP_THREAD_LIMIT={limit}: unset it, or set OMP_NUM_THREADS={limit} too"
+    if _number(levels) == 0 and count > 1:
+        return "OMP_MAX_ACTIVE_LEVELS=0: unset it, or set OMP_NUM_THREADS=1 too"
     return None
 
 
+def _number(text: str | None) -> int | None:
+    """None for what OpenMP, too, passes over."""
+    digits = (text or "").strip().removeprefix("+")
+    return int(digits) if digits.isdecimal() else None
+
+
 def check_threads(num_threads: int) -> None:
-    """Raises ModelError where PyTorch has more threads, `num_threads`, than OpenMP starts. Setting
-    its number lower would not do: a thread that begins later asks for OpenMP's own at first."""
-    begun_with = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = int(begun_with) if begun_with.isdecimal() else cores or 1
-    if why := missing_threads(max(count, num_threads)):
+    """Raises ModelError where `missing_threads` finds something."""
+    if why := missing_threads(num_threads):
         raise ModelError(f"PyTorch's results on a CPU are wrong under {why}")

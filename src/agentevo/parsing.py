@@ -160,6 +160,19 @@ _Loader.add_implicit_resolver(f"{_TAG}float", _NUMBERS, list("-+0123456789."))
 _Loader.add_implicit_resolver(f"{_TAG}int", _WHOLE_NUMBERS, list("-+0123456789"))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Puts into quotes what any reader of YAML 1.1 or `_Loader` would take for something else."""
+
+
+for _kind, _pattern in (("float", _NUMBERS), ("int", _WHOLE_NUMBERS)):
+    _Dumper.add_implicit_resolver(f"{_TAG}{_kind}", _pattern, list("-+0123456789."))
+
+
+def dump_yaml(tree: Any) -> str:
+    """A plain tree as YAML that `parse_yaml` reads as the same tree; keys in their order."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 class _Tree:
     """Makes a plain tree of the nodes of a document, and counts what it makes."""
 

@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from agentevo.device_names import visible
 from agentevo.errors import ConfigError
+from agentevo.launch import node as node_module
+from agentevo.launch.fleet import Node
 from agentevo.launch.node import HeadWatch, Heart, LostNodeError, run_node
 from agentevo.launch.targets import fleet_of, make
+from agentevo.runs.identity import ensure_run_folder
 
 SMALL = [
     "model.name=tiny", "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2",
@@ -102,6 +106,27 @@ def test_what_is_no_plan_is_refused(tmp_path):
     (tmp_path / "nodes.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match="this is no"):
         run_node(tmp_path / "nodes.yaml", rank=0)
+
+
+def test_a_node_waits_for_its_recipe_and_says_so(small_config, tmp_path, monkeypatch):
+    """Not for ever: who is started after that says what differs."""
+    ensure_run_folder(small_config(tmp_path / "run"))
+    looks, notes, begun = iter([None] * 3 + [0]), [], []
+    monkeypatch.setattr(node_module, "Children", lambda *given: begun.append(given) or Began())
+    config = small_config(tmp_path / "run", "trainer.steps=7")
+    given = (Node(), [], config, False, lambda: next(looks), lambda: False, notes.append)
+    node_module._look_after(*given)
+    assert notes == ["waiting for the trainer to go on with trainer.steps as given here"]
+    assert not begun
+    monkeypatch.setattr(node_module, "RECIPE_S", 0.0)
+    looks = iter([0])
+    node_module._look_after(*given)
+    assert begun
+
+
+class Began(nullcontext):
+    def check(self):
+        pass
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What `agentevo launch` writes for each kind of cluster."""
 
-import re
 import subprocess
 
 import kubernetes_validate
@@ -49,13 +48,14 @@ def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
 def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
     folder = made(
         "slurm", tmp_path, gpus=8, engines=8, samplers=1, partition="gpu", time="02:00:00",
-        sbatch=["--exclusive"], setup="module load cuda",
+        cpus_per_node=32, sbatch=["--exclusive"], setup="module load cuda",
     ).folder  # fmt: skip
     script = (folder / "job.sbatch").read_text()
     subprocess.run(["bash", "-n", folder / "job.sbatch"], check=True)
     for line in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=02:00:00"):
         assert f"#SBATCH {line}\n" in script
     assert "#SBATCH --exclusive\n" in script
+    assert "export SRUN_CPUS_PER_TASK=32\n" in script
     assert script.index("module load cuda") < script.index("${PW:?") < script.index("srun")
 
 
@@ -94,7 +94,7 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
     folder = made("compose", tmp_path, gpus=2, engines=1, samplers=1).folder
     project = yaml.safe_load((folder / "compose.yaml").read_text())
     services = project["services"]
-    assert re.fullmatch("agentevo-[a-z0-9_-]+", project["name"])
+    assert project["name"] == "agentevo-frozen-lake"
     (devices,) = services["run"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices["count"] == 2
     assert services["run"]["environment"]["PW"].startswith("${PW:?")

@@ -177,6 +177,10 @@ def test_other_peoples_classifiers_judge_too(tmp_path):
     with torch.inference_mode():
         wanted = model(**tokenizer("Take the coin", "left", return_tensors="pt")).logits.item()
     assert scored(scorer(tmp_path / "bert"), attempt("left")) == pytest.approx([wanted], abs=1e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_DYNAMIC", "true")
+        with pytest.raises(ModelError, match="results on a CPU are wrong under OMP_DYNAMIC=true"):
+            scored(scorer(tmp_path / "bert"), attempt("left"))
     long = attempt("left " * 100)
     assert len(scored(scorer(tmp_path / "bert"), long, attempt("left", number=1))) == 2
 

@@ -231,6 +231,12 @@ def test_a_kill_between_folder_and_object_store_is_mended_by_the_next_start(mach
     assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 7
 
 
+def test_a_trainer_that_was_killed_before_it_began_is_resumed_as_it_was(machine):
+    """A launch gives --resume to every start but the first."""
+    ensure_run_folder(machine("trainer"))
+    assert confirmed(machine("trainer")) == []
+
+
 def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, tmp_path):
     ensure_run_folder(machine("sampler"))
     with pytest.raises(ConfigError, match="no trainer of this run has been here"):
@@ -242,8 +248,11 @@ def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, t
         "trainer.group_size=2",
         "sampling.temperature=0.5",
     ):
-        with pytest.raises(ConfigError, match=f"was started with {change.partition('=')[0]}="):
-            confirmed(machine("trainer", change))
+        for in_turn in ((), ("rollout.staleness=0",)):
+            write_config(machine("trainer", *in_turn))
+            with pytest.raises(ConfigError, match=f"was started with {change.partition('=')[0]}="):
+                confirmed(machine("trainer", *in_turn, change))
+    write_config(machine("trainer"))
     other = machine("trainer", "run.seed=9")
     SharedConfig.of(other).write(to_yaml(other))
     with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=9 and not 0"):

@@ -137,6 +137,9 @@ def test_nothing_saved_yet(tmp_path):
 def test_a_path_must_be_a_checkpoint(save, tmp_path):
     checkpoints = save(1)
     assert checkpoints.find(str(checkpoints.path(1))) == checkpoints.path(1)
+    assert checkpoints.find("step-000001") == checkpoints.path(1)
+    with pytest.raises(CheckpointError, match="step-000002 is not a checkpoint"):
+        checkpoints.find("step-000002")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         checkpoints.find(str(tmp_path))
 

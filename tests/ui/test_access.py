@@ -10,7 +10,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from agentevo.pages import assets
-from agentevo.ui.access import POLICY, Access
+from agentevo.ui.access import POLICY, Access, Guard
 from agentevo.ui.app import make_app
 from agentevo.ui.sources import Sources
 
@@ -83,3 +83,20 @@ def test_every_answer_has_the_headers_that_protect_it(tmp_path: Path) -> None:
         assert headers["referrer-policy"] == "no-referrer"
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cache-control"] == "no-store"
+
+
+def test_an_answer_that_takes_too_long_is_told_of(tmp_path: Path, capsys, monkeypatch) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.sleep(60)
+
+    async def asked() -> None:
+        access = Access(token=TOKEN)
+        transport = httpx.ASGITransport(app=Guard(never, access))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1") as client:
+            cookie = (await client.get(f"/?token={TOKEN}")).headers["set-cookie"]
+            with pytest.raises(AssertionError):  # httpx's word for an answer that never began
+                await client.get("/runs/x", headers={"cookie": cookie.partition(";")[0]})
+
+    monkeypatch.setattr("agentevo.ui.access.LONGEST_S", 0.05)
+    asyncio.run(asked())
+    assert "ui: /runs/x: no whole answer within 0.05 s" in capsys.readouterr().err

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import pydantic
-import yaml
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
@@ -78,6 +77,7 @@ from agentevo.config.values import refused_values
 from agentevo.credentials import credential_problems
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.parsing import dump_yaml
 from agentevo.registry import nearest
 from agentevo.rewards import RewardConfig, rewards
 from agentevo.rewards.reward import reward_config
@@ -363,7 +363,7 @@ def to_yaml(config: RunConfig) -> str:
         for key, value in tree["algorithm"].items()
         if value is not None or preset[key] is not None
     }
-    return yaml.safe_dump(escaped(tree), sort_keys=False, allow_unicode=True)
+    return dump_yaml(escaped(tree))
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:

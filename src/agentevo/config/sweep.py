@@ -13,7 +13,6 @@ sweeps: a member is an ordinary run. Importing this module imports no torch.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.keys import ConfigKeys
 from agentevo.config.profile import spell_out
 from agentevo.config.values import refused_values
+from agentevo.cpu_threads import allowed_cpus
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
 
@@ -156,13 +156,8 @@ class Sweep:
     @property
     def parallel(self) -> int:
         """How many runs go at once; never more than the sweep has."""
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
         threads = max(member.config.run.threads or 1 for member in self.members)
-        return min(self.section.parallel or max(cores // threads, 1), len(self.members))
+        return min(self.section.parallel or max(allowed_cpus() // threads, 1), len(self.members))
 
 
 def member_name(variant: str, seed: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import re
 import shutil
@@ -16,7 +15,7 @@ import psutil
 import torch
 
 from agentevo.config.sandbox import SandboxSection
-from agentevo.cpu_threads import missing_threads
+from agentevo.cpu_threads import allowed_cpus, missing_threads
 from agentevo.devices import all_of, find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
@@ -69,9 +68,7 @@ def check_installation() -> list[Check]:
 
 def num_cores() -> int:
     """Cores that this process may use, counted as cores and not as hardware threads; at least 1."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    allowed = allowed_cpus()
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import yaml
@@ -60,13 +59,9 @@ def compose(launch: Launch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
         "network_mode": "host",
         "restart": "unless-stopped",
     }
-    project = {"name": project_name(launch.name), "services": {"run": run, "ui": ui}}
+    # without a name all launches whose folders are called alike were one project
+    project = {"name": f"agentevo-{launch.name}", "services": {"run": run, "ui": ui}}
     return {FILE: yaml.safe_dump(project, sort_keys=False)}
-
-
-def project_name(name: str) -> str:
-    """As docker takes it; without one all launches whose folders are alike were one project."""
-    return "agentevo-" + re.sub(r"[^a-z0-9_-]+", "-", name.lower())
 
 
 def command(launch: Launch, folder: str) -> list[str]:

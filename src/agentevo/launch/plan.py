@@ -13,13 +13,12 @@ import re
 from pathlib import Path
 
 import pydantic
-import yaml
 
 from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, Node, placed
-from agentevo.parsing import ParseError, parse_yaml, read_text
+from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE, RECIPE_FILE = "nodes.yaml", "recipe.yaml"
 LONGEST_NAME = 50
@@ -51,7 +50,7 @@ class Plan(pydantic.BaseModel, extra="forbid", frozen=True):
         return any(node.engines or node.samplers for node in self.nodes)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return dump_yaml(self.model_dump(mode="json"))
 
 
 class Launch:
@@ -77,7 +76,7 @@ class Launch:
     def files(self) -> dict[str, str]:
         """Contents of the folder by name: the recipe with the files that it imports beside it, and
         nodes.yaml. Raises ConfigError for two files of one name, or what can't be read."""
-        found, tree = {}, yaml.safe_load(to_yaml(self.config))
+        found, tree = {}, parse_yaml(to_yaml(self.config))
         imports = []
         for entry in self.config.imports:
             path = Path(entry)
@@ -97,7 +96,7 @@ class Launch:
             found[path.name] = read_text(path)
             imports.append(f"./{path.name}")
         tree["import"] = imports
-        recipe = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        recipe = dump_yaml(tree)
         return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found}
 
 

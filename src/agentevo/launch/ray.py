@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import yaml
 from pydantic import Field
 
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.parsing import dump_yaml
 
 SETTINGS = "ray.yaml"
 
@@ -30,7 +30,7 @@ class RayFleet(Fleet):
 def settings(launch: Launch, fleet: RayFleet, folder: str) -> dict[str, str]:
     """The file that `agentevo launch own` reads beside nodes.yaml, by its name."""
     keys = {"cpus_per_node", "gpus", "resources", "spread", "placed_s", "restarts"}
-    return {SETTINGS: yaml.safe_dump(fleet.model_dump(include=keys), sort_keys=False)}
+    return {SETTINGS: dump_yaml(fleet.model_dump(include=keys))}
 
 
 def command(launch: Launch, folder: str) -> list[str]:

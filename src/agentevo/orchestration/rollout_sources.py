@@ -15,6 +15,7 @@ that are ready.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import (
@@ -441,8 +442,9 @@ class DisaggregatedRollouts:
             serves_early=self._elsewhere is not None,
             look_after=self._look_after,
         )
-        self._alone_since: float | None = None
-        """When it began to wait for its first attempts, until some have come or it has told."""
+        self._alone_since = math.inf if parts.config.rollout.samplers else None
+        """When it began to wait for its first attempts; inf once some have come or it has told,
+        and where it has samplers of its own."""
 
     async def begin(self, step: int) -> None:
         await self._parts.weights.begin(step)
@@ -450,20 +452,21 @@ class DisaggregatedRollouts:
         await self._published.begin(step)
         if self._elsewhere is not None:
             await self._elsewhere.reach(step, self._stop, self._note)
-        self._alone_since = time.monotonic()
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        if self._alone_since is None:
+            self._alone_since = time.monotonic()
         found = await self._stream.round(step, tasks)
-        self._alone_since = None
+        self._alone_since = math.inf
         return found
 
     async def _look_after(self) -> None:
         await self._published.look_after()
         if self._alone_since is not None and time.monotonic() - self._alone_since > ALONE_S:
-            self._alone_since = None
+            self._alone_since = math.inf
             self._note(
                 f"no attempts after {ALONE_S:g} s: `agentevo sample` makes them, with the engines "
                 "of `agentevo serve`, both of this recipe"

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentevo.config.parallel import check_alone
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import must_write, write_atomic
 from agentevo.observability.sweep_view import SweepView
+from agentevo.parsing import dump_yaml
 from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
@@ -151,11 +150,7 @@ def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
 
 def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
     """Writes what is run, and where it stands."""
-    text = yaml.safe_dump(
-        pipeline.config.model_dump(mode="json", exclude_unset=True),
-        sort_keys=False,
-        allow_unicode=True,
-    )
+    text = dump_yaml(pipeline.config.model_dump(mode="json", exclude_unset=True))
     with must_write(pipeline.dir):
         write_atomic(pipeline.dir / FILE, text)
         for one in standings:

@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from agentevo.config import to_yaml
 from agentevo.config.parallel import check_alone
 from agentevo.config.sweep import Member, Sweep
@@ -38,6 +36,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.checks import check_parts
+from agentevo.parsing import dump_yaml
 from agentevo.paths import check_new_folder, short
 from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
@@ -170,9 +169,7 @@ def _prepare(sweep: Sweep) -> None:
         shutil.rmtree(sweep.dir)
     for folder in ("recipes", "logs"):
         (sweep.dir / folder).mkdir(parents=True, exist_ok=True)
-    section = sweep.section.model_dump(mode="json")
-    text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
-    write_atomic(sweep.dir / SWEEP_FILE, text)
+    write_atomic(sweep.dir / SWEEP_FILE, dump_yaml(sweep.section.model_dump(mode="json")))
     for member in sweep.members:
         _recipe(sweep, member).write_text(to_yaml(member.config), encoding="utf-8")
 

@@ -70,30 +70,30 @@ def ensure_run_folder(
                 f"store.url: the store holds {held} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
             )
-    elif (taken := _taken_over(config, within_s, stop, note)) is not None:
-        return taken
+    elif not _take_over(config, within_s, stop, note):
+        return False
     _refuse_others(changes(config), short(folder), _remedy(folder))
     return True
 
 
-def _taken_over(
+def _take_over(
     config: RunConfig,
     within_s: float | None,
     stop: Callable[[], bool],
     note: Callable[[str], None],
-) -> bool | None:
-    """Whether a folder that is there, and is no trainer's, has the recipe that the run has by now:
-    its object store says which, and the folder takes that. None where nobody but the folder says;
-    False if `stop` came before the answer."""
+) -> bool:
+    """Gives a folder that is there, and is no trainer's, this recipe where the object store of its
+    run has it by now; raises ConfigError where that has another. False if `stop` came before the
+    answer."""
     changed, shared = changes(config), SharedConfig.of(config)
     is_trainers = (config.run_dir / HEAD).is_file()
     if shared is None or is_trainers or "rollout.weights.url" in changed:
-        return None
+        return True
     known = _is_known(config, shared, within_s, stop, note)
     if known and changed:
         check_resume(config, apart=True)  # else it is another run's folder
         write_atomic(config.run_dir / "config.yaml", to_yaml(config))
-    return None if known is False else bool(known)
+    return known is not None
 
 
 async def confirm_run(
@@ -103,15 +103,16 @@ async def confirm_run(
     with `resume` may change to it. Returns what brings the run's object store to it, which a kill
     may have left with another. Raises ConfigError, also where another run is there."""
     folder, shared = config.run_dir, SharedConfig.of(config)
-    if resume and not (folder / HEAD).is_file():
+    changed = changes(config)
+    if not resume:
+        _refuse_others(changed, short(folder), _remedy(folder))
+    elif changed and not (folder / HEAD).is_file():
         raise ConfigError(
-            f"{short(folder)}: no trainer of this run has been here: give the run.dir of its "
-            "trainer, or leave --resume out"
+            f"{short(folder)}: no trainer of this run has been here, so the recipe can't be "
+            "changed here: give the run.dir of its trainer, or leave --resume out"
         )
-    if resume:
-        note_changes(config, note, apart=True)
     else:
-        _refuse_others(changes(config), short(folder), _remedy(folder))
+        note_changes(config, note, apart=True)
     if shared is None:
         return lambda: None
     known = await shared.read(OPENING_S, note)

@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentevo.console import to_stderr
 from agentevo.ui.forms import (
     FORM_TOKEN,
     Form,
@@ -182,6 +183,8 @@ class Guard:
         except FormRefusedError as refused:
             text = f"nothing was changed: {refused}\n".encode()
             await _send(sending, refused.status, [("connection", "close")], text)
+        except TimeoutError:  # the deadline above: the application answers its own
+            to_stderr(f"ui: {scope['path']}: no whole answer within {LONGEST_S:g} s")
         except Exception:  # noqa: BLE001 (app.py has told of it, and answered)
             pass
         finally:
