@@ -34,6 +34,7 @@ def user_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(agents, "_items", dict(agents._items))
     monkeypatch.setattr(environments, "_items", dict(environments._items))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     before = set(sys.modules)
 
     def write(name: str, text: str, folder: str = "code") -> Path:

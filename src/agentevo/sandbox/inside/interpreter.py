@@ -130,8 +130,8 @@ class Interpreter:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except BaseException as raised:  # noqa: BLE001 (the code may have closed or replaced it)
-                error = error or _described(raised)
+            except BaseException:  # noqa: BLE001 (the code may have closed or replaced it)
+                continue
         return {"value": value, "error": error}
 
     def _value(self, code: str) -> str | None:
