@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import struct
+import sys
 
 import httpx
 import msgspec
@@ -281,3 +282,34 @@ def test_a_client_goes_nowhere_that_a_server_sends_it(tmp_path):
         assert visits == []
 
     asyncio.run(work())
+
+
+class Written:
+    """A transport that holds the last hundred bytes itself, and its socket the rest."""
+
+    def __init__(self, connected):
+        self._socket = connected
+
+    def get_write_buffer_size(self):
+        return 100
+
+    def get_extra_info(self, name):
+        return self._socket
+
+    def is_closing(self):
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux what was taken")
+def test_what_the_system_still_holds_was_not_taken():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(listener.getsockname())
+        writer, _ = listener.accept()
+        with writer:
+            writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+            writer.setblocking(False)
+            assert writer.send(bytes(2**19)) > 2 * admission.UNNOTICED
+            connection = admission.Connection(None, writer, 0.0)
+            connection.transport = Written(writer)
+            assert not asyncio.run(connection.took_all(0.05))

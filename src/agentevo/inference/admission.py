@@ -127,13 +127,13 @@ class Connection:
         except AttributeError:  # asyncio's TLS, closed twice, has forgotten its connection
             return UNNOTICED + 1
         connected = self.transport.get_extra_info("socket")
-        if waiting or connected is None or not sys.platform.startswith("linux"):
+        if connected is None or not sys.platform.startswith("linux"):
             return int(waiting)
         try:
             told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
         except OSError:
-            return 0
-        return int.from_bytes(told, sys.byteorder)
+            return int(waiting)
+        return int(waiting) + int.from_bytes(told, sys.byteorder)
 
     def cut(self) -> None:
         """Ends it, whatever is on its way."""
