@@ -167,17 +167,14 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
         memory=memory,
     )  # fmt: skip
     rng, vocabulary = random.Random(0), given["vocabulary"]
-    small = [_sample(n, 32, rng, vocabulary, 0) for n in range(size)]
-    trainer.step(small)  # libraries load; moments are made, which are counted below
     items = [
         _sample(n, given["length"], rng, vocabulary, 0) for n in range(given["samples"] * size)
     ]
     held = sum(local(parameter).numel() for parameter in model.parameters())
-    resident = FLOAT * held + parts["optimizer"]
     measured = float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
     distributed.barrier()
     distributed.destroy_process_group()
-    return total(parts) - resident + LIBRARIES, measured
+    return total(parts) - FLOAT * held + LIBRARIES, measured
 
 
 def _child(given: dict[str, Any]) -> tuple[float, float]:
@@ -195,7 +192,6 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     from agentevo.models.adapters import add_adapter
     from agentevo.models.attention import prepare
     from agentevo.training.batching.passes import micro_batches
-    from agentevo.training.kernels.output_layer import token_logprobs
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.training.trainer import Trainer
     from memory import peak_bytes
@@ -212,7 +208,6 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     batches = [batch for _, batch in micro_batches(items, most, torch.device("cpu"))]
     largest = max(batches, key=lambda batch: batch.num_distinct)
     load = Load(largest.num_distinct, len(largest.logit_nodes), len(batches) == 1, on_cpu=True)
-    small = [_sample(100, 32, rng, given["vocabulary"])]
     trainer: Any
     if given["kind"] == "sft":
         trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=most), 10, memory=memory)
@@ -220,13 +215,6 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
         trainer = Trainer(
             model, TrainerSection(micro_batch_tokens=most), AlgorithmSection(), memory=memory
         )
-    with torch.no_grad():  # libraries load and buffers of theirs appear at the first pass
-        for _, batch in micro_batches(small, 64, torch.device("cpu")):
-            token_logprobs(model, batch)
-    torch.autograd.backward(
-        token_logprobs(model, micro_batches(small, 64, torch.device("cpu"))[0][1])[0].sum()
-    )
-    model.zero_grad(set_to_none=True)
     return total(training_bytes(model, load, memory)), float(
         peak_bytes(lambda: [trainer.step(items) for _ in range(2)])
     )

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from write_a_run import main as write_a_run
 
 from agentevo.observability import MetricsLog
@@ -37,7 +39,12 @@ def test_steps_texts_and_pictures_come_back(tmp_path: Path) -> None:
     assert "hush" not in texts["config"]
 
 
-def test_a_log_hands_over_what_is_committed(tmp_path: Path) -> None:
+def test_a_log_hands_over_what_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the second file's name, of the same second, would come first: 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
+
     def begun() -> Tracking:
         return Tracking(
             [(TrackerConfig(name="tensorboard"), trackers.get("tensorboard"))],

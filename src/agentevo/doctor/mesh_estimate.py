@@ -243,14 +243,20 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
     load = Load(tokens, tokens, single=False, on_cpu=config.model.device == "cpu")
     mode = config.memory.checkpointing
     per_token = layer_bytes(shape, sizes.trained, mode) * (not config.memory.offload_activations)
-    kept = per_token * tokens * shape.num_layers
-    remade = layer_bytes(shape, sizes.trained, "none") * tokens if mode != "none" else 0.0
+    kept = per_token * tokens
     passing = 2.0 * shape.intermediate * tokens * shape.element
+    in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - kept + passing
+    own = 0.0  # the gradient of one vocabulary matrix before it is added to that of earlier passes
+    if parallel.shard == 1:  # with shards it is among the gathered gradients
+        own = float(FLOAT * shape.vocabulary * shape.hidden)
     ahead = parallel.pipeline - 1 - stage
     if ahead:  # nothing is known of a loss here; what was sent on is kept as long
         sent = float(shape.hidden * tokens * shape.element)
-        return (kept + sent) * (ahead + 1) + remade + passing
-    return kept + max(output_bytes(shape, sizes.trained, load), remade + passing)
+        under_way = kept * shape.num_layers + sent
+        return under_way * ahead + max(under_way + in_layer, own * sizes.trained.embedding)
+    in_output = output_bytes(shape, sizes.trained, load) + own * sizes.trained.output
+    pending = own * (shape.tied and sizes.trained.output)
+    return kept * shape.num_layers + max(in_output, in_layer + pending)
 
 
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:

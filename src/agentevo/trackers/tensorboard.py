@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,9 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer: EventFileWriter = EventFileWriter(str(run.folder / "tensorboard"))
+        folder = run.folder / "tensorboard"
+        _wait_for_a_later_name(folder)
+        self._writer: EventFileWriter = EventFileWriter(str(folder))
         self._step = max(run.last_step, 0)
         if run.resumed:  # TensorBoard hides what older files say of this step and later ones
             start = SessionLog(status=SessionLog.START)
@@ -70,6 +74,14 @@ class TensorBoard(Tracker):
             event.wall_time = time
         self._writer.add_event(event)
         self._writer.flush()
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Event files are read in the order of their names, which begin with the second they were made
+    in: what a resumed run writes must not come before what it resumes."""
+    now = time.time()
+    if any(folder.glob(f"events.out.tfevents.{int(now):010d}.*")):
+        time.sleep(math.ceil(now) - now)
 
 
 def _text(name: str, text: str) -> Summary.Value:
