@@ -142,9 +142,10 @@ def test_two_nodes_do_one_run_and_end_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_on_two_nodes_end_by_the_code_of_the_first(tmp_path):
-    """The trainer samples by itself, and ends after its step; the other rank is sent home, and its
-    node says how the first one ended."""
+@pytest.mark.parametrize("asked", [(1,), (0, 1)], ids=str)
+def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
+    """The trainer samples by itself, and ends after its step, whichever node is asked to end; the
+    other rank is sent home, and its node says how the first one ended."""
     folder = written(tmp_path, "trainer.steps=400", "rollout.staleness=0", trainer_nodes=2)
     nodes = [start(folder, rank) for rank in (0, 1)]
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -153,10 +154,13 @@ def test_ranks_on_two_nodes_end_by_the_code_of_the_first(tmp_path):
         assert time.monotonic() < deadline
         assert [node.poll() for node in nodes] == [None, None]
         time.sleep(0.2)
-    for node in nodes:
-        node.send_signal(signal.SIGTERM)
+    for rank in asked:
+        nodes[rank].send_signal(signal.SIGTERM)
     assert nodes[0].wait(timeout=300) == 143
     assert nodes[1].wait(timeout=300) == 143
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    saved = max((tmp_path / "run" / "checkpoints").glob("step-*")).name
+    assert int(saved.removeprefix("step-")) == steps[-1]
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ def _run(words: list[str]) -> int:
     except SystemExit as exit_request:
         code = exit_request.code
     if code in (130, 143):
-        resumed = "the same command" + ("" if words[:1] == ["learn"] else " with --resume")
+        goes_on_itself = words[:1] in (["learn"], ["launch"])
+        resumed = "the same command" + ("" if goes_on_itself else " with --resume")
         print(
             f"stopped cleanly: whole checkpoints are kept, and {resumed} goes on from the last",
             file=sys.stderr,

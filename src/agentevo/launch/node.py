@@ -178,8 +178,8 @@ def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> l
 
 
 class _Trainer:
-    """The trainer's ranks on this node, which are ended with the context. Only the first of all is
-    asked to end: it stops after its step and sends the others home."""
+    """The trainer's ranks on this node, which are ended with the context. One of them is asked to
+    end: the first of all, which others pass it on to, stops after its step and sends them home."""
 
     def __init__(self, plan: Plan, rank: int, head: str, words: list[str], run_dir: Path) -> None:
         going_on = ["--resume"] if (run_dir / "config.yaml").is_file() else []
@@ -226,7 +226,7 @@ class _Trainer:
     def end(self) -> int:
         """Waits for the ranks for as long as the first one may take to end after its step; kills
         what is left then. Returns the exit code of the first one, or of the one that failed."""
-        if self._leads and self.poll() is None:
+        if self.poll() is None:
             self._processes[0].terminate()
         failed = self.poll()
         deadline = time.monotonic() + (GRACE_S if not failed else SOON_S)

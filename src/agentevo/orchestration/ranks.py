@@ -13,15 +13,14 @@ tensor. In a checkpoint the model is the same whatever trained it, each process 
 of the trainer's state, and a resume may have other processes.
 
 A process that fails ends, which breaks its connections: those that wait for it fail at once, with
-its words (rank_failures.py), and the launcher ends the rest. Others than the first leave SIGINT and
-SIGTERM to it, which stops cleanly and sends them home.
+its words (rank_failures.py), and the launcher ends the rest. SIGTERM to any of them stops the first
+one cleanly, which sends the others home (rank_stops.py); Ctrl-C is the first one's alone.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -43,6 +42,7 @@ from agentevo.models.sharded import skeleton_of
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import make_learner
 from agentevo.orchestration.rank_failures import Failures, RankLog
+from agentevo.orchestration.rank_stops import Stops, sigterm_told
 from agentevo.orchestration.shared_saves import SharedSaves, contribution_of
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
@@ -71,12 +71,14 @@ class Ranks:
         meshes: Meshes,
         calls: distributed.ProcessGroup,
         failures: Failures,
+        stops: Stops,
         weights: distributed.ProcessGroup | None = None,
         saves: distributed.ProcessGroup | None = None,
     ) -> None:
         """Groups of all processes for what lies on the CPU: `calls` of trainers, `weights` on their
         way to the first process, and `saves`, which may go on beside both."""
         self.meshes, self._calls, self._failures = meshes, calls, failures
+        self.stops = stops
         self.weights, self.saves = weights, saves
 
     def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
@@ -135,7 +137,8 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
         weights, saves = (
             distributed.new_group(backend="gloo", timeout=limit) for limit in (COMPUTING, SAVING)
         )
-        ranks = Ranks(meshes, calls, failures, weights, saves)
+        stops = Stops(distributed.PrefixStore("stops", store), rank)
+        ranks = Ranks(meshes, calls, failures, stops, weights, saves)
         try:
             yield ranks
         except (KeyboardInterrupt, SystemExit):
@@ -159,10 +162,9 @@ def _send_home(ranks: Ranks, rank: int) -> None:
 
 def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    with joined(config) as ranks:
+    with sigterm_told() as when_sigterm, joined(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
+        when_sigterm(ranks.stops.tell)
         follower: _Follower | None = None
         while True:
             learner, name, arguments, options = ranks.told()

@@ -128,6 +128,8 @@ async def run_training(
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = stack.enter_context(joined(config))
+        if ranks is not None:
+            stack.enter_context(ranks.stops.heard(stop_signals, view.note))
         stopped, start = lambda: bool(stop_signals), ResumePoint()
         _begin_view(config, view)
         if resume:

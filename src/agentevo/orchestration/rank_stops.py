@@ -1,0 +1,98 @@
+"""A stop that was asked of any process of a shared training, say by the scheduler of its machine:
+the others than the first pass it on, in the store that all have met in, and the first one stops
+cleanly and sends them home.
+
+Only SIGTERM: Ctrl-C goes to all processes of a terminal, and a second one means something else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from torch import distributed
+
+from agentevo.signals import STOPPING
+
+_KEY = "rank that was asked to stop"
+LOOK_S = 0.5
+
+
+class Stops:
+    """Of the processes that train together, of which this is number `rank`."""
+
+    def __init__(self, store: distributed.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def tell(self) -> None:
+        """On another process than the first: it was asked to stop."""
+        with suppress(RuntimeError):  # the first one's end, which all see at once
+            self._store.set(_KEY, str(self._rank))
+
+    @contextmanager
+    def heard(self, stop_signals: list[int], note: Callable[[str], None]) -> Iterator[None]:
+        """On the first process: what another one is asked, it is asked, too."""
+        done = threading.Event()
+
+        def listen() -> None:
+            while not done.wait(LOOK_S):
+                try:
+                    if not self._store.check([_KEY]):
+                        continue
+                    rank = self._store.get(_KEY).decode()
+                except RuntimeError:  # the store is gone, with whoever had it
+                    return
+                if not stop_signals:
+                    stop_signals.append(signal.SIGTERM)
+                    note(f"process {rank} was asked to stop (SIGTERM): {STOPPING}")
+                return
+
+        thread = threading.Thread(target=listen, name="stops", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+@contextmanager
+def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """SIGTERM does not end this process, and Ctrl-C does nothing. Yields a function to be called
+    once, with what is to be called when SIGTERM comes or if it has come. Python runs a handler only
+    when the main thread is back from what it waits for, so a thread of its own listens."""
+    told = threading.Event()
+    tell: list[Callable[[], None]] = []
+    arrived, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+
+    def listen() -> None:
+        while number := os.read(arrived, 1):
+            if number[0] == signal.SIGTERM:
+                told.wait()
+                if tell:
+                    tell[0]()
+
+    def when_told(call: Callable[[], None]) -> None:
+        tell.append(call)
+        told.set()
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    with ExitStack() as stack:
+        before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        former = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        thread.start()
+        stack.callback(os.close, arrived)
+        stack.callback(thread.join)
+        stack.callback(told.set)
+        stack.callback(os.close, wakes)
+        stack.callback(signal.set_wakeup_fd, former)
+        for number, handler in before.items():
+            stack.callback(signal.signal, number, handler)
+        yield when_told
