@@ -7,6 +7,7 @@ from agentevo.config import ModelSection
 from agentevo.cpu_threads import missing_threads
 from agentevo.errors import ModelError
 from agentevo.models.load import load_model
+from agentevo.tools.dense import Encoder
 
 TINY = ModelSection.model_validate({"name": "tiny", "tiny": {"tokenizer": "byte"}, "device": "cpu"})
 
@@ -49,3 +50,9 @@ def test_a_model_is_not_loaded_where_its_results_were_wrong(wanted, monkeypatch)
                 load_model(TINY)
     finally:
         torch.set_num_threads(before)
+
+
+def test_nor_is_an_encoder_of_passages(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    with pytest.raises(ModelError, match="wrong under OMP_DYNAMIC=true: unset it"):
+        Encoder(tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
 import pytest
 import torch
 from adapted_models import adapted
@@ -166,6 +167,27 @@ def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, grad
     gates = [p.grad for key, p in one.model.named_parameters() if "gate.weight" in key]
     assert all(grad is not None and grad.any() for grad in gates), "the router learns too"
     assert bool(gates) == (name in ("mixtral", "qwen3-moe"))
+
+
+def test_an_update_of_samples_drawn_at_two_temperatures(
+    random_model, samples_of, slow_loss, gradient
+):
+    """A resumed run may sample at another one than the attempts that it finds. Neither shares a
+    pass with the other."""
+    one = copy.deepcopy(random_model("llama"))
+    sequences = [[5, 6, 7, 6], [5, 6, 7, 5], [5, 6, 5], [5, 6, 7, 6, 5, 5]]
+    samples = [
+        msgspec.structs.replace(sample, temperature=(0.6, 1.0)[number % 2])
+        for number, sample in enumerate(samples_of(sequences, 3))
+    ]
+    one.alone.zero_grad()
+    slow_loss(one.alone, samples, GRPO).backward()
+    section = TrainerSection(max_grad_norm=1e9, learning_rate=1e-30)
+    metrics = Trainer(one.model, section, GRPO).step(samples)
+    assert distance(gradient(one.model), gradient(one.alone)) < TOLERANCE
+    parts = (samples[::2], samples[1::2])
+    distinct = [build_tree([s.ids for s in part], merge=True).num_nodes for part in parts]
+    assert metrics["trainer/distinct_tokens"] == sum(distinct)
 
 
 def test_output_layers_tied_to_the_embeddings_and_not(random_model):

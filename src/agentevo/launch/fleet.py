@@ -8,6 +8,7 @@ to one process; node 0 has the first rank of the trainer.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import pydantic
@@ -18,6 +19,18 @@ from agentevo.errors import ConfigError
 
 MAX_NODES = 1024
 Count = Annotated[int, Field(ge=0, le=4096)]
+
+
+def written_as(pattern: str, how: str) -> pydantic.AfterValidator:
+    """For a text that a cluster reads; what it can't read it would refuse when the job is sent, or
+    make a job that never starts. `how`: what it takes."""
+
+    def check(text: str) -> str:
+        if text and re.fullmatch(pattern, text) is None:
+            raise ValueError(f"it takes {how}")
+        return text
+
+    return pydantic.AfterValidator(check)
 
 
 class Fleet(Section):

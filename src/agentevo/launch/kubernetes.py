@@ -7,13 +7,13 @@ fails the Job at once. Values have the names that Helm charts use.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
 
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet
+from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.node import GRACE_S
 from agentevo.launch.plan import NODES_FILE, Launch
 
@@ -40,6 +40,15 @@ class _Blocks(yaml.SafeDumper):
 _Blocks.add_representer(str, _Blocks.represent_str)
 
 
+Quantity = Annotated[
+    str,
+    written_as(
+        r"\d+(\.\d+)?(m|k|[KMGTPE]i|[MGTPE]|[eE]\d+)?",
+        "a quantity of Kubernetes, such as 4, 500m, 16Gi",
+    ),
+]
+
+
 class KubernetesFleet(Fleet):
     """What the cluster is asked for."""
 
@@ -50,14 +59,14 @@ class KubernetesFleet(Fleet):
     namespace: str = "default"
     claim: str = ""
     """A PersistentVolumeClaim that is there, for the run's folder. Default: one is made."""
-    storage: str = "100Gi"
+    storage: Quantity = "100Gi"
     """Size of the claim that is made."""
     storage_class: str = ""
     secret: str = "agentevo"
     """The Secret whose keys are the recipe's environment variables."""
-    cpu: str = "4"
-    memory: str = "16Gi"
-    shared_memory: str = "8Gi"
+    cpu: Quantity = "4"
+    memory: Quantity = "16Gi"
+    shared_memory: Quantity = "8Gi"
     """Size of /dev/shm, which ranks of one node exchange data through."""
     gpu_resource: str = "nvidia.com/gpu"
     """What the cluster calls a device: amd.com/gpu, huawei.com/Ascend910."""

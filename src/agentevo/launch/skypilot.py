@@ -6,13 +6,13 @@ all of them mount.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
 
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet
+from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.plan import NODES_FILE, Launch
 
 TASK = "task.sky.yaml"
@@ -23,15 +23,20 @@ exec agentevo launch node ~/launch/{NODES_FILE} --rank "$SKYPILOT_NODE_RANK" \\
 """
 
 
+AtLeast = Annotated[
+    str, written_as(r"\d+(\.\d+)?\+?", "a number, such as 16, or 16+ for at least as many")
+]
+
+
 class SkyPilotFleet(Fleet):
     """What SkyPilot is asked for."""
 
     infra: str = ""
     """Where, such as aws, gcp/us-central1, k8s. Default: wherever it is cheapest."""
-    accelerator: str = ""
+    accelerator: Annotated[str, written_as(r"[\w.-]+", "a kind of device alone, such as H100")] = ""
     """The kind of device, such as H100; needed where gpus is above 0."""
-    cpus: str = "4+"
-    memory: str = "16+"
+    cpus: AtLeast = "4+"
+    memory: AtLeast = "16+"
     """In GB."""
     disk_size: int = Field(default=256, ge=1)
     """In GB."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Annotated
 
 from pydantic import Field
 
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet
+from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.node import GRACE_S, STOPPED
 from agentevo.launch.plan import NODES_FILE, Launch
 
@@ -27,11 +28,17 @@ class SlurmFleet(Fleet):
     account: str = ""
     qos: str = ""
     constraint: str = ""
-    time: str = "24:00:00"
+    time: Annotated[
+        str,
+        written_as(
+            r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
+            "minutes, [hours:]minutes:seconds or days-hours[:minutes[:seconds]]",
+        ),
+    ] = "24:00:00"
     """Time limit of one job, as `--time` takes it."""
     cpus_per_node: int = Field(default=0, ge=0)
     """0: what the partition gives."""
-    memory: str = ""
+    memory: Annotated[str, written_as(r"\d+[KMGTkmgt]?", "a number of MB, or one with G or T")] = ""
     """Memory of each node, as `--mem` takes it."""
     gres: str = ""
     """How the cluster names devices, such as gpu:h100:8. Default: `--gpus-per-node` of gpus."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentevo.cpu_threads import check_threads
 from agentevo.errors import ConfigError
 from agentevo.extras import load_extra
 from agentevo.tools.corpus import MAX_QUERY, Passage
@@ -44,10 +45,12 @@ class Encoder:
     """Texts to vectors of length 1."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a folder without an encoder."""
+        """Raises ConfigError for a folder without an encoder, ModelError where PyTorch computes
+        wrongly (cpu_threads.py)."""
         self._torch = load_extra("torch", "dense", "search with kind: dense")
         from transformers import AutoModel, AutoTokenizer
 
+        check_threads(self._torch.get_num_threads())
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model = AutoModel.from_pretrained(

@@ -7,6 +7,7 @@ results of all.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -27,9 +28,18 @@ from agentevo.types import Sample
 def micro_batches(
     samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
 ) -> list[tuple[list[int], PackedBatch]]:
-    """This rank's micro-batches: the indices of their samples, and these samples packed; see
-    `spread` and, for `merge`, `pack`."""
-    split = spread(merge_keys(samples), max_tokens, num_ranks(), merge=merge)[rank()]
+    """This rank's micro-batches: the indices of their samples, which are of one temperature, and
+    these samples packed; see `spread` and, for `merge`, `pack`."""
+    alike = defaultdict[float, list[int]](list)
+    for index, sample in enumerate(samples):
+        alike[sample.temperature].append(index)
+    split = []
+    for indices in alike.values():
+        keys = merge_keys([samples[i] for i in indices])
+        split += [
+            [indices[i] for i in part]
+            for part in spread(keys, max_tokens, num_ranks(), merge=merge)[rank()]
+        ]
     return [
         (indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split
     ]
