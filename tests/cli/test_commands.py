@@ -40,8 +40,9 @@ def test_help_names_every_command(agentevo):
     )
 
 
-def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(agentevo):
-    code, out, err = agentevo("train", "small.yaml", "trainer.steps=3", "--dry-run")
+@pytest.mark.parametrize("command", ["train", "learn"])
+def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(command, agentevo):
+    code, out, err = agentevo(command, "small.yaml", "trainer.steps=3", "--dry-run")
     assert (code, err) == (0, "")
     tree = yaml.safe_load(out)
     assert tree["trainer"]["steps"] == 3

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, Port, Recipe
+from agentevo.cli.arguments import DryRun, Overrides, Port, Recipe
 from agentevo.errors import ConfigError
 
 Tls = Annotated[
@@ -39,14 +39,20 @@ def learn(
             "trainer.steps. What has not changed goes on without it."
         ),
     ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe
     make, wherever it was stopped."""
-    from agentevo.config import load_config
+    from agentevo.config import load_config, to_yaml
     from agentevo.observability import LiveView
+    from agentevo.processes.learn import check_learn
     from agentevo.processes.learn import learn as run_learner
 
     config = load_config(recipe, overrides or [])
+    if dry_run:
+        check_learn(config)
+        print(to_yaml(config), end="")
+        return
     run_learner(config, resume=resume, view=LiveView(config.run.name))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet
+from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.node import GRACE_S
 from agentevo.launch.plan import NODES_FILE, Launch
 
@@ -20,7 +20,9 @@ class ComposeFleet(Fleet):
 
     image: str = "agentevo:latest"
     """An image with agentevo (deploy/docker)."""
-    shared_memory: str = "8gb"
+    shared_memory: Annotated[
+        str, written_as(r"(?i)\d+(\.\d+)?([kmg]b?|b)?", "a size that docker reads, such as 8gb")
+    ] = "8gb"
     """Size of /dev/shm, which ranks exchange data through."""
     runs: str = "../runs"
     """The folder of this machine that holds the runs, from the launch's folder."""

@@ -12,21 +12,17 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.secret import RunSecret
 from agentevo.observability import LiveView
 from agentevo.orchestration.checks import check_parts, load_checked
-from agentevo.orchestration.players import find_agent
+from agentevo.orchestration.players import check_named
 from agentevo.orchestration.ranks import follow, follows
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import confirm_run, ensure_run_folder
 from agentevo.runs.resume_rules import check_resume
+from agentevo.tracing import check_tracing
 
 
-def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
-    """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
-    comes first makes its folder.
-
-    `resume`: goes on with a configuration that differs from the run's in keys that a resume may
-    change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises
-    ConfigError if the folder holds another configuration, or another process trains there.
-    """
+def check_learn(config: RunConfig) -> None:
+    """Raises ConfigError for what `learn` would refuse of a recipe before it looks for its model
+    and its folder."""
     if config.run.overwrite:
         raise ConfigError(
             "run.overwrite deletes the run's folder, which its other processes use: leave it "
@@ -39,7 +35,19 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
         )
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_one_policy(config)
-    find_agent(config, None)
+    check_named(config)
+    check_tracing(config)
+
+
+def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
+    """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
+    comes first makes its folder.
+
+    `resume`: goes on with a configuration that differs from the run's in keys that a resume may
+    change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises
+    ConfigError if the folder holds another configuration, or another process trains there.
+    """
+    check_learn(config)
     check_parts(config, None, resume=False, apart=True)
     if follows():
         follow(config)
