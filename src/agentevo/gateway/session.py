@@ -361,10 +361,10 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
 
 
 def over() -> Refusal:
-    """For a session that has ended."""
+    """For a wrong key, and for a session that has ended."""
     return Refusal(
-        "this session is over, or its key is wrong: a key is good for one attempt, until its agent "
-        "has ended",
+        "this key opens nothing here: it is wrong, or it was of an attempt, whose key is good until "
+        "its agent has ended",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",
