@@ -363,8 +363,8 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
 def over() -> Refusal:
     """For a wrong key, and for a session that has ended."""
     return Refusal(
-        "this key opens nothing here: it is wrong, or it was of an attempt, whose key is good until "
-        "its agent has ended",
+        "this key opens nothing here: it is wrong, or it was of an attempt, and good until its "
+        "agent has ended",
         status=401,
         kind="authentication_error",
         code="invalid_api_key",
