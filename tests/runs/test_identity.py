@@ -231,6 +231,42 @@ def test_a_kill_between_folder_and_object_store_is_mended_by_the_next_start(mach
     assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 7
 
 
+@pytest.mark.parametrize("own", [None, "1234"])
+def test_weights_of_another_run_are_left_alone(own, machine, tmp_path):
+    """Their recipe too, though a resume might change what differs."""
+    confirmed(machine("trainer"), resume=not ensure_run_folder(machine("trainer")))
+    before = (tmp_path / "bucket" / "config.yaml").read_bytes()
+    (tmp_path / "bucket" / "writer.json").write_text("5678")
+    write_config(machine("other"))
+    if own is not None:
+        (tmp_path / "other" / "weights").mkdir()
+        (tmp_path / "other" / "weights" / "writer").write_text(own)
+    for resume, more in ((True, (MORE,)), (False, ())):
+        with pytest.raises(ConfigError, match="bucket has the weights of another run"):
+            confirmed(machine("other", *more), resume=resume)
+    assert (tmp_path / "bucket" / "config.yaml").read_bytes() == before
+    (tmp_path / "bucket" / "writer.json").write_text("12")  # an upload of our own that broke off
+    if own is not None:
+        assert confirmed(machine("other", MORE))
+
+
+def test_a_recipe_can_be_changed_where_head_json_was_deleted(machine, tmp_path):
+    """As its own errors advise."""
+    ensure_run_folder(machine("trainer"))
+    (tmp_path / "trainer" / "metrics.jsonl").touch()
+    assert confirmed(machine("trainer", MORE))
+
+
+def test_a_sampler_alone_is_told_what_to_do_with_its_folder(small_config, tmp_path):
+    """Without an object store nobody knows of the trainer's change."""
+    ensure_run_folder(small_config(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"or delete this folder if the run's trainer has chang"):
+        ensure_run_folder(small_config(tmp_path / "run", MORE))
+    with pytest.raises(ConfigError) as refused:
+        ensure_run_folder(small_config(tmp_path / "run", "run.seed=9"))
+    assert "--resume" not in str(refused.value)
+
+
 def test_a_trainer_that_was_killed_before_it_began_is_resumed_as_it_was(machine):
     """A launch gives --resume to every start but the first."""
     ensure_run_folder(machine("trainer"))

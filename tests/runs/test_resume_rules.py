@@ -224,3 +224,24 @@ def test_a_step_begun_under_another_choice_of_attempts(keys, change, tmp_path, q
     assert trained == (
         reserved if keys == MASK else own if change is ALIKE else own - {f"{alike}/train@1"}
     )
+
+
+@pytest.mark.slow
+def test_what_a_resume_changes_is_changed_where_machines_meet(tmp_path, quiet_view, small_config):
+    """By `train`, too: engines and samplers of the run may be elsewhere."""
+
+    def at(*overrides: str) -> RunConfig:
+        return small_config(tmp_path / "run", *overrides)
+
+    url = f"rollout.weights.url=file://{tmp_path / 'bucket'}"
+    train(at(url, "trainer.steps=1"), view=quiet_view())
+    train(at(url, "trainer.steps=2"), view=quiet_view(), resume=True)
+    assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 2
+    for other in ((), (f"rollout.weights.url=file://{tmp_path / 'other'}",)):
+        with pytest.raises(ConfigError, match="was started with rollout.weights.url="):
+            train(at("trainer.steps=3", *other), view=quiet_view(), resume=True)
+    (tmp_path / "bucket" / "writer.json").write_text("another")
+    with pytest.raises(ConfigError, match="bucket has the weights of another run"):
+        train(at(url, "trainer.steps=3"), view=quiet_view(), resume=True)
+    assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 2
+    assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2

@@ -26,6 +26,7 @@ from safetensors.torch import save
 
 from agentevo.errors import EngineError
 from agentevo.files import write_atomic
+from agentevo.inference.object_names import CONFIG_FILE, WRITER_FILE, is_others, others_weights
 from agentevo.inference.objects import CALL_S, Objects
 from agentevo.inference.version_manifest import (
     LATEST_FILE,
@@ -39,8 +40,6 @@ from agentevo.inference.weight_versions import Content, WeightVersions, side_by_
 from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import TensorFile
 
-WRITER_FILE = "writer.json"
-CONFIG_FILE = "config.yaml"
 LOOK_S = 1.0
 """An engine asks the store for latest.json at most so often."""
 
@@ -108,14 +107,11 @@ class ObjectStoreWeights(WeightVersions):
             there = self._get(None, WRITER_FILE).decode(errors="replace")
         except FileNotFoundError:
             there = ""
-        if there != own and own.startswith(there):  # nobody's yet, or our own upload broke off
+        if there != own and not is_others(there, own):
             self.objects.put(WRITER_FILE, own.encode())
             there = self._get(None, WRITER_FILE).decode(errors="replace")
         if there != own:
-            raise EngineError(
-                f"rollout.weights.url={self.place} has the weights of another run: give this one "
-                "an address of its own, or delete what is there if nobody trains it any more"
-            )
+            raise EngineError(others_weights(self.place))
         if self._config is not None:
             self.objects.put(CONFIG_FILE, self._config.encode())
             self._config = None

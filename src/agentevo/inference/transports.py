@@ -12,6 +12,7 @@ from agentevo import devices
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.inference.engine import EmbeddedEngine, UpdatableEngine
+from agentevo.inference.object_names import ID_FILE
 from agentevo.inference.publication import Publication
 from agentevo.inference.weight_transport import (
     SenderFactory,
@@ -116,9 +117,7 @@ def _folder(config: RunConfig) -> WeightsFolder:
 def _upload(
     model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
 ) -> Publication:
-    store = _object_store(
-        config, id_file=config.run_dir / "weights" / "writer", config=to_yaml(config)
-    )
+    store = _object_store(config, id_file=config.run_dir / ID_FILE, config=to_yaml(config))
     return Publication(store, model, keep=config.rollout.keep_versions, note=note)
 
 

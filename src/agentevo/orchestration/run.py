@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Literal
 
 from agentevo.config import RunConfig
@@ -49,7 +50,8 @@ from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
-from agentevo.runs.resume_rules import note_changes
+from agentevo.runs.identity import confirm_run
+from agentevo.runs.resume_rules import check_resume, note_changes
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
 from agentevo.signals import end_stopped, stop_on_interrupt
@@ -88,8 +90,13 @@ def train(
     if resume and is_given_up(config.run_dir):
         view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
         resume = False
+    confirm = None
     if resume:
-        note_changes(config, view.note, command)
+        changed = check_resume(config, command)
+        if command == "sft" or config.rollout.weights.url is None:
+            note_changes(changed, view.note)
+        else:  # machines meet there, so what changes changes for them too
+            confirm = partial(confirm_run, config, resume=True, note=view.note)
     else:
         check_folder(config)
         check_store(config)
@@ -102,6 +109,7 @@ def train(
             tasks=tasks,
             resume=resume,
             supervisor=supervisor if config.rollout.samplers else None,
+            confirm=confirm,
         )
     )
 

@@ -86,8 +86,7 @@ def _take_over(
     run has it by now; raises ConfigError where that has another. False if `stop` came before the
     answer."""
     changed, shared = changes(config), SharedConfig.of(config)
-    is_trainers = (config.run_dir / HEAD).is_file()
-    if shared is None or is_trainers or "rollout.weights.url" in changed:
+    if shared is None or _is_trainers(config.run_dir) or "rollout.weights.url" in changed:
         return True
     known = _is_known(config, shared, within_s, stop, note)
     if known and changed:
@@ -102,29 +101,43 @@ async def confirm_run(
     """Of the one process that has the run's lock: that its folder has this configuration still, or
     with `resume` may change to it. Returns what brings the run's object store to it, which a kill
     may have left with another. Raises ConfigError, also where another run is there."""
-    folder, shared = config.run_dir, SharedConfig.of(config)
-    changed = changes(config)
+    folder, shared, changed = config.run_dir, SharedConfig.of(config), changes(config)
+    differing: dict[str, tuple[Any, Any]] = {}
     if not resume:
         _refuse_others(changed, short(folder), _remedy(folder))
-    elif changed and not (folder / HEAD).is_file():
+    elif changed and not _is_trainers(folder):
         raise ConfigError(
             f"{short(folder)}: no trainer of this run has been here, so the recipe can't be "
             "changed here: give the run.dir of its trainer, or leave --resume out"
         )
     else:
-        note_changes(config, note, apart=True)
-    if shared is None:
-        return lambda: None
-    known = await shared.read(OPENING_S, note)
-    differing = changes(config, known)
-    if known:
-        others = {key: values for key, values in differing.items() if is_fixed(key)}
-        _refuse_others(others, shared.place)
-    return (lambda: shared.write(to_yaml(config))) if differing else (lambda: None)
+        check_resume(config, apart=True)
+    if shared is not None:
+        known = await shared.read(OPENING_S, note)
+        differing = changes(config, known)
+        if known:
+            others = {key: values for key, values in differing.items() if is_fixed(key)}
+            _refuse_others(others, shared.place)
+        await shared.check_writer(folder, OPENING_S, note)
+    note_changes(changed, note)
+
+    def make_final() -> None:
+        if shared is not None and differing:
+            shared.write(to_yaml(config))
+
+    return make_final
+
+
+def _is_trainers(folder: Path) -> bool:
+    """Whether a trainer has been there: head.json may have been deleted, as its own errors say."""
+    return any((folder / name).is_file() for name in (HEAD, "metrics.jsonl"))
 
 
 def _remedy(folder: Path) -> str:
-    return f" (give {folder / 'config.yaml'} as the recipe)"
+    remedy = f" (give {folder / 'config.yaml'} as the recipe"
+    if not _is_trainers(folder):
+        remedy += ", or delete this folder if the run's trainer has changed it in its own"
+    return remedy + ")"
 
 
 def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str = "") -> None:
@@ -134,10 +147,12 @@ def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str 
             for key, (was, now) in list(changed.items())[:SHOWN_KEYS]
         ]
         more = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
+        may_change = not any(is_fixed(key) for key in changed)
+        how = "`agentevo learn RECIPE --resume` changes them for all, and " if may_change else ""
         raise ConfigError(
             f"{place} is a run with {', '.join(shown)}{more}: all processes of a run need the same "
-            f"recipe and overrides{remedy}; `agentevo learn RECIPE --resume` changes them for all, "
-            f"and another run.dir{'' if remedy else ' and rollout.weights.url'} begins another run"
+            f"recipe and overrides{remedy}; {how}another run.dir"
+            f"{'' if remedy else ' and rollout.weights.url'} begins another run"
         )
 
 

@@ -24,7 +24,7 @@ QUEUED_KEYS = (
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
 the store have that size and were drawn at that temperature."""
 APART_KEYS = ("rollout.weights.url",)
-"""Likewise of a run whose engines and samplers are started apart: they meet there."""
+"""Likewise of a run whose engines and samplers are started apart, or have met there."""
 KINDS = {
     "loop": "the run of a program's own loop (`agentevo.open_model`)",
     "train": "a run of `agentevo train`",
@@ -84,7 +84,8 @@ def check_resume(
             "give another run.dir"
         )
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
-    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * apart)
+    met = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
+    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * met)
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:
@@ -97,11 +98,9 @@ def check_resume(
     return changed
 
 
-def note_changes(
-    config: RunConfig, note: Callable[[str], None], command: str = "train", *, apart: bool = False
-) -> None:
-    """Says with which keys the run goes on that were others. Raises as `check_resume` does."""
-    for key, (was, now) in check_resume(config, command, apart=apart).items():
+def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], None]) -> None:
+    """Says with which keys the run goes on that were others."""
+    for key, (was, now) in changed.items():
         note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
 
 
