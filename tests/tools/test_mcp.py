@@ -196,6 +196,35 @@ def test_arguments_that_no_message_can_hold_leave_the_server_alone():
     assert metrics["num_wrong_arguments"] == 2
 
 
+def test_a_server_that_is_ending_has_ended_when_its_tools_are_closed():
+    """One that never says hello, nor looks at its standard input: the SDK gives it two seconds."""
+    deaf = section("stdio", session="shared").model_copy(
+        update={
+            "command": sys.executable,
+            "args": ["-c", f"import time  # {SERVER}\ntime.sleep(99)"],
+        }
+    )
+
+    async def work():
+        box = Toolbox([deaf], [].append)
+
+        async def attempt():
+            async with box.open(TASK, 7):
+                pass
+
+        first = asyncio.create_task(attempt())
+        async with asyncio.timeout(60):
+            while not servers():
+                await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await box.close()
+
+    run_coroutine(work())
+    assert not servers()
+
+
 @pytest.mark.slow
 def test_an_opening_that_is_cancelled_leaves_nothing_behind():
     """The first of two attempts that share a server is broken off while it starts."""

@@ -40,7 +40,7 @@ from agentevo.orchestration.components import (
 from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.obeying import asked_through
 from agentevo.orchestration.progress import summary_of
-from agentevo.orchestration.ranks import follow, follows, joined
+from agentevo.orchestration.ranks import Ranks, follow, follows, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
 from agentevo.orchestration.submissions import Submissions
@@ -135,9 +135,7 @@ async def run_training(
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
-        ranks = stack.enter_context(joined(config))
-        if ranks is not None:
-            stack.enter_context(ranks.stops.heard(stop_signals, view.note))
+        ranks = _join(config, stack, stop_signals, view)
         stopped, start = lambda: bool(stop_signals), ResumePoint()
         _begin_view(config, view)
         if resume:
@@ -179,6 +177,16 @@ async def run_training(
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
+
+
+def _join(
+    config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
+) -> Ranks | None:
+    """The processes that train together; a stop that another one is asked is this one's, too."""
+    ranks = stack.enter_context(joined(config))
+    if ranks is not None:
+        stack.enter_context(ranks.stops.heard(stop_signals, view.note))
+    return ranks
 
 
 async def _resumed(

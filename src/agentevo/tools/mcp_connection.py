@@ -110,6 +110,11 @@ class Connection:
     def is_open(self) -> bool:
         return self._client is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it is left, a process neither."""
+        return self._task is None or self._task.done()
+
     async def open(self) -> None:
         """Starts the server, or connects to it, and learns its tools. Raises
         ToolUnavailableError."""
@@ -132,8 +137,11 @@ class Connection:
         self._closing.set()
         if self._task is None:
             return
-        if self._ready is not None and not self._ready.done():
-            self._task.cancel()  # it would wait for a server that has not said hello
+        is_opening = self._ready is not None and not self._ready.done()
+        if is_opening and not self._task.cancelling():
+            # It would wait for a server that has not said hello. Told a second time the SDK would
+            # stop ending that server.
+            self._task.cancel()
         _, running = await asyncio.wait([self._task], timeout=CLOSING_S)
         for task in running:
             task.cancel()

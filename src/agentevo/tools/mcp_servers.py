@@ -90,6 +90,8 @@ class _Session:
         self.instructions = ""
         self._server, self._section = server, section
         self._connection: Connection | None = None
+        self._broken_off: list[Connection] = []
+        """Those whose opening was cancelled: they may be ending still."""
         self._opening = asyncio.Lock()
         self._num_tries = 0
         self._failure: str | None = None
@@ -143,6 +145,10 @@ class _Session:
         except ToolUnavailableError as error:
             self._failure = str(error)
             raise
+        except asyncio.CancelledError:
+            self._broken_off = [one for one in self._broken_off if not one.has_ended]
+            self._broken_off.append(connection)
+            raise
         return connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -182,8 +188,9 @@ class _Session:
 
     async def close(self) -> None:
         """Ends it."""
-        if self._connection is not None:
-            await _loop.run(self._connection.close)
+        for connection in (*self._broken_off, self._connection):
+            if connection is not None:
+                await _loop.run(connection.close)
 
 
 def _read_outcome(text: str, what: str) -> Any:
