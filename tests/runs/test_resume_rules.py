@@ -238,7 +238,7 @@ def test_what_a_resume_changes_is_changed_where_machines_meet(tmp_path, quiet_vi
     train(at(url, "trainer.steps=2"), view=quiet_view(), resume=True)
     assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 2
     for other in ((), (f"rollout.weights.url=file://{tmp_path / 'other'}",)):
-        with pytest.raises(ConfigError, match="was started with rollout.weights.url="):
+        with pytest.raises(ConfigError, match=r"was started with rollout\.weights\.url="):
             train(at("trainer.steps=3", *other), view=quiet_view(), resume=True)
     (tmp_path / "bucket" / "writer.json").write_text("another")
     with pytest.raises(ConfigError, match="bucket has the weights of another run"):
