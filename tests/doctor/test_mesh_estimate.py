@@ -1,5 +1,6 @@
 """Which meshes fit, from shapes alone; and whether one works on this machine."""
 
+import dataclasses
 import json
 
 import pytest
@@ -101,6 +102,25 @@ def test_stages_share_the_weights_and_keep_as_many_micro_batches_as_follow(shape
     assert found[4].on_first == pytest.approx(total(stages[0]) + total(found[4].first))
     critic = recipe(shape_of_7b, "algorithm.name=ppo")
     assert {one.parallel.pipeline for one in fits(critic, sizes, 8)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "part"), [({"pipeline": 2}, 1), ({"tensor": 2}, 1 / 2), ({"shard": 2}, 0)], ids=str
+)
+def test_the_output_layers_gradient_of_a_pass_is_counted_once(mesh, part, shape_of_7b):
+    """Before it is added to that of earlier passes; of shards it is among what is gathered."""
+    config = recipe(shape_of_7b, "trainer.micro_batch_tokens=256")
+    sizes = sizes_of(config)
+
+    def activations(trains_output):
+        trained = dataclasses.replace(sizes.trained, output=trains_output)
+        kept = dataclasses.replace(sizes, trained=trained)
+        return stage_parts(config, kept, ParallelSection(**mesh), mesh.get("pipeline", 1) - 1)[
+            "activations"
+        ]
+
+    gradient = 4 * sizes.shape.vocabulary * sizes.shape.hidden
+    assert activations(True) - activations(False) == pytest.approx(gradient * part)
 
 
 def test_what_a_recipe_asks_for_is_counted(shape_of_7b):
