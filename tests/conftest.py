@@ -8,13 +8,14 @@ import copy
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
 import torch
+import warm_processes
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -50,6 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, and in 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["run_fixtures", "server_fixtures"]
+warm_processes.install()
 
 # The same examples every time, so that nobody's change is refused for what another one left; a
 # search for new ones is AGENTEVO_RANDOM=1.
@@ -75,6 +77,16 @@ def pytest_collection_finish() -> None:
     training would begin with (agentevo/heap.py)."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _warm_or_cold(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs start by a fork of a process that has everything imported, but in a test that is
+    marked `cold_start`."""
+    is_cold = request.node.get_closest_marker("cold_start") is not None
+    warm_processes.start_warm(not is_cold)
+    yield
+    warm_processes.start_warm(True)
 
 
 VOCABULARY = 97

@@ -16,9 +16,10 @@ from agentevo.config import RunConfig, build_config
 
 
 @pytest.fixture(scope="session")
-def kills() -> int:
-    """Per component."""
-    return int(os.environ.get("AGENTEVO_FAULT_KILLS", "50"))
+def kills() -> int | None:
+    """Random kills per component (`make soak`). None: each of its phases is aimed at once."""
+    number = os.environ.get("AGENTEVO_FAULT_KILLS")
+    return int(number) if number is not None else None
 
 
 @pytest.fixture(scope="session")

@@ -122,12 +122,12 @@ def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, member
 
 
 def test_postgresql_that_is_restarted(
-    small: Small, members: Members, own_postgresql: PostgreSQL, kills: int
+    small: Small, members: Members, own_postgresql: PostgreSQL, kills: int | None
 ) -> None:
     """By the order to stop at once, and by SIGKILL to its first process; each time it is away for a
     moment."""
     config = small(
-        f"trainer.steps={8 + kills // 10}", f"store.url={own_postgresql.url(unused_name())}"
+        f"trainer.steps={8 + (kills or 0) // 10}", f"store.url={own_postgresql.url(unused_name())}"
     )
     rng = random.Random(3)
 

@@ -18,7 +18,8 @@ RARE_PHASES = ("begin", "replay", "checkpoint", "prune", "weights written")
 
 
 INSIDE = 0.65
-"""Share of kills that are planned inside a phase; the others come from outside at any time."""
+"""Share of random kills that are planned inside a phase; the others come from outside at any
+time."""
 
 
 FRUITLESS = 6
@@ -31,7 +32,11 @@ FRUITFUL_S = 10.0
 
 
 SPARE = 1.25
-"""How many kills there may be for each that was asked for: some phases are hard to hit."""
+"""How many random kills there may be for each that was asked for: some phases are hard to hit."""
+
+
+AIMED_SPARE = 3.0
+"""How many kills there may be for each phase, where every phase is aimed at once."""
 
 
 def finish(parts: Sequence[Component], *, within_s: float = 150.0) -> None:
@@ -69,28 +74,32 @@ def attack(
     members: Sequence[Component],
     victim: Component,
     *,
-    kills: int,
+    kills: int | None,
     rng: random.Random,
     within_s: float,
 ) -> Tally:
     """Kills the victim `kills` times, and a few times more if some phase was not hit, starting it
     again each time at once; then lets the run end, which its last member does by ending itself.
-    Raises AssertionError if anybody ends in another way, or the run takes longer than
-    `within_s`."""
-    began, tally, last = time.monotonic(), Tally(), members[-1]
-    steps = last.config.trainer.steps
-    assert steps > SPARE * kills, "each kill needs a step"
+    `None`: once in each of its phases, and never from outside. Raises AssertionError if anybody
+    ends in another way, or the run takes longer than `within_s`."""
+    began = time.monotonic()
+    tally = Tally()
+    last = members[-1]
     phases = deque(rng.sample(PHASES_OF[victim.kind], len(PHASES_OF[victim.kind])))
+    inside = INSIDE if kills is not None else 1.0
+    most = int(SPARE * kills if kills is not None else AIMED_SPARE * len(phases))
+    steps = last.config.trainer.steps
+    assert steps > most, "each kill needs a step"
     try:
         last.marks.hold_at = 1
         for member in members:
             if member is not victim:
                 member.start()
-        while tally.kills < kills or (
-            tally.kills < SPARE * kills and not set(phases) <= set(tally.phases)
+        while tally.kills < (kills or 0) or (
+            tally.kills < most and not set(phases) <= set(tally.phases)
         ):
-            _start_and_kill(members, victim, phases, rng, tally)
-            last.marks.hold_at = min(steps - 1, int(steps * (tally.kills + 1) / (SPARE * kills)))
+            _start_and_kill(members, victim, phases, rng, tally, inside=inside)
+            last.marks.hold_at = min(steps - 1, int(steps * (tally.kills + 1) / most))
             assert time.monotonic() < began + within_s, _stuck(members, tally)
         last.marks.hold_at = 0
         victim.start()
@@ -117,15 +126,18 @@ def _start_and_kill(
     phases: deque[str],
     rng: random.Random,
     tally: Tally,
+    *,
+    inside: float,
 ) -> None:
     """Starts the victim once and kills it. The first of `phases` moves to the end once it was hit,
     or was missed often enough."""
     last = members[-1]
-    planned, limit_s = None, rng.uniform(0.0, 2.0 * victim.progress_s)
+    planned = None
+    limit_s = rng.uniform(0.0, 2.0 * victim.progress_s)
     patient = victim.num_fruitless >= FRUITLESS
     if patient:
         limit_s = FRUITFUL_S
-    elif rng.random() < INSIDE:
+    elif rng.random() < inside:
         phase = phases[0]
         number = 1 if phase in RARE_PHASES else rng.randint(1, 2)
         planned = PlannedKill(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase]))
