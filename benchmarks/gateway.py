@@ -140,8 +140,14 @@ def litellm_proxy() -> Iterator[str]:
         process = subprocess.Popen(
             [
                 str(interpreter("agentlightning").parent / "litellm"),
-                *("--config", str(config), "--host", "127.0.0.1", "--port", str(port)),
-                *("--num_workers", "1"),
+                "--config",
+                str(config),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--num_workers",
+                "1",
             ],
             stdout=log,
             stderr=log,

@@ -117,15 +117,38 @@ def bare_server(loaded: LoadedModel, scratch: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     loaded.model.save_pretrained(scratch / "model")
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(scratch / "model"), "--served-model-name", "bare"),
-        *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"),
-        *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"),
-        *("--max-num-seqs", str(RECIPE["engine"]["max_running"])),
-        *("--kv-cache-memory-bytes", str(int(RECIPE["engine"]["kv_cache_gb"] * 2**30))),
-        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),  # else it dies: seeds
-        *("--disable-log-stats", "--enable-scale-out", "--uvicorn-log-level", "warning"),
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(scratch / "model"),
+        "--served-model-name",
+        "bare",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--skip-tokenizer-init",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(CONTEXT),
+        "--enforce-eager",
+        "--max-num-seqs",
+        str(RECIPE["engine"]["max_running"]),
+        "--kv-cache-memory-bytes",
+        str(int(RECIPE["engine"]["kv_cache_gb"] * 2**30)),
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+        "--no-enable-chunked-prefill",  # else it dies: seeds
+        "--max-num-batched-tokens",
+        "4096",
+        "--disable-log-stats",
+        "--enable-scale-out",
+        "--uvicorn-log-level",
+        "warning",
     ]
 
     def is_up() -> bool:

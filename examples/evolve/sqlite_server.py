@@ -42,8 +42,9 @@ def database(file: Path, seed: int) -> None:
             row = (number, draw.choice(PLACES), draw.randint(18, 90))
             connection.execute(f"INSERT INTO {owner} VALUES (?, ?, ?)", row)
         for number in range(1, 241):
-            counts = (draw.randint(1, 99), draw.randint(100, 999))
-            row = (number, draw.randint(1, 60), draw.choice(KINDS), *counts)
+            small = draw.randint(1, 99)
+            large = draw.randint(100, 999)
+            row = (number, draw.randint(1, 60), draw.choice(KINDS), small, large)
             connection.execute(f"INSERT INTO {thing} VALUES (?, ?, ?, ?, ?)", row)
         connection.commit()
 

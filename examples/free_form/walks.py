@@ -12,8 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 PLACES = (
-    *("old mill", "red barn", "stone bridge", "black lake", "green hill", "white church"),
-    *("dark wood", "king inn", "sand beach", "iron gate", "long field", "blue tower"),
+    "old mill",
+    "red barn",
+    "stone bridge",
+    "black lake",
+    "green hill",
+    "white church",
+    "dark wood",
+    "king inn",
+    "sand beach",
+    "iron gate",
+    "long field",
+    "blue tower",
 )
 DIRECTIONS = ("north", "east", "south", "west")
 WORDINGS = (

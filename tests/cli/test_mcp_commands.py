@@ -37,8 +37,10 @@ def test_prompts_and_resources_are_listed_and_read(agentevo):
         "resource count://now  The count.",
         "resource count://{number}/half  Half of a number.",
     ]
-    given = ["--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER]
-    assert agentevo("mcp", "inspect", *given).out == "Count in a low voice, and be short.\n"
+    shown = agentevo(
+        "mcp", "inspect", "--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER
+    ).out
+    assert shown == "Count in a low voice, and be short.\n"
     assert agentevo("mcp", "inspect", "--resource", "count://7/half", *SERVER).out == "3.5\n"
     code, out, _ = agentevo("mcp", "inspect", "--resource", "count://nowhere", *SERVER)
     assert code == 1 and out.startswith("Error: ")

@@ -37,7 +37,9 @@ def test_every_tool_is_called_and_one_that_breaks_fails_the_command(recipe, caps
         assert main(["tools", "test", recipe(entry)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split("(")[0] for line in lines[::2]] == [
-            *("answered web__search", "answered fetch_url", "answered count"),
+            "answered web__search",
+            "answered fetch_url",
+            "answered count",
         ]
         assert lines[3] == '    web.fetch_url of {"url": "test"}'
         words = ["--call", "give", "--arguments", '{"what": "half"}']

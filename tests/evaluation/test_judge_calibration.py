@@ -172,8 +172,12 @@ def test_training_by_a_judge_that_nobody_has_measured_is_refused(rewards, tmp_pa
     rows = [json.dumps(row | {"query": f"q{n}"}) for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     given = [
-        *("model.name=tiny", "model.tiny.tokenizer=byte", "remote_models.judge={model: m}"),
-        *(f"rewards={json.dumps(rewards)}", f"run.dir={tmp_path / 'run'}", "evaluation.tasks=2"),
+        "model.name=tiny",
+        "model.tiny.tokenizer=byte",
+        "remote_models.judge={model: m}",
+        f"rewards={json.dumps(rewards)}",
+        f"run.dir={tmp_path / 'run'}",
+        "evaluation.tasks=2",
     ]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"tasks": str(tmp_path / "rows.jsonl")}))

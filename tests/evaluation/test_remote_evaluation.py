@@ -90,8 +90,15 @@ def test_what_is_measured_is_said_before_it_is_played(folder, capsys, monkeypatc
 
     monkeypatch.setattr("agentevo.evaluation.evaluate.play", stopped)
     with RemoteServer(adds) as server:
-        words = (server.base_url, "--tasks", "tasks.jsonl", "rewards=[numeric]", "--limit", "1")
-        evaluated(*words, code=2)
+        evaluated(
+            server.base_url,
+            "--tasks",
+            "tasks.jsonl",
+            "rewards=[numeric]",
+            "--limit",
+            "1",
+            code=2,
+        )
     told = capsys.readouterr()
     assert told.out.startswith("1 task, 1 attempt each, greedy, at most 512 tokens a turn")
     assert told.err.startswith("--tasks: 3 of 3 rows are used")
@@ -110,7 +117,10 @@ def test_the_tool_agent_plays_with_its_calls(folder, add_tool):
     kept = ResultsFolder(folder / "out").trajectories().values()
     one = next(t for t in kept if t.task_id == "one")
     assert [m.role for turn in one.turns for m in turn.messages] == [
-        *("user", "assistant", "tool", "assistant")
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
     ]
     assert all(not turn.completion_ids for turn in one.turns), "nobody knows its tokens"
 
@@ -156,7 +166,7 @@ def test_all_failed_is_an_error_and_kept(folder, capsys):
     with RemoteServer(fails(400, "no credit")) as server:
         models = f"remote_models.far={{base_url: '{server.base_url}', model: adder, max_tries: 1}}"
         evaluated(
-            *("far", models, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]"), code=1
+            "far", models, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]", code=1
         )
     assert "error: far: 3 of 3 failed" in capsys.readouterr().err
     assert (folder / "out/summary.json").exists()

@@ -22,11 +22,21 @@ from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.files import made_rows
 
 SMALL = (
-    *("model.name=tiny", "model.tiny.tokenizer=byte", "model.tiny.hidden_size=16"),
-    *("model.tiny.num_layers=1", "model.tiny.num_heads=2", "model.tiny.context_length=8192"),
-    *("trainer.steps=1", "trainer.groups_per_step=2", "trainer.group_size=2"),
-    *("sampling.max_new_tokens=4", "agent.max_turns=1", "evaluation.samples=0"),
-    *("tracking.report=false", "tracking.tensorboard=false", "sft.epochs=1"),
+    "model.name=tiny",
+    "model.tiny.tokenizer=byte",
+    "model.tiny.hidden_size=16",
+    "model.tiny.num_layers=1",
+    "model.tiny.num_heads=2",
+    "model.tiny.context_length=8192",
+    "trainer.steps=1",
+    "trainer.groups_per_step=2",
+    "trainer.group_size=2",
+    "sampling.max_new_tokens=4",
+    "agent.max_turns=1",
+    "evaluation.samples=0",
+    "tracking.report=false",
+    "tracking.tensorboard=false",
+    "sft.epochs=1",
 )
 RECIPE = """
 evolve:

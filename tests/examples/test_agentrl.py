@@ -16,10 +16,19 @@ from agentevo.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agentrl"
 SMALL = (
-    *("model.name=tiny", "model.dtype=float32", "store.url=null", "trainer.steps=1"),
-    *("trainer.groups_per_step=2", "trainer.group_size=2", "trainer.warmup_steps=0"),
-    *("sampling.max_new_tokens=8", "agent.max_turns=2", "agent.context.max_tokens=3000"),
-    *("evaluation.tasks=1", "checkpoint.every=0", "model.tiny.context_length=4096"),
+    "model.name=tiny",
+    "model.dtype=float32",
+    "store.url=null",
+    "trainer.steps=1",
+    "trainer.groups_per_step=2",
+    "trainer.group_size=2",
+    "trainer.warmup_steps=0",
+    "sampling.max_new_tokens=8",
+    "agent.max_turns=2",
+    "agent.context.max_tokens=3000",
+    "evaluation.tasks=1",
+    "checkpoint.every=0",
+    "model.tiny.context_length=4096",
 )
 
 

@@ -78,8 +78,12 @@ def test_events_of_a_stream_are_its_own(gateway_of):
     events = run(talk())
     kinds = {type(event).__name__ for event in events}
     assert kinds == {
-        *("RawMessageStartEvent", "RawContentBlockStartEvent", "RawContentBlockDeltaEvent"),
-        *("RawContentBlockStopEvent", "RawMessageDeltaEvent", "RawMessageStopEvent"),
+        "RawMessageStartEvent",
+        "RawContentBlockStartEvent",
+        "RawContentBlockDeltaEvent",
+        "RawContentBlockStopEvent",
+        "RawMessageDeltaEvent",
+        "RawMessageStopEvent",
     }
     assert events[0].message.usage.input_tokens > 0
 

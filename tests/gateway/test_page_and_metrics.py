@@ -120,9 +120,16 @@ def test_schemathesis_finds_no_500(gateway_of, tmp_path):
             policy = opened.policy(context_length=512)
             key = policy.api_key
             return await schemathesis_run.found(
-                *(program, policy.session.base + "/openapi.json", "--max-examples", "25"),
-                *("-H", f"Authorization: Bearer {key}", "-H", f"x-api-key: {key}"),
-                *("--phases", "examples,coverage,fuzzing"),
+                program,
+                policy.session.base + "/openapi.json",
+                "--max-examples",
+                "25",
+                "-H",
+                f"Authorization: Bearer {key}",
+                "-H",
+                f"x-api-key: {key}",
+                "--phases",
+                "examples,coverage,fuzzing",
                 cwd=tmp_path,
             )
 

@@ -33,7 +33,13 @@ TOOLS = [{"type": "function", "function": one} for one in (ADD, {"name": "now"})
 CALLS = (ToolCall("add", '{"a": 3, "b": "y"}', "c1"), ToolCall("now", "{}", "c2"))
 ASK = [Message("user", "Go.")]
 JSON_BEHIND_A_NAME = {
-    *("hermes", "llama", "mistral with arguments", "deepseek", "deepseek 3.1", "kimi", "json"),
+    "hermes",
+    "llama",
+    "mistral with arguments",
+    "deepseek",
+    "deepseek 3.1",
+    "kimi",
+    "json",
 }
 ONE_CALL_ALONE = {"kimi"}
 """Families that number their calls."""
@@ -196,8 +202,28 @@ kept_chat_of = cache(chat_of)
     st.lists(
         st.sampled_from(
             [
-                *("ONE", "TWO", "FREE", "<think>", "</think>", "\n", " ", "x", "; ", "[", "]", "{"),
-                *("}", '"name"', ": ", '"add"', '"arguments"', "{}", ", ", "add(", "a=1)", "```"),
+                "ONE",
+                "TWO",
+                "FREE",
+                "<think>",
+                "</think>",
+                "\n",
+                " ",
+                "x",
+                "; ",
+                "[",
+                "]",
+                "{",
+                "}",
+                '"name"',
+                ": ",
+                '"add"',
+                '"arguments"',
+                "{}",
+                ", ",
+                "add(",
+                "a=1)",
+                "```",
                 *BREAKS,
             ]
         ),

@@ -206,9 +206,18 @@ class Sequences:
         return q, out
 
     def call(self, q, tokens, slots, lengths, counts, window, out) -> None:
-        where = (torch.tensor(numbers) for numbers in (slots, lengths, counts))
-        args = (self.prefix, self.scaling, window, out)
-        self.kernels.attend(self.cache, q, tokens.contiguous(), *where, *args)
+        self.kernels.attend(
+            self.cache,
+            q,
+            tokens=tokens.contiguous(),
+            slots=torch.tensor(slots),
+            lengths=torch.tensor(lengths),
+            counts=torch.tensor(counts),
+            prefix=self.prefix,
+            scaling=self.scaling,
+            window=window,
+            out=out,
+        )
 
     def wanted(self, q: torch.Tensor, counts: list[int], window: int | None) -> torch.Tensor:
         """The same in float64."""

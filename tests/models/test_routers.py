@@ -25,10 +25,28 @@ from agentevo.types import Sample
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ("mixtral", "qwen3_moe", "deepseek_v3")
 SLOW = (
-    *("afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe"),
-    *("exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "hy_v3", "laguna", "longcat_flash", "mellum", "minimax_m2", "olmoe"),
-    *("qwen2_moe", "solar_open"),
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "cohere2_moe",
+    "deepseek_v2",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "laguna",
+    "longcat_flash",
+    "mellum",
+    "minimax_m2",
+    "olmoe",
+    "qwen2_moe",
+    "solar_open",
 )
 CPU = torch.device("cpu")
 IDS = [list(range(7, 27)), [*range(7, 19), 3, 4, 5, 6], [9, 8, 7]]
@@ -152,11 +170,13 @@ def test_a_copy_has_routers_of_its_own(random_model):
             "its DeepseekV2TopkRouter gives no weight to experts of groups",
         ),
         pytest.param(
-            *("dbrx", {}, "its DbrxRouter returns no experts that topk has chosen"),
+            "dbrx",
+            {},
+            "its DbrxRouter returns no experts that topk has chosen",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("jetmoe", {}, "it has no experts with a router beside them"), marks=pytest.mark.slow
+            "jetmoe", {}, "it has no experts with a router beside them", marks=pytest.mark.slow
         ),
     ],
 )

@@ -68,8 +68,12 @@ def test_wait_draws_the_same_tokens_whatever_comes_when(
     for seed in (1, 2):
         config = small_config(
             tmp_path / f"{seed}",
-            *("cold_start.episodes=8", "evaluation.every=0", "trainer.steps=5"),
-            *("algorithm.drop_zero_variance=false", "rollout.policy=wait", *keys),
+            "cold_start.episodes=8",
+            "evaluation.every=0",
+            "trainer.steps=5",
+            "algorithm.drop_zero_variance=false",
+            "rollout.policy=wait",
+            *keys,
         )
         with monkeypatch.context() as patch:
             play_slowly(seed, patch)

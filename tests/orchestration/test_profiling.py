@@ -223,7 +223,14 @@ def test_steps_are_marked_for_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with profiler.step(number):
                 cuda.calls.append(f"step {number}")
     assert cuda.calls == [
-        *["step 1", "start", "ranges", "step 2", "step 3", "no ranges", "stop", "step 4"]
+        "step 1",
+        "start",
+        "ranges",
+        "step 2",
+        "step 3",
+        "no ranges",
+        "stop",
+        "step 4",
     ]
     assert lines == ["steps 2 to 3 are marked for Nsight Systems"]
     assert list(tmp_path.iterdir()) == [] and profiler.summary == {}

@@ -26,14 +26,15 @@ from agentevo.types import Message, Task
 def run(tmp_path_factory, small_config, quiet_view) -> Run:
     """Four steps, evaluated after each, one checkpoint and the best kept, with a report."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    options = (
+    config = small_config(
+        folder,
         "evaluation.every=1",
         "checkpoint.every=1",
         "checkpoint.keep_last=1",
         "tracking.report=true",
         "tracking.tensorboard=true",
     )
-    return train(small_config(folder, *options), view=quiet_view())
+    return train(config, view=quiet_view())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

@@ -61,9 +61,14 @@ def test_a_held_out_loss_stops_between_its_batches(
     """The pass that is under way comes to its end, and no other begins."""
     config = small_config(
         tmp_path / "run",
-        *("data.demonstrations=12", "data.eval_share=0.5", "sft.batch_conversations=12"),
-        *("sft.micro_batch_tokens=256", "cold_start.episodes=0", "evaluation.every=0"),
-        *("evaluation.samples=0", "evaluation.tasks=1"),
+        "data.demonstrations=12",
+        "data.eval_share=0.5",
+        "sft.batch_conversations=12",
+        "sft.micro_batch_tokens=256",
+        "cold_start.episodes=0",
+        "evaluation.every=0",
+        "evaluation.samples=0",
+        "evaluation.tasks=1",
     )
     view, passes, compute = Phases(), [], supervised.all_logits
 

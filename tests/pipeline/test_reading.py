@@ -46,7 +46,12 @@ def test_stages_come_in_the_order_in_which_they_wait_and_each_model_is_measured(
     ).plan
     ids = [one.id for one in plan.instances]
     assert ids == [
-        *("start@held_out", "warm", "rl", "warm@held_out", "rl@held_out", "sample"),
+        "start@held_out",
+        "warm",
+        "rl",
+        "warm@held_out",
+        "rl@held_out",
+        "sample",
     ] or ids.index("warm") < ids.index("rl") < ids.index("sample")
     assert {"start@held_out", "warm@held_out", "rl@held_out"} < set(ids)
     assert "sample@held_out" not in ids
@@ -80,8 +85,15 @@ def test_rounds_follow_one_another_and_refer_to_the_round_before():
 
 def test_words_of_the_command_line_go_to_the_pipeline_its_stages_and_their_recipes():
     stages = {"warm": SFT, "loop": {"repeat": 2, "stages": {"rl": {}}}}
-    words = ("seed=7", "held_out.tasks=5", "warm.sft.epochs=2", "loop.repeat=3")
-    config = pipeline_of(stages, *words, "loop.rl.trainer.steps=4", "warm.take=best").config
+    config = pipeline_of(
+        stages,
+        "seed=7",
+        "held_out.tasks=5",
+        "warm.sft.epochs=2",
+        "loop.repeat=3",
+        "loop.rl.trainer.steps=4",
+        "warm.take=best",
+    ).config
     assert (config.seed, config.held_out and config.held_out.tasks) == (7, 5)
     assert config.stages["warm"].config["sft"] == {"epochs": 2}
     assert config.stages["warm"].take == "best"

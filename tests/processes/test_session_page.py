@@ -69,8 +69,14 @@ def test_schemathesis_finds_no_500_and_no_other_form_of_answer(doors, tmp_path):
             url = str(door.http.base_url.join("/openapi.json"))
             key = door.http.headers["authorization"]
             return await schemathesis_run.found(
-                *(program, url, "--max-examples", "25", "--include-path-regex", "^/(sessions|st)"),
-                *("-H", f"Authorization: {key}"),
+                program,
+                url,
+                "--max-examples",
+                "25",
+                "--include-path-regex",
+                "^/(sessions|st)",
+                "-H",
+                f"Authorization: {key}",
                 checks=f"{schemathesis_run.CHECKS},response_schema_conformance",
                 cwd=tmp_path,
             )

@@ -236,8 +236,14 @@ def test_after_the_last_step_no_task_is_left_to_begin(doors):
     tasks = [Task(id=f"t{n}", query=f"{n} ?") for n in range(4)]
 
     async def work():
-        overrides = ("trainer.steps=1", "trainer.groups_per_step=1", "trainer.minibatches=1")
-        async with doors([], *overrides, "evaluation.tasks=1", tasks=tasks) as door:
+        async with doors(
+            [],
+            "trainer.steps=1",
+            "trainer.groups_per_step=1",
+            "trainer.minibatches=1",
+            "evaluation.tasks=1",
+            tasks=tasks,
+        ) as door:
             first = await opened(door, next=True)
             await door.store.commit_step(1, {})
             second = await opened(door, next=True)

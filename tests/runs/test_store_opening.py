@@ -102,8 +102,12 @@ def run_at(url, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        *(["store", "stats", "URL"], ["store", "gc", "RUN"], ["store", "export", "URL", "OUT"]),
-        *(["trajectories", "show", "RUN"], ["trajectories", "watch", "RUN"], ["audit", "RUN"]),
+        ["store", "stats", "URL"],
+        ["store", "gc", "RUN"],
+        ["store", "export", "URL", "OUT"],
+        ["trajectories", "show", "RUN"],
+        ["trajectories", "watch", "RUN"],
+        ["audit", "RUN"],
     ],
     ids=" ".join,
 )
@@ -163,8 +167,11 @@ def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        *(["trajectories", "watch", "RUN"], ["trajectories", "show", "RUN"], ["report", "RUN"]),
-        *(["audit", "RUN"], ["store", "stats", "RUN"]),
+        ["trajectories", "watch", "RUN"],
+        ["trajectories", "show", "RUN"],
+        ["report", "RUN"],
+        ["audit", "RUN"],
+        ["store", "stats", "RUN"],
     ],
     ids=" ".join,
 )

@@ -31,7 +31,13 @@ def installed(folder):
 async def found(program, url, *options, checks=CHECKS, cwd):
     """What it finds on the page at `url`: its exit status and what it says."""
     process = await asyncio.create_subprocess_exec(
-        *(program, "run", url, "--continue-on-failure", "--checks", checks, *options),
+        program,
+        "run",
+        url,
+        "--continue-on-failure",
+        "--checks",
+        checks,
+        *options,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=cwd,

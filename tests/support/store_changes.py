@@ -16,8 +16,17 @@ from agentevo.types import Status
 
 NO_PART = {
     "tasks": {
-        *("seq", "fencing_id", "num_leases", "num_failures", "num_expiries", "not_before"),
-        *("worker", "lease_started_at", "lease_expires_at", "error", "history"),
+        "seq",
+        "fencing_id",
+        "num_leases",
+        "num_failures",
+        "num_expiries",
+        "not_before",
+        "worker",
+        "lease_started_at",
+        "lease_expires_at",
+        "error",
+        "history",
     },
     "trajectories": {"started_at", "duration_s", "written_at"},
     "tokens": set(),

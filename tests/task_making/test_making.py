@@ -255,8 +255,13 @@ def test_values_that_a_schema_names():
 @pytest.mark.parametrize(
     ("verb", "done"),
     [
-        *(("books", "booking"), ("get", "getting"), ("creates", "creating")),
-        *(("copies", "copying"), ("reads", "reading"), ("sees", "seeing"), ("run", "running")),
+        ("books", "booking"),
+        ("get", "getting"),
+        ("creates", "creating"),
+        ("copies", "copying"),
+        ("reads", "reading"),
+        ("sees", "seeing"),
+        ("run", "running"),
         ("searches", "searching"),
     ],
 )

@@ -56,11 +56,18 @@ def test_tools_are_called_by_their_own_names_and_by_those_of_their_servers(bare)
         ]
         ((texts, metrics, names),) = played(calls, url=manager.node_url)
     assert names == [
-        *("web__search", "fetch_url", "execute_code"),
-        *("python__search", "count", "give"),
+        "web__search",
+        "fetch_url",
+        "execute_code",
+        "python__search",
+        "count",
+        "give",
     ]
     assert [tool for tool, _ in manager.calls] == [
-        *("web.fetch_url", "web.fetch_url", "python.search", "web.search")
+        "web.fetch_url",
+        "web.fetch_url",
+        "python.search",
+        "web.search",
     ]
     assert texts[0] == 'web.fetch_url of {"url": "u"}'
     assert metrics == {"num_tool_calls": 4}
@@ -151,7 +158,9 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
 def test_every_attempt_may_have_a_node_which_is_released():
     with Manager() as manager:
         done = played(
-            *([("count", {}), ("count", {})], [("count", {})], []),
+            [("count", {}), ("count", {})],
+            [("count", {})],
+            [],
             **{"url": manager.url, "image": "explore:1", "session": "attempt"},
         )
         assert [texts for texts, _, _ in done] == [["1", "2"], ["1"], []]

@@ -90,7 +90,8 @@ def test_a_tool_is_made_with_its_row_called_paid_and_released(written, capsys):
 
     results, metrics, schemas = run_coroutine(work())
     assert [(one.text, one.reward) for one in results[:2]] == [
-        *(("right: False!", -0.05), ("right: True!", 0.5)),
+        ("right: False!", -0.05),
+        ("right: True!", 0.5),
     ]
     assert results[2].is_error and "no luck" in results[2].text
     assert schemas == [SCHEMA] and metrics["num_tool_calls"] == 2

@@ -65,15 +65,18 @@ tries = st.builds(
 )
 STEM = list(range(40, 68))
 DEEP = [
-    *(
-        [*STEM, 5, 5, 5],
-        [*STEM, 5, 5, 6, 6],
-        [*STEM, 5, 5, 6, 7, 7],
-        [*STEM, 5, 5, 6, 7, 5, 5],
-        [*STEM, 5, 7],
-        [*STEM[:9], 6, 6],
-    ),
-    *([*STEM, 5, 5, 6, 6], STEM, [40], [40], [8], [8, 9]),
+    [*STEM, 5, 5, 5],
+    [*STEM, 5, 5, 6, 6],
+    [*STEM, 5, 5, 6, 7, 7],
+    [*STEM, 5, 5, 6, 7, 5, 5],
+    [*STEM, 5, 7],
+    [*STEM[:9], 6, 6],
+    [*STEM, 5, 5, 6, 6],
+    STEM,
+    [40],
+    [40],
+    [8],
+    [8, 9],
 ]
 """Branches three deep, duplicates, beginnings of others, single tokens."""
 

@@ -24,9 +24,31 @@ from agentevo.ui.sources import Sources
 SECRET = "the-secret-of-the-tests"
 OTHER = ("HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 HARD = [
-    *("", "0", "-1", "9" * 30, "nan", "1e999", "lake", "..", "../secret.yaml", "/etc/passwd"),
-    *("../../secret.yaml", "secret.yaml\x00", "step_1/../../..", "[]", "{}", "null", "\x00"),
-    *("' OR 1=1 --", '"', "\u202e", "\ud800", "a" * 3000, "%2e%2e%2f", "--help", "run.dir=/"),
+    "",
+    "0",
+    "-1",
+    "9" * 30,
+    "nan",
+    "1e999",
+    "lake",
+    "..",
+    "../secret.yaml",
+    "/etc/passwd",
+    "../../secret.yaml",
+    "secret.yaml\x00",
+    "step_1/../../..",
+    "[]",
+    "{}",
+    "null",
+    "\x00",
+    "' OR 1=1 --",
+    '"',
+    "\u202e",
+    "\ud800",
+    "a" * 3000,
+    "%2e%2e%2f",
+    "--help",
+    "run.dir=/",
 ]
 
 

@@ -78,9 +78,23 @@ def tried(
     file.write_text(json.dumps(page))
     code, said = run_coroutine(
         schemathesis_run.found(
-            *(program, str(file), "--url", root, "--max-examples", "12", "--seed", "1"),
-            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "60"),
-            *("-H", f"Cookie: {cookie}", "-H", f"Origin: {root}", *options),
+            program,
+            str(file),
+            "--url",
+            root,
+            "--max-examples",
+            "12",
+            "--seed",
+            "1",
+            "--phases",
+            "examples,coverage,fuzzing",
+            "--request-timeout",
+            "60",
+            "-H",
+            f"Cookie: {cookie}",
+            "-H",
+            f"Origin: {root}",
+            *options,
             checks="not_a_server_error",
             cwd=cwd,
         )

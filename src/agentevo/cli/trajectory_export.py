@@ -226,7 +226,9 @@ def _export_played(
     has_tokenizer = (Path(weights) / "tokenizer_config.json").is_file()
     read = _reader_of(tokenizer_in(weights) if has_tokenizer else None)
     done = export_played(
-        *(list(results.trajectories().values()), out, read),
+        list(results.trajectories().values()),
+        out,
+        read,
         min_reward=min_reward,
         per_task=per_task,
         model=model,

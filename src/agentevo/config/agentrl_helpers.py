@@ -21,7 +21,11 @@ SCORE = (
 )
 """What a judge is asked in addition: a score is read from its tag."""
 _BROWSE = (
-    *("min_prompt_length", "max_prompt_length", "browse_tools", "default_purpose", "status"),
+    "min_prompt_length",
+    "max_prompt_length",
+    "browse_tools",
+    "default_purpose",
+    "status",
 )
 
 

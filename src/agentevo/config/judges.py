@@ -16,8 +16,19 @@ from agentevo.rewards import RewardConfig
 from agentevo.rewards.judging import BARS, JudgeOptions
 
 _NOT_OF_THE_JUDGE = {
-    *("weight", "timeout_s", "requires", "label", "from_step", "until_step", "seed"),
-    *("solved_from", "equal_score", "skip_equal", "calibration", "uncalibrated", *BARS),
+    "weight",
+    "timeout_s",
+    "requires",
+    "label",
+    "from_step",
+    "until_step",
+    "seed",
+    "solved_from",
+    "equal_score",
+    "skip_equal",
+    "calibration",
+    "uncalibrated",
+    *BARS,
 }
 _OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extra", "dtype"}
 

@@ -44,8 +44,8 @@ def kept_keys(
         [*(options or {}).items(), *sources.overridden(overrides, is_text).items()]
     )
     section = dict(now)
-    trees = {"algorithm": before}, {"algorithm": section}
-    dropped = [key.removeprefix("algorithm.") for key in drop_idle_keys(*trees, changed)]
+    idle = drop_idle_keys({"algorithm": before}, {"algorithm": section}, changed)
+    dropped = [key.removeprefix("algorithm.") for key in idle]
     return _dropped_lines(before, dropped, where, was, name) + _kept_lines(
         {
             key: value

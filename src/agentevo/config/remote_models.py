@@ -24,8 +24,17 @@ DEFAULT_URLS = {
 
 
 _OWN_FIELDS = {
-    *("model", "messages", "system", "tools", "tool_choice", "stream", "stream_options"),
-    *("max_tokens", "max_completion_tokens", "n", "best_of"),
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "tool_choice",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "best_of",
 }
 """Fields of a request that are not `extra`."""
 

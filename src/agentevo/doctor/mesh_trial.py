@@ -29,9 +29,17 @@ TOLERANCE = 1e-5
 WITHIN_S = 600.0
 MOST_PROCESSES = 64
 TINY = (
-    *("coins", "model.name=tiny", "model.device=cpu", "cold_start.episodes=0"),
-    *("trainer.steps=1", "trainer.groups_per_step=4", "trainer.group_size=4"),
-    *("trainer.warmup_steps=0", "evaluation.tasks=2", "evaluation.every=0", "run.threads=1"),
+    "coins",
+    "model.name=tiny",
+    "model.device=cpu",
+    "cold_start.episodes=0",
+    "trainer.steps=1",
+    "trainer.groups_per_step=4",
+    "trainer.group_size=4",
+    "trainer.warmup_steps=0",
+    "evaluation.tasks=2",
+    "evaluation.every=0",
+    "run.threads=1",
 )
 
 

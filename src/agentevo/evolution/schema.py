@@ -10,7 +10,13 @@ from agentevo.config.section import Section
 
 OF_SERVERS = ("server", "include", "exclude", "outcome")
 OF_SERVERS_TASKS = (
-    *("worlds", "max_calls", "min_difficulty", "max_difficulty", "kinds", "personas", "values"),
+    "worlds",
+    "max_calls",
+    "min_difficulty",
+    "max_difficulty",
+    "kinds",
+    "personas",
+    "values",
 )
 """Keys that mean nothing for documents."""
 

@@ -91,8 +91,15 @@ def _round(
             "kind": "command",
             "options": {
                 "run": [
-                    *("agentevo", "tasks", words[0], "--out", "${stage.folder}/made"),
-                    *("--after", "${stages.rl.folder}", "--seed", "${round}"),
+                    "agentevo",
+                    "tasks",
+                    words[0],
+                    "--out",
+                    "${stage.folder}/made",
+                    "--after",
+                    "${stages.rl.folder}",
+                    "--seed",
+                    "${round}",
                     *words[1:],
                 ],
                 "file": f"made/{TRAIN}",

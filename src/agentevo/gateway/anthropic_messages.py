@@ -47,10 +47,27 @@ from agentevo.types import Message, ToolCall
 SIGNATURE = "agentevo"
 """Of every thought: many clients keep only those that are signed. Nobody checks it."""
 _KNOWN = {
-    *("messages", "model", "system", "max_tokens", "stop_sequences", "stream", "tools"),
-    *("tool_choice", "temperature", "top_k", "top_p", "thinking", "metadata", "service_tier"),
-    *("cache_control", "inference_geo", "speed", "diagnostics", "output_config"),
-    *("context_management", "user_profile_id"),
+    "messages",
+    "model",
+    "system",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "tools",
+    "tool_choice",
+    "temperature",
+    "top_k",
+    "top_p",
+    "thinking",
+    "metadata",
+    "service_tier",
+    "cache_control",
+    "inference_geo",
+    "speed",
+    "diagnostics",
+    "output_config",
+    "context_management",
+    "user_profile_id",
 }
 _ERRORS = {
     401: "authentication_error",

@@ -30,9 +30,28 @@ from agentevo.models.tool_calls import ContentDelta
 MAX_PROMPTS = 256
 """Of one request."""
 _KNOWN = {
-    *("prompt", "model", "n", "best_of", "echo", "suffix", "logprobs", "stream", "stream_options"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "return_token_ids"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "user"),
+    "prompt",
+    "model",
+    "n",
+    "best_of",
+    "echo",
+    "suffix",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "max_tokens",
+    "return_token_ids",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "user",
 }
 
 

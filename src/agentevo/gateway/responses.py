@@ -69,10 +69,25 @@ _ECHOED: dict[str, Any] = {
 """What an answer says again of its request, and what it is where the request says nothing."""
 _KNOWN = {
     *_ECHOED,
-    *("input", "model", "stream", "stream_options", "include", "background"),
-    *("prompt_cache_retention", "prompt_cache_options", "return_token_ids"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    "input",
+    "model",
+    "stream",
+    "stream_options",
+    "include",
+    "background",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "return_token_ids",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
 }
 _SCHEMA_KEYS = ("name", "description", "parameters", "strict")
 _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}

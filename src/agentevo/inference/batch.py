@@ -156,9 +156,9 @@ def _rows(
     real = steps < counts[bucket, None]  # [n, width]
     take_rows, take_tokens = (lines[:, None] * width + steps)[real], tokens[lines][real]
     in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
-    facts = (starts[bucket], counts[bucket], slots[bucket], lengths[bucket])
+    stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
     return Rows(
-        stretches=[Stretch(*map(int, stretch)) for stretch in zip(*facts, strict=True)],
+        stretches=[Stretch(*map(int, stretch)) for stretch in stretches],
         segment=any_of_them.segment,
         slots=tensor(np.arange(first, last + 1) if dense else slots[bucket]),
         tokens=tensor(tokens),

@@ -377,9 +377,18 @@ def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tenso
     prefix = None
     if rows.segment is not None:
         prefix = Prefix.of(rows.segment.keys[layer.call], rows.segment.values[layer.call])
-    where = rows.tokens, rows.slots, rows.lengths, rows.queries
-    q, out = q.flatten(1, 2), out.flatten(1, 2)
-    kernels.attend(cache, q, *where, prefix, layer.scaling, layer.window, out)
+    kernels.attend(
+        cache,
+        q.flatten(1, 2),
+        tokens=rows.tokens,
+        slots=rows.slots,
+        lengths=rows.lengths,
+        counts=rows.queries,
+        prefix=prefix,
+        scaling=layer.scaling,
+        window=layer.window,
+        out=out.flatten(1, 2),
+    )
 
 
 def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:

@@ -257,6 +257,12 @@ def first_difference(
     if position is None:
         return None
     start, end = max(0, position - NEAR), position + NEAR
-    shown = (text(recorded[start:position]), text(recorded[position:end]))
-    before, there, instead = (_escaped(t, False) for t in (*shown, text(rendered[position:end])))
-    return TokenDifference(position, before, there, instead)
+    before = text(recorded[start:position])
+    there = text(recorded[position:end])
+    instead = text(rendered[position:end])
+    return TokenDifference(
+        position,
+        before=_escaped(before, False),
+        recorded=_escaped(there, False),
+        rendered=_escaped(instead, False),
+    )

@@ -32,7 +32,12 @@ SETTING = "AGENTEVO_CPU_KERNELS"
 """Environment variable; `off` leaves the kernels out."""
 COMPILERS = ("cc", "gcc", "clang")
 OPTIONS = (
-    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"),
+    "-std=gnu11",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
     "-Wl,-Bsymbolic",  # its functions call one another, not those of the same name elsewhere
 )
 INSTRUCTIONS = {

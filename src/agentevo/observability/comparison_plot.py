@@ -85,7 +85,8 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
                 x, values = ([of[n] for n in known] for of in (chart.x, line.values))
                 dot = "o" if len(known) < FEW else None
                 axes.plot(
-                    *(x, values),
+                    x,
+                    values,
                     color=color,
                     linestyle=dashes,
                     marker=dot,

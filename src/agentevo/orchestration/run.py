@@ -164,8 +164,17 @@ async def run_training(
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
-            given = (checkpoints, view, stopped, command, processes, submissions, ranks)
-            run = TrainingRun(parts, conversations, *given)
+            run = TrainingRun(
+                parts,
+                conversations,
+                checkpoints=checkpoints,
+                view=view,
+                is_stopped=stopped,
+                command=command,
+                processes=processes,
+                submissions=submissions,
+                ranks=ranks,
+            )
             _begin_folder(config, command, make_final, conversations)
             run.control = stack.enter_context(asked_through(folder, stop_signals, view))
             run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))

@@ -190,8 +190,16 @@ class PreferencesStage(StageKind):
         options: PreferencesOptions = job.options
         out = str(job.folder / "pairs.jsonl")
         return [
-            *(*AGENTEVO, "trajectories", "export", options.source, out, "--pairs"),
-            *("--per-task", str(options.per_task), "--margin", str(options.min_margin)),
+            *AGENTEVO,
+            "trajectories",
+            "export",
+            options.source,
+            out,
+            "--pairs",
+            "--per-task",
+            str(options.per_task),
+            "--margin",
+            str(options.min_margin),
         ]
 
     def is_finished(self, job: Job) -> bool:

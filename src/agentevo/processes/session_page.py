@@ -82,7 +82,13 @@ class FailureBody(msgspec.Struct, frozen=True):
 
 
 _RECORDS = (
-    *(OpenBody, EndBody, PostedReward, OpenedSession, SessionState, SessionList, Trajectory),
+    OpenBody,
+    EndBody,
+    PostedReward,
+    OpenedSession,
+    SessionState,
+    SessionList,
+    Trajectory,
     FailureBody,
 )
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(

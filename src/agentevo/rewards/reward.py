@@ -31,8 +31,18 @@ from agentevo.types import Task, Trajectory
 
 R = TypeVar("R")
 PARAMETERS = (
-    *("completion", "task", "trajectory", "answer", "query", "metadata", "models"),
-    *("model_answer", "solution_str", "ground_truth", "data_source", "extra_info"),
+    "completion",
+    "task",
+    "trajectory",
+    "answer",
+    "query",
+    "metadata",
+    "models",
+    "model_answer",
+    "solution_str",
+    "ground_truth",
+    "data_source",
+    "extra_info",
 )
 """What a reward function may ask for: the policy's last reply, the task, the whole attempt, the
 task's own answer, query and metadata, and the run's remote models by name. The second line is what

@@ -17,8 +17,11 @@ FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_st
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
 QUEUED_KEYS = (
-    *("trainer.groups_per_step", "trainer.group_size"),
-    *("tasks.weights", "tasks.stages", "tasks.curriculum"),
+    "trainer.groups_per_step",
+    "trainer.group_size",
+    "tasks.weights",
+    "tasks.stages",
+    "tasks.curriculum",
     "sampling.temperature",
 )
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in

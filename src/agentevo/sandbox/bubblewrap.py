@@ -75,8 +75,15 @@ class Bubblewrap(LocalKind):
             program,
             *namespace_words(way),
             *visible_words(section),
-            *("--seccomp", str(read), "--as-pid-1", "--"),
-            *(python_program(), "-I", "-S", "-B", "/agentevo/supervisor.py"),
+            "--seccomp",
+            str(read),
+            "--as-pid-1",
+            "--",
+            python_program(),
+            "-I",
+            "-S",
+            "-B",
+            "/agentevo/supervisor.py",
         ]
         is_root = way == "root"
         settings = supervisor_settings(section, work="/sandbox", uid=uid if is_root else None)

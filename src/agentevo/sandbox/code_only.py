@@ -76,7 +76,12 @@ class CodeOnlySandbox(ABC):
         except ServerLost as lost:
             failure = Failure(lost.kind, storable(str(lost), 1000))
             return Execution(
-                *("", "", None, failure, (), time.monotonic() - began),
+                stdout="",
+                stderr="",
+                value=None,
+                error=failure,
+                files=(),
+                duration_s=time.monotonic() - began,
                 is_alive=False,
                 is_new=False,
                 files_lost=True,

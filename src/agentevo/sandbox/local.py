@@ -242,7 +242,12 @@ class LocalSandbox:
                 reply = await self._converted(given, RunReply)
             except Ended as ended:
                 return Execution(
-                    *("", "", None, ended.failure, (), time.monotonic() - before),
+                    stdout="",
+                    stderr="",
+                    value=None,
+                    error=ended.failure,
+                    files=(),
+                    duration_s=time.monotonic() - before,
                     is_alive=False,
                     is_new=is_new,
                     files_lost=True,

@@ -64,11 +64,26 @@ def sandboxed(
     read_only = [*_own_folders(program), *map(_there, section.read_only)]
     read_only += [path for path in NETWORK_FILES if section.network and os.path.exists(path)]
     words = [
-        *(bwrap, *_namespaces(way, section.network)),
+        bwrap,
+        *_namespaces(way, section.network),
         *visible_words(_Seen(section.disk_mib), read_only, list(map(_there, section.read_write))),
-        *("--setenv", "HOME", "/sandbox", "--setenv", "TMPDIR", "/sandbox/.tmp"),
-        *("--seccomp", HANDLE, "--", python_program(), "-I", "-S", "-B", "/agentevo/become.py"),
-        *(json.dumps({"limits": limits, "uids": uids}), program, *arguments),
+        "--setenv",
+        "HOME",
+        "/sandbox",
+        "--setenv",
+        "TMPDIR",
+        "/sandbox/.tmp",
+        "--seccomp",
+        HANDLE,
+        "--",
+        python_program(),
+        "-I",
+        "-S",
+        "-B",
+        "/agentevo/become.py",
+        json.dumps({"limits": limits, "uids": uids}),
+        program,
+        *arguments,
     ]
     filter_ = base64.b64encode(seccomp_program(network=section.network)).decode()
     opener = str(INSIDE / "hand_over.py")

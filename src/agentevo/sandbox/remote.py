@@ -124,7 +124,12 @@ class RemoteSandbox:
                 ran = await self._ask(request, Execution, limit)
             except Ended as ended:
                 return Execution(
-                    *("", "", None, ended.failure, (), time.monotonic() - began),
+                    stdout="",
+                    stderr="",
+                    value=None,
+                    error=ended.failure,
+                    files=(),
+                    duration_s=time.monotonic() - began,
                     is_alive=False,
                     is_new=is_new,
                     files_lost=True,
@@ -146,7 +151,12 @@ class RemoteSandbox:
             except Ended as ended:
                 duration_s = time.monotonic() - began
                 return ProgramRun(
-                    *("", "", None, ended.failure, (), duration_s),
+                    stdout="",
+                    stderr="",
+                    exit_code=None,
+                    error=ended.failure,
+                    files=(),
+                    duration_s=duration_s,
                     files_lost=True,
                     server_lost=True,
                 )

@@ -143,8 +143,11 @@ async def delete_dropped_tokens(connection: AsyncConnection) -> int:
     ready."""
     last = await connection.scalar(select(func.max(steps.c.step))) or 0
     other = trajectories.alias()
-    same_task = (other.c.task_id == trajectories.c.task_id, other.c.split == trajectories.c.split)
-    in_use = exists().where(*same_task, other.c.state.in_(("ready", "reserved")))
+    in_use = exists().where(
+        other.c.task_id == trajectories.c.task_id,
+        other.c.split == trajectories.c.split,
+        other.c.state.in_(("ready", "reserved")),
+    )
     spent = select(trajectories.c.seq).where(
         trajectories.c.state == "dropped", trajectories.c.step <= last, ~in_use
     )

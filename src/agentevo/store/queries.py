@@ -287,14 +287,13 @@ async def ready_groups(
     connection: AsyncConnection, split: Split, *, size: int, limit: int
 ) -> list[str]:
     async def page(after: int, length: int) -> list[tuple[int, str]]:
-        ready = (
-            trajectories.c.state == "ready",
-            trajectories.c.split == split,
-            trajectories.c.seq > after,
-        )
         query = (
             select(trajectories.c.seq, trajectories.c.group_id)
-            .where(*ready)
+            .where(
+                trajectories.c.state == "ready",
+                trajectories.c.split == split,
+                trajectories.c.seq > after,
+            )
             .order_by(trajectories.c.seq)
             .limit(length)
         )
@@ -303,12 +302,11 @@ async def ready_groups(
     async def members(groups: list[str]) -> list[tuple[str, str]]:
         states: list[tuple[str, str]] = []
         for chunk in chunks(groups):
-            of_groups = (
-                trajectories.c.group_id.in_(chunk),
-                _unindexed(trajectories.c.split) == split,
-            )
             rows = await connection.execute(
-                select(trajectories.c.group_id, trajectories.c.state).where(*of_groups)
+                select(trajectories.c.group_id, trajectories.c.state).where(
+                    trajectories.c.group_id.in_(chunk),
+                    _unindexed(trajectories.c.split) == split,
+                )
             )
             states += [(row.group_id, row.state) for row in rows]
         return states
@@ -318,8 +316,9 @@ async def ready_groups(
 
 async def outstanding(connection: AsyncConnection, split: Split) -> int:
     waiting = select(func.count()).select_from(tasks).where(tasks.c.state.in_(("queued", "leased")))
-    place = (trajectories.c.state.in_(("ready", "reserved")), trajectories.c.split == split)
-    untrained = select(func.count(trajectories.c.task_id.distinct())).where(*place)
+    untrained = select(func.count(trajectories.c.task_id.distinct())).where(
+        trajectories.c.state.in_(("ready", "reserved")), trajectories.c.split == split
+    )
     return int(await connection.scalar(waiting) or 0) + int(await connection.scalar(untrained) or 0)
 
 

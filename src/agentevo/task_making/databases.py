@@ -36,8 +36,12 @@ LINKED = 0.3
 _NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
 _MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
 _MAKES_A_TABLE = {
-    *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_INSERT),
-    *(sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION),
+    sqlite3.SQLITE_CREATE_TABLE,
+    sqlite3.SQLITE_CREATE_INDEX,
+    sqlite3.SQLITE_INSERT,
+    sqlite3.SQLITE_UPDATE,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
 }
 _NUMBERS = ("INT", "REAL", "FLOA", "DOUB", "NUM", "DEC")
 

@@ -17,12 +17,40 @@ from typing import Any
 from agentevo.tools.trial import made_value
 
 PEOPLE = (
-    *("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana"),
-    *("Ivo", "Jane", "Kim", "Leo", "Mia", "Noa", "Otto", "Pia"),
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eve",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jane",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Noa",
+    "Otto",
+    "Pia",
 )
 WORDS = (
-    *("apple", "bridge", "candle", "desk", "engine", "forest", "garden", "harbour"),
-    *("island", "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil"),
+    "apple",
+    "bridge",
+    "candle",
+    "desk",
+    "engine",
+    "forest",
+    "garden",
+    "harbour",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "mirror",
+    "needle",
+    "orange",
+    "pencil",
 )
 _PERSON = re.compile(
     r"name|guest|user|person|customer|client|author|owner|member|patient|passenger|recipient"

@@ -72,10 +72,24 @@ _NOT_IN_SETUP = {"load_extension", "fts3_tokenizer"}
 _NOT_FUNCTIONS = {*_NOT_IN_SETUP, "glob"}
 """`glob` takes time without bound for patterns of many stars; `like` is our own."""
 SETUP_PRAGMAS = {
-    *("foreign_keys", "defer_foreign_keys", "foreign_key_check", "foreign_key_list"),
-    *("ignore_check_constraints", "recursive_triggers", "legacy_alter_table"),
-    *("user_version", "application_id", "encoding", "journal_mode", "synchronous"),
-    *("table_info", "table_xinfo", "table_list", "index_info", "index_list", "integrity_check"),
+    "foreign_keys",
+    "defer_foreign_keys",
+    "foreign_key_check",
+    "foreign_key_list",
+    "ignore_check_constraints",
+    "recursive_triggers",
+    "legacy_alter_table",
+    "user_version",
+    "application_id",
+    "encoding",
+    "journal_mode",
+    "synchronous",
+    "table_info",
+    "table_xinfo",
+    "table_list",
+    "index_info",
+    "index_list",
+    "integrity_check",
 }
 """Those that a task's own SQL may hold: what scripts of dumps begin with, and questions."""
 Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]

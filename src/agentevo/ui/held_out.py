@@ -127,8 +127,9 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
         own = (attempts.kind == kind) & (attempts.difficulty == difficulty)
-        words = attempts.words.get(kind, ""), attempts.words.get(difficulty, "")
-        found.append((*words, account(attempts.part(own))))
+        kind_word = attempts.words.get(kind, "")
+        difficulty_word = attempts.words.get(difficulty, "")
+        found.append((kind_word, difficulty_word, account(attempts.part(own))))
     return sorted(found, key=lambda one: (one[0], _in_order(one[1])))
 
 

@@ -213,7 +213,10 @@ class Players:
         try:
             async with asyncio.timeout(WRITE_S):
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "agentevo.evaluation.player", *words_),
+                    sys.executable,
+                    "-m",
+                    "agentevo.evaluation.player",
+                    *words_,
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=PIPE,

@@ -71,8 +71,17 @@ def engines(source: RunSource) -> list[Engine]:
         with suppress(OSError, msgspec.MsgspecError):
             said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
-            about = (said.name, said.url, said.pid, said.started_at)
-            found.append(Engine(*about, what.st_mtime, lives, said.version))
+            found.append(
+                Engine(
+                    name=said.name,
+                    url=said.url,
+                    pid=said.pid,
+                    started_at=said.started_at,
+                    beaten_at=what.st_mtime,
+                    lives=lives,
+                    version=said.version,
+                )
+            )
     return sorted(found, key=lambda one: one.name)
 
 

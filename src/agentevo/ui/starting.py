@@ -64,8 +64,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
     def words(self) -> list[str]:
-        last = ("run.overwrite=false", f"run.dir={self.run_dir}")
-        return [self.command, self.recipe, *self.overrides, *last]
+        return [
+            self.command,
+            self.recipe,
+            *self.overrides,
+            "run.overwrite=false",
+            f"run.dir={self.run_dir}",
+        ]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,18 +99,19 @@ def with_gradients(model, batch, compute, gradient):
 
 
 NAMES = [
-    *(
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "mistral",
-        "cohere",
-        "granite",
-        "hyperclovax",
-        "mixtral",
-    ),
-    *("llama-untied", "qwen3-tied", "gemma2-untied", "mistral-tied"),
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mistral",
+    "cohere",
+    "granite",
+    "hyperclovax",
+    "mixtral",
+    "llama-untied",
+    "qwen3-tied",
+    "gemma2-untied",
+    "mistral-tied",
 ]
 
 

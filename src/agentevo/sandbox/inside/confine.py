@@ -92,8 +92,16 @@ def make_mounts(settings: dict[str, Any]) -> None:
     mount("none", "/", "", _PRIVATE | _RECURSIVE)
     # landlock lets the owner of a file change its mode and times: nobody does on a read-only mount
     read_only = struct.pack("=4Q", _READ_ONLY | _NO_SETUID, 0, 0, 0)
-    whole = (_CURRENT_FOLDER, b"/", _BELOW, read_only, ctypes.c_size_t(len(read_only)))
-    call("syscall", _MOUNT_SETATTR, *whole, what="mount_setattr")
+    call(
+        "syscall",
+        _MOUNT_SETATTR,
+        _CURRENT_FOLDER,
+        b"/",
+        _BELOW,
+        read_only,
+        ctypes.c_size_t(len(read_only)),
+        what="mount_setattr",
+    )
     owner = settings["uid"] or os.getuid()
     size = f"size={settings['disk_mib']}m,nr_inodes={settings['max_files'] + 16}"
     kept = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
@@ -164,8 +172,15 @@ def filter_calls(program: bytes) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    words = (source.encode(), target.encode(), kind.encode() or None)
-    call("mount", *words, ctypes.c_ulong(flags), options.encode() or None, what=target)
+    call(
+        "mount",
+        source.encode(),
+        target.encode(),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+        what=target,
+    )
 
 
 def call(name: str, *arguments: Any, what: str = "") -> int:

@@ -222,8 +222,9 @@ class _Sums:
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        of_rows = [self.top[rows], self.total[rows], self.moment[rows]]
-        found = fused_cells.compiled(fused_cells.absorbed)(products, slope, *of_rows)
+        found = fused_cells.compiled(fused_cells.absorbed)(
+            products, slope, self.top[rows], self.total[rows], self.moment[rows]
+        )
         self.top[rows], self.total[rows], self.moment[rows] = found
 
     def absorb(
