@@ -43,7 +43,9 @@ from agentevo.catalogue.presets import PRESETS, Algorithm, resolve_preset
 from figures import Figure
 from memory import peak_bytes
 
-NUM_SEQUENCES, NUM_TOKENS, GROUP_SIZE = 1024, 4096, 8
+NUM_SEQUENCES = 1024
+NUM_TOKENS = 4096
+GROUP_SIZE = 8
 NUM_TURNS = 6
 LIMIT = 0.02
 """What the share may be at most."""
@@ -124,7 +126,8 @@ def run_loss(
         **{key: table.floats[key] for key in needed},
     }
     loss = bind_policy_loss(name, hyper, aggregation=aggregation)
-    lengths, rows = table.mask.sum(1), range(len(table.mask))
+    lengths = table.mask.sum(1)
+    rows = range(len(table.mask))
     weights = bind_aggregation(aggregation, aggregation_hyper)(lengths, rows).float()[:, None]
     statistics = loss.statistics(LossTables(**columns))
     gradient = torch.empty_like(columns["logp"])

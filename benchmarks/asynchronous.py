@@ -110,7 +110,8 @@ class SlowTools:
     """The policy of a training attempt, after each of whose answers a tool runs."""
 
     def __init__(self, policy: Any, seconds: Iterator[float]) -> None:
-        self._policy, self._seconds = policy, seconds
+        self._policy = policy
+        self._seconds = seconds
 
     async def generate(self, messages: Sequence[Message]) -> Any:
         reply = await self._policy.generate(messages)
@@ -195,7 +196,8 @@ def compare(
             )
     walls = {arm: median(run["wall_s"] for run in runs) for arm, runs in found.items()}
     success = {arm: fmean(run["success"] for run in runs) for arm, runs in found.items()}
-    figures, failures = [], {}
+    figures = []
+    failures = {}
     for staleness, policy in arms:
         recommended = staleness == 2 and policy == RECOMMENDED
         name = (
@@ -240,13 +242,16 @@ def main() -> int:
         for eta in given.staleness.split(",")
         for policy in given.policies.split(",")
     ]
-    before, figures, failures = describe_machine(), [], {}
+    before = describe_machine()
+    figures = []
+    failures = {}
     for latency in given.latency.split(","):
         with tempfile.TemporaryDirectory(prefix="agentevo-async-") as scratch:
             try:
                 found, not_comparable = compare(Path(scratch), latency, arms, seeds)
             except NotComparableError as error:
-                found, not_comparable = [], {latency: str(error)}
+                found = []
+                not_comparable = {latency: str(error)}
         figures += found
         failures |= not_comparable
         for name, why in not_comparable.items():

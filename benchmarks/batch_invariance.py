@@ -57,7 +57,8 @@ class Worker:
 
 def work() -> None:
     """A worker: answers each `[case, repeat]` with the seconds that it took."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     engine: Any = None
     for line in sys.stdin:
         case, repeat = json.loads(line)
@@ -90,7 +91,8 @@ def converse(engine: Any, count: int, repeat: int) -> float:
     from agentevo.types import SamplingParams
 
     async def one(index: int) -> None:
-        numbers, context = random.Random(1000 * repeat + index), []
+        numbers = random.Random(1000 * repeat + index)
+        context = []
         for turn in range(6):
             context += [numbers.randrange(100, 40_000) for _ in range(48)]
             params = SamplingParams(max_new_tokens=32, seed=turn)

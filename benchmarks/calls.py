@@ -43,11 +43,13 @@ def run_once(recipe: str, overrides: list[str], record: bool) -> tuple[float, fl
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         words = [recipe, *overrides, f"run.dir={run_dir}", "tracking.report=false"]
-        begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        begun = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         mode = "--recorded" if record else "--unrecorded"
         command = [sys.executable, __file__, mode, *words]
         subprocess.run(command, check=True, capture_output=True)
-        wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall = time.perf_counter() - begun
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
         async def count() -> int:

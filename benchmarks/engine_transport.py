@@ -78,7 +78,8 @@ async def load(
             await engine.release(f"s{number}")
             return completion
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     found = await asyncio.gather(*(pair(number) for number in range(count)))
     return {
         "pairs_per_s": count / (time.perf_counter() - wall),

@@ -47,7 +47,8 @@ LITELLM_SETTINGS = {
 CLIENTS = 64
 SLOW_SEED, FIRST_S = 7, 0.03
 """A request with this seed gets its first token after so long, and the others after as long."""
-SESSIONS, TURNS = 1000, 8
+SESSIONS = 1000
+TURNS = 8
 TEXT = "the quick brown fox jumps over the lazy dog"
 QUESTION = {"role": "user", "content": "What is the answer to everything? Say it in one line."}
 START_S = 180.0
@@ -72,13 +73,15 @@ async def serve(sessions: int) -> None:
         version = 0
 
         async def generate(self, prompt_ids: Any, sampling: Any, **more: Any) -> Completion:
-            is_slow, listen = sampling.seed == SLOW_SEED, more.get("listen")
+            is_slow = sampling.seed == SLOW_SEED
+            listen = more.get("listen")
             for token in ids if listen is not None or is_slow else ():
                 if is_slow and token in (ids[0], ids[-1]):
                     await asyncio.sleep(FIRST_S)
                 if listen is not None:
                     listen([token], [-1.0])
-            logprobs, versions = [-1.0] * len(ids), [0] * len(ids)
+            logprobs = [-1.0] * len(ids)
+            versions = [0] * len(ids)
             return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop")
 
         async def release(self, session: str) -> None:
@@ -264,7 +267,8 @@ async def latency_ms(base_url: str, key: str, count: int) -> float:
 
 async def first_text_ms(base_url: str, key: str, count: int) -> float:
     """The median of what one client waits for a stream's first text beyond the engine's."""
-    times, body = [], request(stream=True, seed=SLOW_SEED)
+    times = []
+    body = request(stream=True, seed=SLOW_SEED)
     async with clients(base_url, [key]) as (client,):
         for _ in range(count):
             begun = time.perf_counter()

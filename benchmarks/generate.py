@@ -64,7 +64,8 @@ def compare(
 def generation_flops(model: PreTrainedModel, prompts: list[int], completions: list[int]) -> float:
     """Operations of completing prompts of these lengths, each computed once for all completions of
     it: as many for every prompt, in the same order."""
-    flops, share = model_flops(model), len(completions) // len(prompts)
+    flops = model_flops(model)
+    share = len(completions) // len(prompts)
     ends = [prompts[index // share] + length for index, length in enumerate(completions)]
     repeated = (share - 1) * sum(length * (length + 1) // 2 for length in prompts)
     pairs = sum(end * (end + 1) // 2 for end in ends) - repeated

@@ -119,7 +119,8 @@ def model_of(name: str) -> PreTrainedModel:
 def rows_of(count: int, length: int, vocabulary: int) -> list[Row]:
     """Texts that share nothing, of which the later three quarters are trained, as in a long
     reasoning trace."""
-    rng, prompt = random.Random(0), length // 4
+    rng = random.Random(0)
+    prompt = length // 4
     return [
         Row(
             random_ids(rng, vocabulary, prompt),
@@ -151,7 +152,10 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def attention(_: str) -> dict[str, Any]:
-    length, heads, groups, dim = 16384, 16, 8, 128
+    length = 16384
+    heads = 16
+    groups = 8
+    dim = 128
     q, k, v = (
         torch.randn(length, count, dim, device=GPU, dtype=torch.bfloat16, requires_grad=True)
         for count in (heads, groups, groups)
@@ -307,7 +311,8 @@ def main() -> None:
         extra = {"profile": options.profile, "eager": options.eager} if part == "train" else {}
         print(json.dumps(PARTS[part](model, **extra)))
         return
-    parts, models = options.parts.split(","), options.models.split(",")
+    parts = options.parts.split(",")
+    models = options.models.split(",")
     for wave in WAVES:
         work = [(part, model) for part in parts for model in wave if model in models]
         work = [(p, m) for p, m in work if p != "attention"]

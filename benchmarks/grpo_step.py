@@ -56,7 +56,8 @@ class GrpoStep:
     """Our side: the engine and the trainer on the same weights in memory."""
 
     def __init__(self, loaded: LoadedModel, engine: TorchEngine) -> None:
-        self.loaded, self.engine = loaded, engine
+        self.loaded = loaded
+        self.engine = engine
         self.prompts = [
             list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
             for text in chat_prompts(loaded)

@@ -32,7 +32,9 @@ def train_here(told: Path, is_frozen: bool, words: list[str]) -> None:
     from agentevo.cli.main import main
     from agentevo.orchestration import run
 
-    freeze, searches, began = run.lasting_heap, list[float](), [0.0]
+    freeze = run.lasting_heap
+    searches = list[float]()
+    began = [0.0]
 
     def heard(phase: str, info: dict[str, Any]) -> None:
         if info["generation"] == 2 and phase == "start":

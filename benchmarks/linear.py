@@ -29,7 +29,8 @@ MIN_SECONDS = 0.5
 def seconds_each(calls: Sequence[Callable[[], object]]) -> float:
     """Of one call: best of the passes over all calls that fit in MIN_SECONDS, after one that warms
     up."""
-    best, deadline = float("inf"), 0.0
+    best = float("inf")
+    deadline = 0.0
     while not deadline or time.perf_counter() < deadline:
         started = time.perf_counter()
         for call in calls:

@@ -100,7 +100,8 @@ def processor(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
         "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
     }
     if "cpu family" in cpuinfo:
-        family, model = int(cpuinfo["cpu family"]), int(cpuinfo["model"])
+        family = int(cpuinfo["cpu family"])
+        model = int(cpuinfo["model"])
         described |= {"family": family, "model": model}
         if described["vendor"] == "AuthenticAMD":
             described["architecture"] = next(

@@ -98,7 +98,8 @@ def measure(
         distributed.all_gather_object(peaks, peak)
         row[way] = {"publish_s": round(took, 2), "peaks": peaks}
     if distributed.get_rank() == 0:
-        found, expected = reader.read(version), WeightsFolder(folders["full"].folder).read(version)
+        found = reader.read(version)
+        expected = WeightsFolder(folders["full"].folder).read(version)
         for name, tensor in expected.items():
             assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
         whole = num_bytes(expected)

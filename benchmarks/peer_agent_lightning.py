@@ -44,7 +44,8 @@ def make_attempt(turns: int, tokens: int) -> list[dict[str, Any]]:
 
 
 async def one_round(store: Any, request: dict[str, Any]) -> dict[str, float]:
-    size, num_groups = request["group"], request["groups"]
+    size = request["group"]
+    num_groups = request["groups"]
     seconds = dict.fromkeys(("lease", "write", "read"), 0.0)
     for _ in range(num_groups):
         await store.enqueue_many_rollouts(

@@ -92,7 +92,8 @@ def make_callback(line: Line, description: dict[str, Any]) -> Any:
             if request is None:
                 control.should_training_stop = True
                 return
-            self.wanted, self.seconds = request["steps"], []
+            self.wanted = request["steps"]
+            self.seconds = []
             self.started = time.perf_counter()
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -119,7 +120,9 @@ def len_tokens(trainer: Any) -> float:
 
 def main() -> None:
     line = Line()
-    folder, prompts_file, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder = sys.argv[1]
+    prompts_file = sys.argv[2]
+    threads = int(sys.argv[3])
     import torch
     import transformers
     import trl

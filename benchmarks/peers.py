@@ -37,7 +37,8 @@ def interpreter(name: str) -> Path:
     given = os.environ.get("AGENTEVO_PEERS_DIR")
     root = Path(given) if given else HERE.parent / ".venv-peers"
     folder = (root / name).absolute()
-    python, stamp = folder / "bin" / "python", folder / ".installed"
+    python = folder / "bin" / "python"
+    stamp = folder / ".installed"
     requirements = HERE / f"requirements-{name}.txt"
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if python.exists() and (given or (stamp.exists() and stamp.read_text() == wanted)):
@@ -79,7 +80,8 @@ class Peer:
         """`environment`: see `interpreter`; None runs the script in ours. `variables`: settings of
         the peer that it takes from its process environment."""
         self.name = name
-        self.script, self.args = script, args
+        self.script = script
+        self.args = args
         self.python = Path(sys.executable) if environment is None else interpreter(environment)
         self.variables = dict(variables or {})
         self.log = (

@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-LENGTH, VOCABULARY, STAGES = 128, 512, 2
+LENGTH = 128
+VOCABULARY = 512
+STAGES = 2
 
 
 def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> list[float]:
@@ -105,7 +107,8 @@ def measured(stages: int, repeats: int) -> list[float]:
 def table(alone: Sequence[float], shared: Sequence[float]) -> str:
     lines = ["micro-batches | 1 process, s | 2 stages, s | stands still | by the formula"]
     for count, one, two in zip(MICRO_BATCHES, alone, shared, strict=True):
-        idle, ideal = 1 - one / (STAGES * two), (STAGES - 1) / (count + STAGES - 1)
+        idle = 1 - one / (STAGES * two)
+        ideal = (STAGES - 1) / (count + STAGES - 1)
         lines.append(f"{count:13} | {one:12.2f} | {two:11.2f} | {idle:12.0%} | {ideal:14.0%}")
     return "\n".join(lines)
 

@@ -51,7 +51,9 @@ from ours import load
 
 TURNS = (1, 2, 4, 8, 16)
 GROUP_SIZE = 8
-PROMPT_TOKENS, ACTION_TOKENS, OBSERVATION_TOKENS = 250, (10, 30), (40, 80)
+PROMPT_TOKENS = 250
+ACTION_TOKENS = (10, 30)
+OBSERVATION_TOKENS = (40, 80)
 EFFICIENCY_TURNS = 8
 MICRO_BATCH_TOKENS = 16384
 CPU = torch.device("cpu")
@@ -90,7 +92,8 @@ class Attempt:
         trained tokens of the attempt, in order."""
         place = sum(end - start for start, end in self.actions[: turns.start])
         length = self.actions[turns[-1]][1]
-        mask, old = [False] * length, [0.0] * length
+        mask = [False] * length
+        old = [0.0] * length
         for start, end in (self.actions[turn] for turn in turns):
             mask[start:end] = [True] * (end - start)
             old[start:end] = logprobs[place : place + end - start]
@@ -111,7 +114,8 @@ def attempts(num_turns: int, vocabulary: int) -> list[Attempt]:
     prompt = random_ids(rng, vocabulary, PROMPT_TOKENS)
     found = []
     for _ in range(GROUP_SIZE):
-        ids, actions = list(prompt), []
+        ids = list(prompt)
+        actions = []
         for turn in range(num_turns):
             if turn:
                 ids += random_ids(rng, vocabulary, rng.randint(*OBSERVATION_TOKENS))
@@ -124,7 +128,8 @@ def attempts(num_turns: int, vocabulary: int) -> list[Attempt]:
 
 def samples_of(model: PreTrainedModel, num_turns: int) -> tuple[list[Sample], list[Sample]]:
     """One per attempt, and one per turn."""
-    group, turns = attempts(num_turns, model.config.vocab_size), range(num_turns)
+    group = attempts(num_turns, model.config.vocab_size)
+    turns = range(num_turns)
     blank = [0.0] * (num_turns * ACTION_TOKENS[1])
     old = noisy_logprobs(model, [attempt.sample("", blank, turns) for attempt in group], num_turns)
     members = list(zip(range(GROUP_SIZE), group, old, strict=True))
@@ -159,7 +164,8 @@ def run(
     started = time.perf_counter()
     batches = plan(samples)
     planned = time.perf_counter()
-    weights, total = minibatch.row_weights(samples), 0.0
+    weights = minibatch.row_weights(samples)
+    total = 0.0
     for indices, batch in batches:
         loss, _ = minibatch.loss(
             model, batch, weights[indices], kl_coef=0.0, entropy_coef=0.0, statistics={}

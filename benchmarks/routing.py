@@ -29,7 +29,9 @@ from agentevo.store.codec import encode_trajectories
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn
 
-PROMPT, COMPLETION, ATTEMPTS = 64, 64, 16
+PROMPT = 64
+COMPLETION = 64
+ATTEMPTS = 16
 VOCABULARY = 512
 
 
@@ -136,7 +138,8 @@ def main() -> None:
     tokens = ATTEMPTS * (PROMPT + COMPLETION)
     rows = trajectories[0].turns[0].routed_experts
     assert rows is not None
-    whole, plain = stored_bytes(trajectories), stored_bytes(bare)
+    whole = stored_bytes(trajectories)
+    plain = stored_bytes(bare)
     print(
         f"store: {plain / tokens:.1f} bytes per token, with the record {whole / tokens:.1f}: "
         f"{(whole - plain) / tokens:.1f} for {rows.bytes_per_token} bytes of {rows.layers} layers"

@@ -68,7 +68,9 @@ class Bench:
     """One run: our model, the peers that were started, figures and failures."""
 
     def __init__(self, model: str, threads: int, repeats: int) -> None:
-        self.model, self.threads, self.repeats = model, threads, repeats
+        self.model = model
+        self.threads = threads
+        self.repeats = repeats
         self.figures: list[Figure] = []
         self.failures: dict[str, str] = {}
         self.peers: dict[str, Any] = {}
@@ -189,7 +191,8 @@ def run_train(bench: Bench, scratch: Path) -> None:
 
 
 def run_sft(bench: Bench, scratch: Path) -> None:
-    adapter, rows = make_adapter(bench.folder, scratch / "adapter"), scratch / "conversations.json"
+    adapter = make_adapter(bench.folder, scratch / "adapter")
+    rows = scratch / "conversations.json"
     ours = SupervisedStep(bench.folder, adapter)
     rows.write_text(json.dumps([peer_row(sample) for sample in ours.samples]))
 

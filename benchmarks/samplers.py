@@ -114,7 +114,8 @@ async def trainer(store: Store, count: int, ends: float, since: float) -> Times:
         if len(groups) < STEP:
             await asyncio.sleep(0.5)
             continue
-        started, step = time.time(), step + 1
+        started = time.time()
+        step = step + 1
         ids = [
             stored.trajectory.id
             for group in groups
@@ -169,7 +170,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    before, figures = describe_machine(), []
+    before = describe_machine()
+    figures = []
     server = PostgreSQL()
     try:
         server.start(durable=True, connections=1500)

@@ -47,7 +47,10 @@ from agentevo.types import SamplingParams
 from figures import Figure, NotComparableError, write_results
 from machine import describe_machine
 
-CONTEXT, PROMPT, NEW_TOKENS, REQUESTS = 512, 200, 64, 128
+CONTEXT = 512
+PROMPT = 200
+NEW_TOKENS = 64
+REQUESTS = 128
 RECIPE: dict[str, Any] = {
     "model": {
         "name": "tiny",
@@ -167,7 +170,8 @@ async def timed(ask: Ask, batch: list[list[int]], at_once: int, seed: int) -> di
         async with places:
             return await ask(prompt, seed + number)
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     counts = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(batch)))
     seconds = time.perf_counter() - wall
     if counts != [NEW_TOKENS] * len(batch):
@@ -307,7 +311,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--save", action="store_true", help="write the raw numbers, too")
     given = parser.parse_args()
-    before, figures = describe_machine(), []
+    before = describe_machine()
+    figures = []
     for part in given.only.split(","):
         try:
             figures += PARTS[part](given.at_once, given.repeats)

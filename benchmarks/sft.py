@@ -39,7 +39,8 @@ from machine import Rate
 from train_step import Step, tried
 
 NUM_ROWS = 16
-RANK, ALPHA = 16, 32
+RANK = 16
+ALPHA = 32
 B_DEVIATION = 0.01
 LEARNING_RATE = 1e-5
 DEFAULT_MICRO_BATCH = 8
@@ -55,7 +56,8 @@ TEXT = (
 
 
 def conversations(seed: int = 4) -> list[ChatRow]:
-    rng, words = random.Random(seed), TEXT.split()
+    rng = random.Random(seed)
+    words = TEXT.split()
 
     def text(median_words: int) -> str:
         return " ".join(

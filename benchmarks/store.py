@@ -40,7 +40,9 @@ from agentevo.types import Task, Trajectory, Turn
 from figures import Figure, write_results
 from machine import describe_machine
 
-TURNS, TOKENS, GROUP = 8, 4096, 8
+TURNS = 8
+TOKENS = 4096
+GROUP = 8
 GROUPS = 16
 """Groups in one timed round."""
 BACKENDS = ("sqlite", "postgresql", "mongodb")
@@ -226,7 +228,8 @@ def over_backends(
         for name, make in urls.items():
             sizes = [size for size in rows if size <= 100_000 or name != "mongodb"]
             results[name] = asyncio.run(measure(name, make(), sizes, repeats))
-            small, large = results[name][0], results[name][-1]
+            small = results[name][0]
+            large = results[name][-1]
             if small is not large:
                 shares = {op: small["median_ms"][op] / large["median_ms"][op] for op in OPERATIONS}
                 raw = {"medians": shares, "unit": "of the speed", "sizes": results[name]}
@@ -308,7 +311,9 @@ def main() -> int:
     backends = args.backends.split(",")
     if set(backends) - set(BACKENDS):
         parser.error(f"--backends takes some of {', '.join(BACKENDS)}")
-    before, failures, described = describe_machine(), {}, {}
+    before = describe_machine()
+    failures = {}
+    described = {}
     results, figures = over_backends(backends, rows, args.repeats)
     for start in PEERS if "sqlite" in results and not args.no_peers else ():
         try:

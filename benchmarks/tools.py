@@ -36,8 +36,13 @@ import psutil
 from figures import Figure, write_results
 from machine import describe_machine
 
-ATTEMPTS, TURNS, NEW_TOKENS, TOOL_S = 256, 6, 32, 0.2
-CLIENTS, CALLS, ASKED_FOR = 64, 3000, 1000
+ATTEMPTS = 256
+TURNS = 6
+NEW_TOKENS = 32
+TOOL_S = 0.2
+CLIENTS = 64
+CALLS = 3000
+ASKED_FOR = 1000
 SHAPE = {
     "tokenizer": "byte",
     "hidden_size": 256,
@@ -74,7 +79,8 @@ async def busy(turns: int) -> dict[str, float]:
     engine = TorchEngine(loaded.model, loaded.tokenizer, EngineSection())
     chat = ChatFormat(loaded.tokenizer)
     toolbox = Toolbox([FunctionToolSection(name=named_tool(wait))])
-    begun, ended = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    ended = asyncio.Event()
     counter = itertools.count(1)
 
     async def attempt(number: int) -> None:
@@ -102,9 +108,12 @@ async def busy(turns: int) -> dict[str, float]:
 
     async def window() -> dict[str, float]:
         await begun.wait()
-        before, started, cpu = engine.stats(), time.perf_counter(), time.process_time()
+        before = engine.stats()
+        started = time.perf_counter()
+        cpu = time.process_time()
         await ended.wait()
-        after, wall = engine.stats(), time.perf_counter() - started
+        after = engine.stats()
+        wall = time.perf_counter() - started
         return {
             "busy_s": after["engine/busy_s"] - before["engine/busy_s"],
             "wall_s": wall,
@@ -158,7 +167,9 @@ async def calls(kind: str, url: str, count: int) -> dict[str, float]:
 
         await client(0)
         servers = psutil.Process().children()
-        ours, theirs, started = time.process_time(), _cpu_s(servers), time.perf_counter()
+        ours = time.process_time()
+        theirs = _cpu_s(servers)
+        started = time.perf_counter()
         await asyncio.gather(*map(client, range(CLIENTS)))
         wall = time.perf_counter() - started
         made = count // CLIENTS * CLIENTS

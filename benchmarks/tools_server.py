@@ -24,7 +24,8 @@ def answer(message: dict[str, Any]) -> bytes | None:
     """To a message of MCP; None where it wants none."""
     if "id" not in message:
         return None
-    method, given = message.get("method"), message.get("params") or {}
+    method = message.get("method")
+    given = message.get("params") or {}
     result: dict[str, Any]
     if method == "initialize":
         result = {

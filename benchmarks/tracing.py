@@ -188,7 +188,9 @@ def train_here(words: Sequence[str], told: Path) -> None:
     """In a process of its own: trains, and writes what the tracer has cost."""
     from agentevo.cli.main import main
 
-    begin, end, started = Tracer.__aenter__, Tracer.close, [0.0]
+    begin = Tracer.__aenter__
+    end = Tracer.close
+    started = [0.0]
     found: dict[str, float] = {}
 
     async def timed_begin(self: Tracer) -> Tracer:
@@ -259,7 +261,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
-    machine, only = describe_machine(), arguments.only.split(",")
+    machine = describe_machine()
+    only = arguments.only.split(",")
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-tracing-") as name:
         folder = Path(name)

@@ -150,7 +150,8 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     from memory import peak_bytes
 
     distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
-    size, most = given["shard"], given["length"] * given["samples"] // given["parts"]
+    size = given["shard"]
+    most = given["length"] * given["samples"] // given["parts"]
     parallel = ParallelSection(shard=size, pipeline=given["pipeline"])
     memory = MemorySection(checkpointing=given["checkpointing"])
     model = keep_activations(prepare(_model(given)), memory)
@@ -166,7 +167,8 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
         model, config.trainer.model_copy(update={"minibatches": 1}), AlgorithmSection(),
         memory=memory,
     )  # fmt: skip
-    rng, vocabulary = random.Random(0), given["vocabulary"]
+    rng = random.Random(0)
+    vocabulary = given["vocabulary"]
     items = [
         _sample(n, given["length"], rng, vocabulary, 0) for n in range(given["samples"] * size)
     ]
@@ -198,7 +200,8 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
 
     if max(given["shard"], given["pipeline"]) > 1:
         return _spread_child(given)
-    rng, model = random.Random(0), _model(given)
+    rng = random.Random(0)
+    model = _model(given)
     if given["rank"]:
         model = add_adapter(model, LoraSection(rank=given["rank"]), seed=0)
     memory = MemorySection(checkpointing=given["checkpointing"])

@@ -103,7 +103,8 @@ def rows_of(count: int) -> Iterator[dict[str, Any]]:
         step, member = divmod(number, STEP)
         is_held_out = step % EVALUATED == EVALUATED - 1
         group, attempt = divmod(member, 8)
-        is_dropped, is_failed = group % 2 == 1 and not is_held_out, number % 97 == 0
+        is_dropped = group % 2 == 1 and not is_held_out
+        is_failed = number % 97 == 0
         state = "failed" if is_failed else "dropped" if is_dropped else "committed"
         task = f"held-{group}" if is_held_out else f"task-{(step * 32 + group) % 5000}"
         label = "greedy" if is_held_out else f"train-{group}"
@@ -140,7 +141,8 @@ def blobs() -> list[bytes]:
     from agentevo.store.codec import encode_trajectories
     from agentevo.types import Message, Trajectory, Turn
 
-    dice, made = random.Random(0), []
+    dice = random.Random(0)
+    made = []
     words = [f"{a}{b}{c}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst"]
     for number in range(200):
         said = " ".join(dice.choices(words, k=100))
@@ -259,7 +261,8 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
         while "is made from the store" in (await client.get(f"/runs/{key}/attempts")).text:
             await asyncio.sleep(0.2)
         found["index_columns_s"] = time.perf_counter() - began
-        began, left = time.perf_counter(), count
+        began = time.perf_counter()
+        left = count
         while left and time.perf_counter() - began < read_s:
             await asyncio.sleep(2)
             left = shared.indexes.state(url)[0].of

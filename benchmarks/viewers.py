@@ -40,7 +40,8 @@ class Turn(NamedTuple):
 
 def viewers(folder: Path, turns: int, steps: int) -> dict[str, Any]:
     """Watched and unwatched turns of one training of `frozen_lake`."""
-    told, total = folder / "told", turns * steps
+    told = folder / "told"
+    total = turns * steps
     words = ["train", "frozen_lake", f"run.dir={folder}/lake", f"trainer.steps={total}"]
     words += ["trainer.learning_rate=1e-9", "evaluation.tasks=8", "tracking.report=false"]
     words += ["checkpoint.every=1000", "evaluation.every=1000", "cold_start.episodes=64"]
@@ -130,7 +131,9 @@ def until_steps(
 async def watch(url: str, told: str) -> None:
     """VIEWERS people who look at the run's page, until this is killed."""
     os.nice(19)
-    heard, asked, address = 0, 0, httpx.URL(url)
+    heard = 0
+    asked = 0
+    address = httpx.URL(url)
     base = str(address.copy_with(path="/", query=None)).rstrip("/")
 
     def note() -> None:
@@ -146,7 +149,9 @@ async def watch(url: str, told: str) -> None:
 
     async def one(client: httpx.AsyncClient) -> None:
         nonlocal heard
-        version, part_at, work_at = -1, 0.0, 0.0
+        version = -1
+        part_at = 0.0
+        work_at = 0.0
         await client.get(url)
         while (await client.get("/runs/lake")).status_code != 200:
             await asyncio.sleep(1)
@@ -157,9 +162,11 @@ async def watch(url: str, told: str) -> None:
                         if not line.startswith("data: "):
                             continue
                         heard += 1
-                        news, now = json.loads(line.removeprefix("data: ")), time.monotonic()
+                        news = json.loads(line.removeprefix("data: "))
+                        now = time.monotonic()
                         if news["version"] != version and now - part_at >= 0.5:
-                            version, part_at = news["version"], now
+                            version = news["version"]
+                            part_at = now
                             await ask(client, "/runs/lake")
                         if now - work_at >= 3:
                             work_at = now

@@ -41,7 +41,8 @@ def other_forms(
 ) -> tuple[int, int, float]:
     """Changed elements; bytes of xor under zlib level 1; the seconds that takes."""
     count = sum(len(changed(old[name], new[name]).indices) for name in new)
-    began, size = time.perf_counter(), 0
+    began = time.perf_counter()
+    size = 0
     for name, tensor in new.items():
         both = old[name].view(torch.int16) ^ tensor.view(torch.int16)
         size += len(zlib.compress(both.numpy().tobytes(), 1))

@@ -111,7 +111,9 @@ def _build(name: str) -> PreTrainedModel:
         "dtype": torch.float32,
     }
     if name.endswith("-wide"):
-        name, shape["hidden_size"], shape["intermediate_size"] = name[:-5], 64, 64
+        name = name[:-5]
+        shape["hidden_size"] = 64
+        shape["intermediate_size"] = 64
     if name == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     if name == "qwen2":
@@ -233,7 +235,9 @@ class ScriptedEngine:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_id: int, says: Iterable[str | BaseException]
     ) -> None:
-        self._tokenizer, self._end_id, self._says = tokenizer, end_id, iter(says)
+        self._tokenizer = tokenizer
+        self._end_id = end_id
+        self._says = iter(says)
         self.version = 3
         self.requests: list[tuple[list[int], SamplingParams, str | None]] = []
         self.released: list[str] = []

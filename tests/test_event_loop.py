@@ -89,7 +89,8 @@ def test_a_users_task_ends_nothing_else(act):
 
 def test_a_scope_ends_its_own_tasks_alone():
     async def main() -> tuple[bool, ...]:
-        scope, ours = TaskScope(), asyncio.create_task(asyncio.sleep(3600))
+        scope = TaskScope()
+        ours = asyncio.create_task(asyncio.sleep(3600))
         started: list[asyncio.Task[None]] = []
 
         async def theirs() -> None:
@@ -220,7 +221,8 @@ async def _raise(error: BaseException) -> None:
 
 
 def test_ctrl_c_cancels_and_interrupts_even_while_a_users_code_runs():
-    handler, ended = signal.getsignal(signal.SIGINT), []
+    handler = signal.getsignal(signal.SIGINT)
+    ended = []
 
     async def main() -> None:
         async def theirs() -> None:

@@ -50,7 +50,9 @@ def test_what_a_killed_writer_left_is_written_over(tmp_path):
 
 
 def test_one_of_many_creates_a_file(tmp_path):
-    path, barrier, wins = tmp_path / "secret", threading.Barrier(8), []
+    path = tmp_path / "secret"
+    barrier = threading.Barrier(8)
+    wins = []
 
     def create(number):
         barrier.wait(timeout=60)

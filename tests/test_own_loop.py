@@ -35,7 +35,8 @@ def test_what_blocks_holds_up_nobody_else_and_the_next_one_has_another_loop(monk
         free.wait(30)
 
     async def attempts():
-        own, ticks = OwnLoop("world"), 0
+        own = OwnLoop("world")
+        ticks = 0
         first = await own.run(where)
         hung = asyncio.ensure_future(own.run(blocks))
         for _ in range(5):

@@ -11,7 +11,8 @@ from agentevo.retry import with_retries
 
 
 def calls(*results):
-    left, made = list(results), []
+    left = list(results)
+    made = []
 
     async def call():
         made.append(1)

@@ -27,7 +27,8 @@ def send(number):
 
 
 def test_signals_are_collected_and_what_they_did_before_comes_back():
-    before, calls = handlers(), []
+    before = handlers()
+    calls = []
     with collect_signals(signal.SIGINT, signal.SIGTERM, on_first=calls.append) as received:
         assert received == []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):

@@ -53,9 +53,11 @@ def data(given: argparse.Namespace) -> dict[str, str]:
     shown = []
     for number, word in enumerate(words):
         guess = "".join(rng.choice(sorted(set(KEYS.values()))) for _ in word)
-        asked, said = word, guess
+        asked = word
+        said = guess
         if number >= given.shown:
-            asked, said = Keypad().prompt(rng), str(rng.randint(1, LONGEST))
+            asked = Keypad().prompt(rng)
+            said = str(rng.randint(1, LONGEST))
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         shown.append({"messages": turns})
     tasks = {name: {"query": name, "answer": spelt(name)} for name in (*held_out, *words)}

@@ -30,9 +30,11 @@ def rollout(task, policy):
         results = []
         for call in calls:
             try:
-                result, failed = hunt.open_box(**call.input), False
+                result = hunt.open_box(**call.input)
+                failed = False
             except TypeError as error:
-                result, failed = str(error), True
+                result = str(error)
+                failed = True
             results.append(
                 {
                     "type": "tool_result",

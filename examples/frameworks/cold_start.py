@@ -62,7 +62,9 @@ class Teacher:
     """An engine that says one text: `answer`, which is set before each request."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        self._chat, self.version, self.answer = chat, 0, ""
+        self._chat = chat
+        self.version = 0
+        self.answer = ""
 
     async def generate(self, prompt_ids: Any, sampling: Any, **options: Any) -> Completion:
         """See inference.engine.Engine."""
@@ -96,7 +98,9 @@ class TaughtConversation(Conversation):
             context_length=10**6,
             timeout_s=60.0,
         )
-        self._opens, self._says, self._draw = opens, says, random.Random(task.id)
+        self._opens = opens
+        self._says = says
+        self._draw = random.Random(task.id)
         self.rows: list[dict[str, Any]] = []
         """The conversations so far, as rows for `agentevo.sft`: one, or one for each turn whose
         history is not that which was recorded."""

@@ -17,7 +17,8 @@ from agentevo.agents.agent import FunctionAgent
 from cold_start import make_policy
 from hunt import make_tasks
 
-STEPS, HELD_OUT = 4, 64
+STEPS = 4
+HELD_OUT = 64
 
 
 def learn(

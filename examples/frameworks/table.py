@@ -27,7 +27,8 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 BUILD = ROOT / "build" / "frameworks"
 PAGE = ROOT / "docs" / "frameworks.md"
-BEGIN, END = "<!-- table -->", "<!-- /table -->"
+BEGIN = "<!-- table -->"
+END = "<!-- /table -->"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def python_of(example: Example) -> str:
         return sys.executable
     wanted = (FOLDER / "requirements" / f"{example.group}.txt").read_text()
     folder = BUILD / example.group
-    python, stamp = folder / "bin" / "python", folder / "installed.txt"
+    python = folder / "bin" / "python"
+    stamp = folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
         _install([sys.executable, "-m", "venv", "--clear", str(folder)])
         requirements = str(FOLDER / "requirements" / f"{example.group}.txt")
@@ -181,7 +183,8 @@ def table(out: Path, page: str = "") -> str:
             lines += [stand[example.title]] if example.title in stand else []
             continue
         result = json.loads(path.read_text())
-        before, after = 100 * result["before"], 100 * result["after"]
+        before = 100 * result["before"]
+        after = 100 * result["after"]
         lines.append(
             f"| {example.title} | {_packages(example)} | {example.api} | {before:.0f}% "
             f"| {after:.0f}% | {after - before:+.0f} | {result['steps']} "

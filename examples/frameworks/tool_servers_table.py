@@ -40,7 +40,8 @@ def table(out: Path, page: str) -> str:
         f"|{' --- |' * 11}",
     ]
     for tool in sorted(LESSONS):
-        path, name = out / tool / "result.json", f"`python tool_servers.py {tool}`"
+        path = out / tool / "result.json"
+        name = f"`python tool_servers.py {tool}`"
         if not path.exists():
             lines += [stand[name]] if name in stand else []
             continue
@@ -54,7 +55,8 @@ def table(out: Path, page: str) -> str:
 
 
 def _gain(shares: dict[str, float]) -> str:
-    before, after = 100 * shares["before"], 100 * shares["after"]
+    before = 100 * shares["before"]
+    after = 100 * shares["after"]
     return f"{before:.0f}% | {after:.0f}% | {after - before:+.0f}"
 
 

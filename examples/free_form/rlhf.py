@@ -66,7 +66,8 @@ def preferred(chosen: Sequence[Walk]) -> list[dict[str, Any]]:
 def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
     """SFT, reward model, PPO."""
     known = list(walks(held_out=False, seed=seed))
-    shown, asked = known[: size.demonstrations], known[size.demonstrations :][: size.questions]
+    shown = known[: size.demonstrations]
+    asked = known[size.demonstrations :][: size.questions]
     held_out = list(itertools.islice(walks(held_out=True, seed=0), size.held_out))
     files = {
         "train": write_rows(folder / "train.jsonl", preferred(asked)),

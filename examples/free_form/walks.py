@@ -40,7 +40,8 @@ INSTRUCTION = "where does it end ?"
 
 def _map() -> Mapping[tuple[str, str], str]:
     """Each direction leads from every place to another one."""
-    rng, ways = random.Random(0), dict[tuple[str, str], str]()
+    rng = random.Random(0)
+    ways = dict[tuple[str, str], str]()
     for direction in DIRECTIONS:
         order = list(PLACES)
         rng.shuffle(order)

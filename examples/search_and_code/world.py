@@ -108,7 +108,8 @@ class World:
     def __init__(self, seed: int, size: int = SIZE) -> None:
         draw = random.Random(f"world {seed}")
         names = _names(draw, size)
-        held_out, towns = round(size * HELD_OUT), round(1 / TOWNS)
+        held_out = round(size * HELD_OUT)
+        towns = round(1 / TOWNS)
         self.entities = [
             Entity(name, "person" if number % towns else "town", number < held_out)
             for number, name in enumerate(names)

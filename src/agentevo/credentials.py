@@ -42,7 +42,8 @@ def with_environment(url: str) -> str:
                 f"{without_password(url)}: the environment variable {reference[1]} is not set: "
                 "set it for every process that opens this URL"
             )
-        before, after = url[: reference.start()], url[reference.end() :]
+        before = url[: reference.start()]
+        after = url[reference.end() :]
         return quote(given, safe="") if "://" in before and "@" in after else given
 
     return REFERENCE.sub(value, url)
@@ -129,7 +130,8 @@ def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
 
     scheme, separator, rest = url.partition("://")
     if not separator:
-        scheme, rest = "", url
+        scheme = ""
+        rest = url
     userinfo, at, place = rest.rpartition("@")  # an unescaped password may have any character
     user, colon, password = userinfo.partition(":")
     if at and colon and "/" not in user and not stays(password):

@@ -95,7 +95,8 @@ class PenaltyState:
 
     def take(self, token: int) -> None:
         """The next token of the completion."""
-        place, penalties = self._place(token), self._penalties
+        place = self._place(token)
+        penalties = self._penalties
         self._repeated[place] = penalties.repetition
         self._offsets[place] -= penalties.frequency
         if token not in self._drawn:
@@ -147,7 +148,9 @@ class TokenPenalties(NamedTuple):
         """Place -> what they change there, of the given places [M] in ascending order at which they
         change anything; `ids` [T] is the text."""
         found: dict[int, Changes] = {}
-        state, start, done = None, -1, 0
+        state = None
+        start = -1
+        done = 0
         for place in places.tolist():
             if self.rows[place] < 0:
                 continue

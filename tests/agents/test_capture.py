@@ -127,7 +127,8 @@ def test_requests_to_the_gateway_carry_the_key_and_others_are_as_they_were(
     assert sessions(gateway) == [None, "key-a", None, None]
     before, during = elsewhere.received
     assert before == during
-    marked, plain = gateway.received[1], gateway.received[0]
+    marked = gateway.received[1]
+    plain = gateway.received[0]
     assert marked.body == plain.body
     assert marked.headers.keys() - plain.headers.keys() == {capture.HEADER.lower()}
 

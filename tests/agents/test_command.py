@@ -45,7 +45,8 @@ def ask():
 class Recorded:
     """Calls of attempts that were recorded, in place of a log."""
 
-    tracing, recorder = None, "r"
+    tracing = None
+    recorder = "r"
 
     def __init__(self):
         self.calls = {}

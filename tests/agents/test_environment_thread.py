@@ -50,7 +50,8 @@ def test_nothing_else_happens_while_a_quick_environment_answers():
 def test_slow_environments_of_a_kind_play_at_the_same_time(monkeypatch):
     """Sixteen calls wait for each other: waited for on the spot, they would never end."""
     monkeypatch.setattr(environment_thread, "GRACE_S", PATIENCE_S)
-    pace, everybody = Pace(), threading.Barrier(16)
+    pace = Pace()
+    everybody = threading.Barrier(16)
 
     async def play() -> None:
         thread = EnvironmentThread(pace)
@@ -97,7 +98,8 @@ def test_an_environment_that_can_not_be_made_leaves_no_thread():
 
 
 def test_an_environment_whose_making_was_given_up_is_closed_when_it_is_made():
-    go, closed = threading.Event(), threading.Event()
+    go = threading.Event()
+    closed = threading.Event()
 
     class Late:
         def __init__(self) -> None:
@@ -209,7 +211,8 @@ def test_an_environment_that_hangs_when_it_is_closed_is_counted_and_what_was_pla
 def test_an_environment_that_hangs_in_its_close_when_its_attempt_is_broken_off_is_counted(
     monkeypatch,
 ):
-    go, closing = threading.Event(), threading.Event()
+    go = threading.Event()
+    closing = threading.Event()
 
     def close() -> None:
         closing.set()

@@ -127,7 +127,8 @@ def test_wrong_rewards_of_turns(played, returned, expected):
 
 def test_a_function_that_hangs_costs_its_attempt(played):
     """Its thread can't be ended, but the policy answers it no more."""
-    goes_on, errors = threading.Event(), []
+    goes_on = threading.Event()
+    errors = []
 
     def run(task, policy):
         goes_on.wait(20)
@@ -179,7 +180,8 @@ def test_whatever_it_raises_fails_its_attempt(played, raised, expected):
 
 
 def test_an_attempt_that_is_cut_lets_go_of_its_thread(attempt_of):
-    began, goes_on = threading.Event(), threading.Event()
+    began = threading.Event()
+    goes_on = threading.Event()
 
     def run(task, policy):
         began.set()

@@ -76,7 +76,9 @@ def test_a_continuation_that_can_not_fit_is_refused(policy):
 def test_long_texts_are_encoded_beside_the_loop_and_not_remembered(policy, chat, monkeypatch):
     """Everything else goes on, and limits are heeded."""
     monkeypatch.setattr(chat_module, "LONG_TEXT", 100)
-    inner, threads, ticks = chat._compute_first_prompt, [], []
+    inner = chat._compute_first_prompt
+    threads = []
+    ticks = []
 
     def slow(*arguments):
         threads.append(threading.current_thread())

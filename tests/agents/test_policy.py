@@ -292,7 +292,8 @@ def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failu
 
     for version, broken in ((3, False), (-1, True)):
         engine, policy = scripted([])
-        engine.version, engine.generate = version, hang
+        engine.version = version
+        engine.generate = hang
         with pytest.raises(TimeoutError):
             run(asyncio.wait_for(policy.generate([USER]), 0.02))
         assert isinstance(policy.conversation.broken, EngineUnavailableError) == broken
@@ -300,7 +301,8 @@ def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failu
 
 def hold(engine) -> asyncio.Event:
     """The engine answers only while the event is set."""
-    generate, go = engine.generate, asyncio.Event()
+    generate = engine.generate
+    go = asyncio.Event()
 
     async def generate_when_set(*arguments, **options):
         await go.wait()

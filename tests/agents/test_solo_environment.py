@@ -52,7 +52,8 @@ def test_one_that_can_not_be_made_is_refused(error):
 
 def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
     monkeypatch.setattr(environment_thread, "CLOSE_S", 0.1)
-    go, made = threading.Event(), []
+    go = threading.Event()
+    made = []
 
     def make() -> Environment:
         made.append(1)

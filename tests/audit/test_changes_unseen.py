@@ -87,7 +87,8 @@ def test_no_value_of_a_record_is_changed_unseen(run: Path) -> None:
         database = sqlite3.connect(store)
         (text,) = database.execute("SELECT record FROM steps WHERE step = ?", (step,)).fetchone()
         database.close()
-        before, record = store.read_bytes(), json.loads(text)
+        before = store.read_bytes()
+        record = json.loads(text)
         paths = [path for path in leaves(record) if path[-1] not in (1, 2, 3)]  # of lists the first
         assert ("plan", "staleness") in paths and ("plan", "digests", 0) in paths
         for path in paths:

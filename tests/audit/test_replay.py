@@ -199,7 +199,8 @@ def test_weights_are_trained_again_one_version_after_the_other(run, tmp_path, mo
     folder = tmp_path / "run"
     shutil.copytree(run.dir, folder)
     shutil.rmtree(folder / "checkpoints")
-    done, replay_step = [], rebuild_module.replay_step
+    done = []
+    replay_step = rebuild_module.replay_step
 
     async def counted(trainer: Any, store: Any, step: Any) -> Any:
         done.append(step.step)

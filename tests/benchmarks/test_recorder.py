@@ -76,7 +76,9 @@ def test_absolute_paths_are_cut_down_to_names(text, expected, module):
 
 
 def test_nothing_of_the_machines_folders_and_variables_is_written(module, tmp_path, monkeypatch):
-    figures, machine, peers = module("figures"), module("machine"), module("peers")
+    figures = module("figures")
+    machine = module("machine")
+    peers = module("peers")
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "run.py"), "--model", str(tmp_path / "m")])
     monkeypatch.setenv("PATH", f"/opt/secret-tools{os.pathsep}{os.environ['PATH']}")

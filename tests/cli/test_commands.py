@@ -238,7 +238,8 @@ def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
 
 def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
     Path("mine.jsonl").write_text("precious\n")
-    of_run, of_store = ["trajectories", "export", str(run_dir)], ["store", "export", str(run_dir)]
+    of_run = ["trajectories", "export", str(run_dir)]
+    of_store = ["store", "export", str(run_dir)]
     of_people = ["annotations", "export", str(run_dir)]
     for words in (
         of_run,

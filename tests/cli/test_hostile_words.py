@@ -112,7 +112,9 @@ def stopped_at_work(monkeypatch) -> None:
 
 def outcome_of(words: list[str]) -> Outcome:
     """Runs the command in this process."""
-    out, err, error = io.StringIO(), io.StringIO(), ""
+    out = io.StringIO()
+    err = io.StringIO()
+    error = ""
     code: int | None = None
 
     def hangs(*arguments: object) -> None:

@@ -31,7 +31,8 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
-    playing, end = threading.Event(), threading.Event()
+    playing = threading.Event()
+    end = threading.Event()
     player, other = (
         threading.Thread(
             target=play, args=(f"sqlite:///{folder / 'store.sqlite'}", playing, end, name)

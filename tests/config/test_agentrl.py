@@ -32,7 +32,8 @@ def test_the_example_becomes_a_recipe_that_is_read(capsys):
     assert config.trainer.groups_per_step == 12
     (manager,) = config.agent.tools
     assert (manager.type, manager.url) == ("mcp_manager", "http://127.0.0.1:8014/mcpapi")
-    context, browse = config.agent.context, config.agent.browse
+    context = config.agent.context
+    browse = config.agent.browse
     assert (context.strategy, context.max_tokens) == ("discard_results", 128768 - 1024)
     assert browse.models == ("reader", "reader_2") and browse.browse_tools == ("fetch_url", "visit")
     assert config.rewards[0].models == ("judge",)

@@ -123,7 +123,8 @@ def test_every_file_is_looked_for_beside_the_recipe_first():
         str(folder / "r.yaml"),
     )
     config = load_config(path)
-    both, here = str((folder / "both.jsonl").resolve()), str(Path("here.jsonl").resolve())
+    both = str((folder / "both.jsonl").resolve())
+    here = str(Path("here.jsonl").resolve())
     for section in (config.tasks, config.data):
         assert section.train == (both, here, "hub/set:train")
         assert section.eval == (both,)

@@ -24,7 +24,8 @@ def loaded(folder, *tools, agent=None, **sections):
 
 @pytest.mark.parametrize("agent", ["tool_agent", "code_agent"])
 def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch):
-    folder, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
+    folder = tmp_path / "recipes"
+    elsewhere = tmp_path / "elsewhere"
     for one in (folder / "sub", elsewhere):
         one.mkdir(parents=True)
     (folder / "mcp.json").write_text("{}")

@@ -151,7 +151,8 @@ def whitened_trajectories(batch: Batch, numbers: dict[Hashable, float]) -> dict[
 def in_groups(batch: Batch, rule) -> dict[Hashable, float]:
     """`rule` turns the scores of one group into its advantages; groups of one and equal scores are
     0."""
-    score, found = scores(batch), {}
+    score = scores(batch)
+    found = {}
     for group in by_group(batch):
         numbers = [score[owner] for owner in group]
         given = [0.0] * len(group) if len(group) == 1 or equal(numbers) else rule(numbers, group)
@@ -344,7 +345,9 @@ def of_turns(
     advantages: PerToken = {}
     returns: PerToken = {}
     for group in by_group(batch):
-        turns, numbers, places = [], [], []
+        turns = []
+        numbers = []
+        places = []
         for owner in group:
             own = turns_of(batch, owned(batch)[owner])
             turns += own
@@ -426,7 +429,8 @@ PER_TRAJECTORY = {
 def prime(
     batch: Batch, gamma: float, process_coef: float, whiten: bool
 ) -> tuple[PerToken, PerToken]:
-    outcome, advantages = rloo(batch), {}
+    outcome = rloo(batch)
+    advantages = {}
     means = {
         owner: mean([float(batch.process[token]) for token in tokens])
         for owner, tokens in owned(batch).items()

@@ -43,7 +43,8 @@ def value_loss(values, returns, mask, old_values=None, clip=None) -> np.ndarray:
     losses = np.zeros(mask.shape)
     for i, j in np.ndindex(*mask.shape):
         if mask[i, j]:
-            v, target = float(values[i, j]), float(returns[i, j])
+            v = float(values[i, j])
+            target = float(returns[i, j])
             terms = [(v - target) ** 2]
             if clip is not None:
                 old = float(old_values[i, j])

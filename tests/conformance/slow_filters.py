@@ -28,7 +28,9 @@ def informative(rewards, ids) -> set:
 
 def rlpr(steps, beta, decay, record_from, start):
     """Per step the set of groups that stay."""
-    means, kept, m = [], [], None
+    means = []
+    kept = []
+    m = None
     for number, (rewards, ids) in enumerate(steps, start=1):
         if number == start:
             m = float(np.mean(means[record_from - 1 : start - 1]))

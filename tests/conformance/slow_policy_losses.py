@@ -132,7 +132,8 @@ def dppo_tv(now, c, o, a, m, *, clip_low, clip_high, cap, **_) -> Array:
 
 def dppo_kl(now, c, o, a, m, *, clip_low, clip_high, cap, **_) -> Array:
     def loss(s, t):
-        new, old = math.exp(c[s, t]), math.exp(o[s, t])
+        new = math.exp(c[s, t])
+        old = math.exp(o[s, t])
         kl = old * (o[s, t] - c[s, t]) + (1 - old) * math.log((1 - old + 1e-8) / (1 - new + 1e-8))
         good = kl <= clip_high or new <= old if a[s, t] > 0 else kl <= clip_low or new >= old
         return -a[s, t] * min(ratio(c[s, t] - o[s, t]), cap) * now[s, t] if good else 0.0
@@ -155,7 +156,8 @@ def chosen(c, a, m, candidates, fraction, low, high) -> set[tuple[int, int]]:
     every = tokens(m)
     if not every:
         return set()
-    mean_a, mean_l = mean([a[i] for i in every]), mean([c[i] for i in every])
+    mean_a = mean([a[i] for i in every])
+    mean_l = mean([c[i] for i in every])
 
     def centred(x: float, around: float) -> float:
         return 0.0 if math.isclose(x, around, rel_tol=1e-12) else x - around

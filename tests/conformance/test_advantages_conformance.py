@@ -40,9 +40,11 @@ each_name = pytest.mark.parametrize("name", NAMES)
 def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
     """Rows 0-7 of 0-12 tokens, with holes, empty rows, groups of one, ties, equal rewards, and
     trajectories of several rows."""
-    num_rows, width = draw(st.integers(0, 7)), draw(st.integers(0, 12))
+    num_rows = draw(st.integers(0, 7))
+    width = draw(st.integers(0, 12))
     kind = draw(st.sampled_from(["grid", "real", "equal", "last", "zero"]))
-    several_rows, density = draw(st.booleans()), draw(st.sampled_from([0.3, 0.7, 1.0]))
+    several_rows = draw(st.booleans())
+    density = draw(st.sampled_from([0.3, 0.7, 1.0]))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = (num_rows, width)
     mask = random.random(shape) < density
@@ -290,7 +292,8 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
         trajectories=rows.tolist(),
         parts={key: part[rows] for key, part in batch.parts.items()},
     )
-    expected, found = ours(name, whole, **hyper), ours(name, cut, **hyper)
+    expected = ours(name, whole, **hyper)
+    found = ours(name, cut, **hyper)
     joined = [np.zeros(batch.mask.shape), np.zeros(batch.mask.shape)]
     for at, row in enumerate(rows):
         for total, part in zip(joined, found, strict=True):

@@ -20,7 +20,8 @@ names = st.sampled_from(list(AGGREGATIONS))
 @st.composite
 def batches(draw):
     """values [S, T] with NaN where untrained, mask with holes and empty rows, trajectory ids."""
-    rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, 9))
+    rows = draw(st.integers(1, 7))
+    tokens = draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mask = rng.random((rows, tokens)) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
     mask[rng.random(rows) < 0.2] = False

@@ -124,7 +124,9 @@ def test_none_has_no_weights() -> None:
     ],
 )
 def test_refusals_say_what_to_do(change: dict[str, object], message: str) -> None:
-    old, rollout, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
+    old = torch.zeros(2, 3)
+    rollout = torch.zeros(2, 3)
+    mask = torch.ones(2, 3)
     with pytest.raises(ValueError, match=message):
         importance_weights(
             **{

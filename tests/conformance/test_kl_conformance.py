@@ -145,7 +145,8 @@ def test_refusals_say_what_to_do(call, words):
     st.lists(st.tuples(st.floats(-1, 5), st.integers(0, 2000)), max_size=20),
 )
 def test_adaptive_controller_follows_the_rule_and_survives_a_restart(coef, target, horizon, steps):
-    one, two = AdaptiveKL(coef, target, horizon), AdaptiveKL(coef, target, horizon)
+    one = AdaptiveKL(coef, target, horizon)
+    two = AdaptiveKL(coef, target, horizon)
     for measured, n in steps:
         one.update(measured, n)
         two.update(measured, n)

@@ -48,7 +48,8 @@ def defaults(name: str) -> dict:
     [("grpo", "grpo"), ("grpo_vectorized", "grpo"), ("rloo", "rloo"), ("opo", "opo")],
 )
 def test_verl_trains_a_group_of_one_on_its_raw_reward(name, ours):
-    inputs, found = batch("single"), theirs("verl", f"{name}/single")
+    inputs = batch("single")
+    found = theirs("verl", f"{name}/single")
     advantages = our_advantage(ours, inputs)[0]
     assert close(advantages[:3], found[:3])
     assert close(found[3], 0.75 * inputs["mask"][3])
@@ -95,7 +96,8 @@ def test_verl_gives_the_optimal_baseline_no_baseline_in_a_group_of_one():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_verl_counts_a_row_without_trained_tokens_as_a_score_of_zero(name):
-    inputs, found = batch("empty"), theirs("verl", f"{name}/empty")
+    inputs = batch("empty")
+    found = theirs("verl", f"{name}/empty")
     counted = inputs["mask"].clone()
     counted[2, 0] = 1
     ours = our_advantage(name, inputs)[0]
@@ -105,7 +107,8 @@ def test_verl_counts_a_row_without_trained_tokens_as_a_score_of_zero(name):
 
 
 def test_verl_scores_an_attempt_of_several_rows_by_its_last():
-    inputs, found = batch("groups"), case("verl", "grpo/sessions")
+    inputs = batch("groups")
+    found = case("verl", "grpo/sessions")
     four = {key: inputs[key][:4] for key in ("token_rewards", "mask", "group_ids")}
     last = four["token_rewards"] * torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None]
     assert close(
@@ -138,7 +141,8 @@ def test_equal_rewards_in_float32_become_noise_over_epsilon():
 
 
 def test_verl_optimal_token_baseline_compares_places_not_trained_tokens():
-    inputs, trained = batch("groups"), batch("groups")["mask"] == 1
+    inputs = batch("groups")
+    trained = batch("groups")["mask"] == 1
     ours = our_advantage("otb", inputs, "dense_rewards")[0]
     assert close(ours[trained], theirs("verl", "tir_optimal_token_baseline/groups/dense")[trained])
     assert not close(
@@ -252,7 +256,8 @@ def test_verl_cispo_has_ppos_bounds_unless_set():
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_verl_dppo_caps_the_ratio_at_3_unless_set(name):
-    found, bounds = case("verl", name), {"clip_low": 0.2, "clip_high": 0.2}
+    found = case("verl", name)
+    bounds = {"clip_low": 0.2, "clip_high": 0.2}
     assert found["settings"] == {} and defaults(name)["cap"] == 20.0
     assert close(our_loss(name, batch("loss"), cap=3.0, **bounds)[0], found["loss"])
     assert not close(our_loss(name, batch("loss"), **bounds)[0], found["loss"], 0.001)
@@ -261,8 +266,10 @@ def test_verl_dppo_caps_the_ratio_at_3_unless_set(name):
 def test_verl_gmpo_takes_the_mean_over_all_rows_and_the_sign_per_token():
     empty = our_loss("gmpo", batch("loss_empty"), "seq-mean-token-mean")[0]
     assert close(empty * 2 / 3, case("verl", "geo_mean/empty")["loss"])
-    inputs, found = batch("loss"), case("verl", "geo_mean/per_token")
-    mask, advantages = inputs["mask"], inputs["token_advantages"]
+    inputs = batch("loss")
+    found = case("verl", "geo_mean/per_token")
+    mask = inputs["mask"]
+    advantages = inputs["token_advantages"]
     sign = advantages.sign()
     gap = inputs["logp"] - inputs["old_logp"]
     kept = sign * torch.minimum(sign * gap, sign * gap.clamp(-0.4, 0.2))
@@ -301,7 +308,8 @@ def test_verl_kl_cov_pulls_with_a_tenth_unless_set():
 
 
 def test_trl_rloo_clips_one_ratio_per_sequence_of_summed_log_probs():
-    inputs, found = batch("loss"), case("trl", "loss/rloo/off_policy")
+    inputs = batch("loss")
+    found = case("trl", "loss/rloo/off_policy")
     mask = inputs["mask"]
     logp = inputs["logp"].clone().requires_grad_()
     ratio = torch.exp(((logp - inputs["old_logp"]) * mask).sum(1))
@@ -467,6 +475,7 @@ def test_trl_dpo_ignores_label_smoothing_and_its_robust_form_subtracts():
     assert close(plain, case("trl", "dpo/sigmoid_smoothed")["loss"]) and not close(
         ours, case("trl", "dpo/sigmoid_smoothed")["loss"], 1e-3
     )
-    a, b = -plain, plain - 2 * half
+    a = -plain
+    b = plain - 2 * half
     assert close(-0.8 * a - 0.2 * b, ours)
     assert close((-0.8 * a + 0.2 * b) / 0.6, case("trl", "dpo/robust")["loss"])

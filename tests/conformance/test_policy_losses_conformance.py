@@ -149,7 +149,8 @@ def test_agrees_with_the_slow_version(
     step = 1e-6
     wanted = np.zeros(shape)
     for place in slow.tokens(arrays["mask"]):
-        up, down = arrays["logp"].copy(), arrays["logp"].copy()
+        up = arrays["logp"].copy()
+        down = arrays["logp"].copy()
         up[place] += step
         down[place] -= step
         wanted[place] = (

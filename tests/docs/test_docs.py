@@ -65,7 +65,8 @@ def keys_here(row):
 
 def test_the_keys_that_peers_settings_become_exist():
     rows = [line for line in read("docs/coming_from.md").splitlines() if line.startswith("| ")]
-    known, num_keys = config_keys(), 0
+    known = config_keys()
+    num_keys = 0
     for row in rows:
         keys = list(keys_here(row))
         num_keys += len(keys)

@@ -187,7 +187,8 @@ def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
         config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
         return checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
 
-    plain, whole = parts(), parts("algorithm.name=ppo")
+    plain = parts()
+    whole = parts("algorithm.name=ppo")
     assert whole["critic"] == 2 * plain["optimizer"], "weights, gradients and two moments"
     assert parts("algorithm.name=ppo", "critic.trunk=shared").keys() == plain.keys()
     assert parts("algorithm.name=prime").keys() - plain.keys() == {
@@ -215,7 +216,8 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
         for p in earlier.served(version, 5)[1].parameters()
     }
     packed = packed_bytes(loaded.model)
-    in_turn, three = parts(), parts("rollout.staleness=3")
+    in_turn = parts()
+    three = parts("rollout.staleness=3")
     assert three["earlier weights"] == sum(storages.values()) + 3 * packed
     assert three.keys() - in_turn.keys() == {"earlier weights"}
     assert "earlier weights" not in parts("rollout.staleness=3", "rollout.policy=mask")

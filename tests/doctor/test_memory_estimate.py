@@ -103,9 +103,12 @@ def test_activations_by_hand(random_model):
     """A Llama layer of width 32 (query 32, key 16, 4 heads) with 48 inner units, in float32: what
     its backward pass needs."""
     model = random_model("llama").alone
-    shape, trained = shape_of(model), trained_of(model)
+    shape = shape_of(model)
+    trained = trained_of(model)
     assert (shape.query, shape.key, shape.head_norms, shape.tied) == (32, 16, False, True)
-    norms, attention, mlp = 2 * 3 * 32, 2 * 32 + 2 * 16 + 4, 4 * 48
+    norms = 2 * 3 * 32
+    attention = 2 * 32 + 2 * 16 + 4
+    mlp = 4 * 48
     assert layer_bytes(shape, trained, "none") == 4 * (norms + attention + mlp)
     assert layer_bytes(shape, trained, "full") == 4 * 32
     assert (
@@ -118,7 +121,8 @@ def test_activations_by_hand(random_model):
 
 def test_what_is_trained_decides(random_model):
     plain = copy.deepcopy(random_model("qwen2").alone)
-    load, memory = Load(tokens=1000, rows=500, single=True, on_cpu=False), MemorySection()
+    load = Load(tokens=1000, rows=500, single=True, on_cpu=False)
+    memory = MemorySection()
     whole = training_bytes(plain, load, memory)
     numbers = sum(p.numel() for p in plain.parameters())
     assert whole["optimizer"] == 8 * numbers

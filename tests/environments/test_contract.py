@@ -125,7 +125,8 @@ def test_baselines_leave_the_episode_alone(config: EnvironmentConfig) -> None:
 
 @every_environment
 def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
-    few, many = mean_baselines(config, range(20), 3), mean_baselines(config, range(20), 12)
+    few = mean_baselines(config, range(20), 3)
+    many = mean_baselines(config, range(20), 12)
     for rates in (few, many):
         assert rates.random is not None and rates.optimal is not None
         assert 0 <= rates.random <= rates.optimal <= 1

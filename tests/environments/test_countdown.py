@@ -71,7 +71,9 @@ def test_evaluate_keeps_to_the_operations() -> None:
 def environment(numbers: list[int], target: int, **options: object) -> CountdownEnvironment:
     made = CountdownEnvironment(CountdownConfig.model_validate(options))
     made.reset(seed=0)
-    made.numbers, made.target, made._solution = numbers, target, None
+    made.numbers = numbers
+    made.target = target
+    made._solution = None
     return made
 
 

@@ -38,7 +38,9 @@ class Server:
     """Answers with `says` in order, texts as they are; `hang` answers nothing, `die` ends."""
 
     def __init__(self, schema=SCHEMA):
-        self.says, self.heard, self.schema = [], [], schema
+        self.says = []
+        self.heard = []
+        self.schema = schema
         self.places = []
         self._server = serve(self._serve, "127.0.0.1", 0, process_request=self._answer)
         port = self._server.socket.getsockname()[1]

@@ -26,7 +26,8 @@ def test_among_equals_the_soonest_success_is_taken() -> None:
 
 def test_hopeless_for_want_of_time_still_goes_the_right_way() -> None:
     """A corridor of 5 to the right, one action left."""
-    win, move = np.zeros((2, 5)), np.zeros((2, 5, 5))
+    win = np.zeros((2, 5))
+    move = np.zeros((2, 5, 5))
     for state in range(5):
         move[0, state, max(state - 1, 0)] = 1.0
         if state < 4:
@@ -54,7 +55,8 @@ def test_random_play_agrees_with_the_exact_rate() -> None:
 def test_random_play_agrees_on_ice_over_many_seeds() -> None:
     config = FrozenLakeConfig()
     environment = FrozenLakeEnvironment(config)
-    exact, played = [], []
+    exact = []
+    played = []
     for seed in range(400):
         environment.reset(seed=seed)
         exact.append(environment.baselines().random)

@@ -114,7 +114,8 @@ def test_a_lost_room_has_no_optimal_action() -> None:
 
 def forward_distances(room: Room, state: int) -> dict[int, int]:
     """Fewest actions from `state` to every state, stepping forwards."""
-    found, queue = {state: 0}, deque([state])
+    found = {state: 0}
+    queue = deque([state])
     while queue:
         here = queue.popleft()
         for action in range(4):
@@ -196,7 +197,8 @@ def test_larger_rooms_are_about_ragens_larger() -> None:
     environment = SokobanEnvironment(
         SokobanConfig(dim=(8, 8), num_boxes=2, min_solution=3, max_solution=8)
     )
-    rates, lengths = [], []
+    rates = []
+    lengths = []
     for seed in range(60):
         environment.reset(seed=seed)
         rates.append(environment.baselines(10).random or 0.0)

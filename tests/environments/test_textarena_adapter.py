@@ -106,7 +106,8 @@ def test_episodes_do_not_disturb_each_other() -> None:
     moves = ["[up]", "[left]", "[down]", "[right]"] * 3
 
     def boards(between: int) -> list[str]:
-        environment, other = make(config), make(config)
+        environment = make(config)
+        other = make(config)
         seen = [environment.reset(seed=3)[0]]
         for move in moves:
             if between:

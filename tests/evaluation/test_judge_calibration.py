@@ -44,7 +44,8 @@ def calibrated(rows, tmp_path, capsys):
     """Calibrates a judge: its exit code, its report, and what was printed."""
 
     def run(answer, *overrides):
-        recipe, out = tmp_path / "recipe.yaml", tmp_path / "report.json"
+        recipe = tmp_path / "recipe.yaml"
+        out = tmp_path / "report.json"
         with RemoteServer(answer) as server:
             tree = {
                 "environment": {"type": "coins"},
@@ -156,11 +157,13 @@ def test_statistics_on_numbers_that_are_known():
     assert statistics.spearman([1, 2, 3], [5, 5, 5]) == 0.0
     assert statistics.pair_accuracy([1, 2, 3], [1, 1, 0]) == pytest.approx(0.5 / 3)
     assert statistics.pair_accuracy([1, 1], [1, 2]) is None
-    worth, place = np.array([0.1, 0.5, 0.3]), np.linspace(-0.5, 0.5, 3)
+    worth = np.array([0.1, 0.5, 0.3])
+    place = np.linspace(-0.5, 0.5, 3)
     rotations = [[worth[(p + r) % 3] - 0.2 * place[p] for p in range(3)] for r in range(3)]
     assert statistics.place_slope(rotations) == pytest.approx(-0.2)
     generator = np.random.default_rng(1)
-    truth, noise = generator.normal(size=400), generator.normal(size=400)
+    truth = generator.normal(size=400)
+    noise = generator.normal(size=400)
     assert abs(statistics.partial_correlation(truth + noise, truth, truth)) < 1e-6
     assert statistics.partial_correlation(truth + noise, noise, truth) > 0.9
 

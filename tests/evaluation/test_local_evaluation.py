@@ -119,7 +119,8 @@ def test_what_a_policy_has_solved_in_an_evaluation_becomes_rows_in_its_own_words
     """Each turn as it was drawn; what the token limit cut off is read and not learnt, and every
     attempt that is no row is in the account."""
     monkeypatch.chdir(run.parent)
-    out, rows = tmp_path / "out", tmp_path / "rows.jsonl"
+    out = tmp_path / "out"
+    rows = tmp_path / "rows.jsonl"
     assert main(["eval", "run@2", "-k", "8", "--out", str(out)]) == 0
     played = ResultsFolder(out).trajectories()
     best = max(one.reward for one in played.values())

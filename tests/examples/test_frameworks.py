@@ -54,7 +54,8 @@ def test_every_package_of_an_environment_is_pinned():
 def test_a_hunt_is_won_by_following_its_notes():
     for row in make_tasks(50, seed=3):
         hunt = Hunt(agentevo.Task(**_fields(row)))
-        colour, said = row["query"].split()[3], ""
+        colour = row["query"].split()[3]
+        said = ""
         for _ in row["boxes"]:
             said = hunt.open_box(colour)
             colour = said.split()[-2] if said.startswith("A note") else ""

@@ -51,6 +51,7 @@ def test_the_table_keeps_what_was_not_trained(tmp_path, monkeypatch):
     (tmp_path / "files" / "result.json").write_text(json.dumps(result))
     stands = "| `python tool_servers.py search` | kept |"
     lines = tables.table(tmp_path, stands).splitlines()
-    name, shares = "`python tool_servers.py files`", "0% | 50% | 12% | 75% | +62 | 25% | 50% | +25"
+    name = "`python tool_servers.py files`"
+    shares = "0% | 50% | 12% | 75% | +62 | 25% | 50% | +25"
     made = f"| {name} | {shares} | 8 | 1.2 |"
     assert lines[2:] == [made, stands]

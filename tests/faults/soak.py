@@ -79,7 +79,8 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
     """Kills a random part about every `every_s` seconds; returns the summary. Raises
     AssertionError."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
-    rng, fork_server = random.Random(seed), ForkServer()
+    rng = random.Random(seed)
+    fork_server = ForkServer()
     ours = set(psutil.Process().children(recursive=True))
     config = build_config(
         SMALL,
@@ -122,7 +123,8 @@ def _attack(
         part.start()
     seen: list[Footprint] = []
     kills = 0
-    ends, next_kill = time.monotonic() + 60.0 * minutes, time.monotonic() + every_s
+    ends = time.monotonic() + 60.0 * minutes
+    next_kill = time.monotonic() + every_s
     while time.monotonic() < ends:
         time.sleep(SAMPLE_S)
         for part in parts:

@@ -41,7 +41,10 @@ def meanwhile(
     """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each
     time that it has come to something. `trainer` does not begin its last step before there are
     `least`."""
-    done, over, rng, errors = [], threading.Event(), random.Random(seed), []
+    done = []
+    over = threading.Event()
+    rng = random.Random(seed)
+    errors = []
     trainer.marks.hold_at = trainer.config.trainer.steps - 1
 
     def work() -> None:

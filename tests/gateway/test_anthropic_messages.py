@@ -64,7 +64,8 @@ async def streamed(opened, policy, body):
 
 def summed(events):
     """As Anthropic's own clients put a message together."""
-    message, texts = {}, {}
+    message = {}
+    texts = {}
     for event in events:
         match event["type"]:
             case "message_start":
@@ -73,7 +74,8 @@ def summed(events):
                 assert event["index"] == len(message["content"])
                 message["content"].append(dict(event["content_block"]))
             case "content_block_delta":
-                delta, block = event["delta"], message["content"][event["index"]]
+                delta = event["delta"]
+                block = message["content"][event["index"]]
                 for key in ("text", "thinking", "signature"):
                     if key in delta:
                         block[key] += delta[key]
@@ -89,7 +91,9 @@ def summed(events):
 
 async def conversed(opened, policy, ask):
     """Three turns with calls and results. Returns what came, and what was counted before."""
-    messages, answers, counts = [USER], [], []
+    messages = [USER]
+    answers = []
+    counts = []
     for _ in SAYS:
         body = {**AGENT, "messages": messages}
         counts.append((await counted(opened, policy, body))["input_tokens"])
@@ -132,7 +136,8 @@ def test_turns_with_calls_and_results_extend_the_recorded_tokens(gateway_of, str
     assert [message.text for message in after[:3]] == ["sum 3", "3!", "Go on."]
     assert [message.tool_call_id for message in after[:2]] == [second["id"], first["id"]]
     for number, (answer, count, turn) in enumerate(zip(answers, counts, turns, strict=True)):
-        used, prompt = answer["usage"], conversation.prompt_ids(number)
+        used = answer["usage"]
+        prompt = conversation.prompt_ids(number)
         assert count == len(prompt)
         assert used["input_tokens"] == len(turn.prompt_ids)
         assert used["cache_read_input_tokens"] == len(prompt) - len(turn.prompt_ids)
@@ -344,7 +349,8 @@ def test_failures_have_the_api_s_names_and_statuses(gateway_of):
     async def talk():
         says = [EngineUnavailableError("no engine answers")]
         async with gateway_of(says, max_body_mb=0.25) as opened:
-            policy, ended = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            ended = opened.policy("b")
             assert ended.api_key
             await ended.close()
             long = {**ASK, "messages": [{"role": "user", "content": "word " * 500}]}
@@ -370,7 +376,8 @@ def test_failures_have_the_api_s_names_and_statuses(gateway_of):
 
 def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded):
     class Breaks:
-        version, slept_s = 3, 0.0
+        version = 3
+        slept_s = 0.0
 
         async def generate(self, prompt_ids, sampling, *, listen=None, **more):
             listen(loaded.tokenizer.encode("left", add_special_tokens=False), [-0.5] * 4)
@@ -395,7 +402,8 @@ def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded)
 def test_counting_records_nothing_and_has_no_limit(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"] * 2) as opened:
-            policy, other = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            other = opened.policy("b")
             counts = []
             for one in (other, policy):
                 said = {

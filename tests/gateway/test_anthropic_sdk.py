@@ -51,7 +51,9 @@ def test_a_conversation_with_tools(gateway_of, stream):
     async def talk():
         async with gateway_of(SAYS) as opened:
             policy = opened.policy(context_length=10_000)
-            client, messages, answers = client_of(policy), [USER], []
+            client = client_of(policy)
+            messages = [USER]
+            answers = []
             for _ in SAYS:
                 answers.append(await ask(client, messages))
                 messages = [*messages, {"role": "assistant", "content": answers[-1].content}]
@@ -114,7 +116,8 @@ def test_its_runner_of_tools_goes_to_the_end(gateway_of):
 def test_failures_are_its_exceptions(gateway_of):
     async def talk():
         async with gateway_of([EngineUnavailableError("no engine answers")] * 2) as opened:
-            policy, ended = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            ended = opened.policy("b")
             late = client_of(ended)
             await ended.close()
             client = client_of(policy)
@@ -135,7 +138,8 @@ def test_failures_are_its_exceptions(gateway_of):
 
 def test_a_stream_that_breaks_raises_what_its_event_says(gateway_of):
     class Breaks:
-        version, slept_s = 3, 0.0
+        version = 3
+        slept_s = 0.0
 
         async def generate(self, prompt_ids, sampling, *, listen=None, **more):
             listen([80, 80, 80, 80], [-0.5] * 4)

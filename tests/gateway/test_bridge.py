@@ -16,7 +16,9 @@ from agentevo.gateway.refusals import Refusal
 @contextlib.contextmanager
 def sampler_of(gateway):
     """A bridge from this loop to a loop in a thread of its own."""
-    ready, bridge, stop = threading.Event(), [], []
+    ready = threading.Event()
+    bridge = []
+    stop = []
 
     async def live():
         bridge.append(Bridge(gateway))
@@ -45,7 +47,9 @@ def crossed(test):
 
 def test_what_is_sent_together_wakes_the_loop_once_and_keeps_its_order():
     async def work():
-        loop, wakes, calls = asyncio.get_running_loop(), [], []
+        loop = asyncio.get_running_loop()
+        wakes = []
+        calls = []
         mailbox = Mailbox(loop)
         receive = mailbox._receive
         mailbox._receive = lambda: (wakes.append(len(calls)), receive())
@@ -61,7 +65,9 @@ def test_what_is_sent_together_wakes_the_loop_once_and_keeps_its_order():
 
 def test_a_call_that_fails_keeps_none_of_the_others_back():
     async def work():
-        loop, calls, failures = asyncio.get_running_loop(), [], []
+        loop = asyncio.get_running_loop()
+        calls = []
+        failures = []
         loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
         mailbox = Mailbox(loop)
         mailbox.send(calls.append, 1)
@@ -79,7 +85,8 @@ def test_work_runs_over_there_in_its_context_and_what_it_tells_arrives_before_it
     name = contextvars.ContextVar("name", default="nobody's")
 
     async def test(bridge):
-        here, heard = threading.get_ident(), []
+        here = threading.get_ident()
+        heard = []
 
         async def work():
             for number in range(10):
@@ -107,7 +114,8 @@ def test_what_the_work_raises_is_raised_here():
 
 def test_giving_up_cancels_the_work():
     async def test(bridge):
-        begun, cancelled = threading.Event(), threading.Event()
+        begun = threading.Event()
+        cancelled = threading.Event()
 
         async def work():
             begun.set()

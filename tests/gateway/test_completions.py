@@ -54,7 +54,8 @@ def test_a_text_goes_to_the_engine_as_it_is(gateway_of, chat):
 def test_a_text_that_goes_on_keeps_the_drawn_ids(gateway_of, chat):
     """With the token that ended the turn it extends it; without, the ids before it stay."""
     end = chat.tokenizer.decode([chat.end_of_turn_id])
-    first, more = "right ?", " right ?"
+    first = "right ?"
+    more = " right ?"
     _, turns, seen = talk(
         gateway_of,
         ["left", "right", "left", "left"],

@@ -101,7 +101,8 @@ def test_json_by_a_schema_and_calls_that_must_come(api, gateway_of):
 
     async def talk():
         async with gateway_of([]) as opened:
-            policy, said = policy_of(opened), []
+            policy = policy_of(opened)
+            said = []
             for wish in ({"schema": SCHEMA}, {"choice": "required"}, {"choice": "add"}):
                 path, body = body_of(**wish)
                 answer = await opened.post(policy, body, path)
@@ -131,7 +132,8 @@ def test_a_stream_says_the_same(api, gateway_of):
             assert (await opened.post(policy, body, path)).status_code == 200
             return policy.conversation.turns[0]
 
-    streamed, whole = asyncio.run(talk(True)), asyncio.run(talk(False))
+    streamed = asyncio.run(talk(True))
+    whole = asyncio.run(talk(False))
     assert streamed.completion_ids == whole.completion_ids
     assert streamed.constraint == whole.constraint
 
@@ -183,7 +185,8 @@ def test_a_call_of_a_strict_tool_that_nobody_required_fits_its_schema(api, gatew
 
     async def talk():
         async with gateway_of([]) as opened:
-            calls, turns = [], []
+            calls = []
+            turns = []
             for seed in range(3):
                 policy = policy_of(opened, seed)
                 answer = await opened.post(policy, body, path)
@@ -235,7 +238,8 @@ def test_the_native_handle_asks_for_a_form_too(gateway_of):
 
     async def talk():
         async with gateway_of([]) as opened:
-            native, other = policy_of(opened), policy_of(opened)
+            native = policy_of(opened)
+            other = policy_of(opened)
             reply = await native.generate(ASK, form=AnswerForm(schema=SCHEMA))
             await opened.post(other, chat_body(schema=SCHEMA)[1])
             return reply, native.turns[0], other.turns[0]

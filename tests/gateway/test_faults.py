@@ -31,12 +31,15 @@ def run(work):
 class Engine:
     """Draws `steps`, lists of ids, one each time that it is told to `go`; then does `last`."""
 
-    version, slept_s = 3, 0.0
+    version = 3
+    slept_s = 0.0
 
     def __init__(self, steps, last=None):
-        self.steps, self.last = steps, last
+        self.steps = steps
+        self.last = last
         self.go = asyncio.Semaphore(0)
-        self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.cancelled = asyncio.Event()
         self.under_way = 0
 
     async def generate(self, prompt_ids, sampling, *, listen=None, **more):
@@ -186,7 +189,8 @@ def test_100_mb_are_refused_before_they_are_sent(gateway_of, chunked):
                     length = f"Content-Length: {size}".encode()
                     told = told.replace(length, b"Transfer-Encoding: chunked")
                 writer.write(told)
-                answer, sent = asyncio.ensure_future(said(reader)), 0
+                answer = asyncio.ensure_future(said(reader))
+                sent = 0
                 if not chunked:
                     await answer
                 part = b"x" * 2**16
@@ -246,8 +250,10 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_the_reason(gateway_of, l
         engine = Engine(left, last=EngineUnavailableError("it has gone"))
         async with gateway_of(engine) as opened:
             policy = opened.policy()
-            url, body = policy.session.base + "/v1" + path, {**BODIES[path], "stream": True}
-            key, lines = {"x-api-key": policy.api_key}, []
+            url = policy.session.base + "/v1" + path
+            body = {**BODIES[path], "stream": True}
+            key = {"x-api-key": policy.api_key}
+            lines = []
             engine.go.release()
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
                 async for line in answer.aiter_lines():
@@ -367,7 +373,8 @@ def test_more_requests_of_a_session_than_it_may_have_are_a_429(gateway_of, left,
     async def talk():
         engine = Engine(left)
         async with gateway_of(engine) as opened:
-            policy, other = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            other = opened.policy("b")
             asked = [
                 asyncio.create_task(opened.post(policy, BODIES["/chat/completions"]))
                 for _ in range(3)

@@ -190,7 +190,8 @@ def bodies(draw):
 
 
 class SaysLeft:
-    version, slept_s = 0, 0.0
+    version = 0
+    slept_s = 0.0
 
     def __init__(self, ids):
         self.ids = ids
@@ -198,7 +199,8 @@ class SaysLeft:
     async def generate(self, prompt_ids, sampling, *, listen=None, **more):
         if listen is not None:
             listen(self.ids, [-1.0] * len(self.ids))
-        logprobs, versions = [-1.0] * len(self.ids), [0] * len(self.ids)
+        logprobs = [-1.0] * len(self.ids)
+        versions = [0] * len(self.ids)
         return Completion(ids=self.ids, logprobs=logprobs, versions=versions, finish_reason="stop")
 
     async def release(self, session):
@@ -210,7 +212,9 @@ def door():
     """(host, port, key) of an open gateway whose policy says "left", whatever it is asked."""
     chat = ChatFormat(tokenizer_with(HERMES))
     ids = [*chat.tokenizer.encode("left", add_special_tokens=False), chat.end_of_turn_id]
-    ready, opened, stop = threading.Event(), [], []
+    ready = threading.Event()
+    opened = []
+    stop = []
 
     async def live():
         gateway = Gateway(GatewaySection(max_body_mb=0.1), model="tiny", timeout_s=60.0)

@@ -56,7 +56,8 @@ def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
     async def talk():
         async with gateway_of(["left"] * 4) as opened:
             policy = opened.policy()
-            key, url = policy.api_key, policy.base_url
+            key = policy.api_key
+            url = policy.base_url
             ways = [
                 (url, {"Authorization": f"Bearer {key}"}),
                 (url, {"x-api-key": key}),
@@ -76,7 +77,8 @@ def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
 def test_nobody_gets_in_without_a_key_and_no_key_outlives_its_attempt(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"]) as opened:
-            policy, other = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            other = opened.policy("b")
             assert policy.api_key != other.api_key
             answers = [
                 await opened.http.post(f"{policy.base_url}/chat/completions", json=ASK),
@@ -218,10 +220,12 @@ def test_events_of_a_stream_sum_to_the_answer(gateway_of):
 
 def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
     class Slow:
-        version, slept_s = 3, 0.0
+        version = 3
+        slept_s = 0.0
 
         def __init__(self):
-            self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+            self.begun = asyncio.Event()
+            self.cancelled = asyncio.Event()
 
         async def generate(self, prompt_ids, sampling, **more):
             self.begun.set()
@@ -311,10 +315,13 @@ def test_policy_generate_and_the_gateway_share_one_conversation(gateway_of):
 class TokenByToken:
     """An engine that draws the next token when it is told to."""
 
-    version, slept_s = 3, 0.0
+    version = 3
+    slept_s = 0.0
 
     def __init__(self, ids):
-        self.ids, self.go, self.cancelled = ids, asyncio.Semaphore(0), asyncio.Event()
+        self.ids = ids
+        self.go = asyncio.Semaphore(0)
+        self.cancelled = asyncio.Event()
 
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         try:
@@ -344,7 +351,8 @@ def test_a_stream_says_each_token_before_the_next_is_drawn(gateway_of, loaded, c
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             key = {"Authorization": f"Bearer {policy.api_key}"}
-            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            url = f"{policy.base_url}/chat/completions"
+            body = {**ASK, "stream": True}
             said = []
             engine.go.release()
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
@@ -375,7 +383,8 @@ def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
                 for token in step:
                     listen([token], [-0.5])
             every = [*ids, chat.end_of_turn_id]
-            logprobs, versions = [-0.5] * len(every), [3] * len(every)
+            logprobs = [-0.5] * len(every)
+            versions = [3] * len(every)
             return Completion(ids=every, logprobs=logprobs, versions=versions, finish_reason="stop")
 
     async def talk():
@@ -383,7 +392,8 @@ def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             key = {"Authorization": f"Bearer {policy.api_key}"}
-            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            url = f"{policy.base_url}/chat/completions"
+            body = {**ASK, "stream": True}
             said = []
             engine.go.release()
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
@@ -424,7 +434,8 @@ def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             key = {"Authorization": f"Bearer {policy.api_key}"}
-            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            url = f"{policy.base_url}/chat/completions"
+            body = {**ASK, "stream": True}
             engine.go.release()
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
                 async for line in answer.aiter_lines():

@@ -48,7 +48,8 @@ def test_metrics_count_answers_tokens_and_sessions(gateway_of):
     assert values_of(before)[name("sessions")] == values_of(text)[name("sessions")] == 1
     assert values_of(last)[name("sessions")] == 0
     counts = values_of(text)
-    chat, other = 'path="/chat/completions"', 'path="/responses"'
+    chat = 'path="/chat/completions"'
+    other = 'path="/responses"'
     assert counts[name("requests_total{" + chat + ',status="200"}')] == 2
     assert counts[name("requests_total{" + chat + ',status="400"}')] == 1
     assert counts[name("requests_total{" + other + ',status="401"}')] == 1

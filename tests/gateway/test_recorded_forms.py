@@ -33,7 +33,8 @@ def test_what_a_client_asks_of_the_form_is_what_it_gets(gateway_of, file):
         async with gateway_of([]) as opened:
             results = []
             for exchange in exchanges:
-                policy, path = policy_of(opened), exchange["path"].removeprefix("/v1")
+                policy = policy_of(opened)
+                path = exchange["path"].removeprefix("/v1")
                 limit = "max_output_tokens" if path == "/responses" else "max_tokens"
                 body = {limit: 150} | exchange["request"]
                 answer = await opened.post(policy, body, path)

@@ -45,7 +45,8 @@ def replayed(gateway_of, file, says):
 
     async def talk():
         async with gateway_of(says) as opened:
-            policy, new_ids = opened.policy(context_length=10_000), {}
+            policy = opened.policy(context_length=10_000)
+            new_ids = {}
             for exchange in exchanges:
                 body = json.dumps(exchange["request"])
                 for old, new in new_ids.items():

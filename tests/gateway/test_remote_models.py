@@ -33,7 +33,9 @@ def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
         if not stream:
             answer = await create(model=name, messages=messages, **options)
             return answer.choices[0].message.model_dump(exclude_none=True), answer.usage
-        content, calls, usage = "", [], None
+        content = ""
+        calls = []
+        usage = None
         options["stream_options"] = {"include_usage": True}
         async for chunk in await create(model=name, messages=messages, stream=True, **options):
             usage = chunk.usage or usage

@@ -59,10 +59,12 @@ def chat(loaded):
 class Spelling:
     """An engine that says each text token by token; an exception among them is raised."""
 
-    version, slept_s = 3, 0.0
+    version = 3
+    slept_s = 0.0
 
     def __init__(self, chat, says):
-        self.chat, self.says = chat, iter(says)
+        self.chat = chat
+        self.says = iter(says)
 
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         text = next(self.says)
@@ -152,7 +154,9 @@ def results(response):
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_three_turns_with_tools_are_one_chain(gateway_of, chat, by_id, streamed):
     async def work(client, policy):
-        items, more, answers = list(QUESTION), {}, []
+        items = list(QUESTION)
+        more = {}
+        answers = []
         for _ in SAID:
             body = {"model": "m", "input": items, "tools": TOOLS, "instructions": "Add.", **more}
             if streamed:
@@ -161,7 +165,8 @@ def test_three_turns_with_tools_are_one_chain(gateway_of, chat, by_id, streamed)
                 answer = await client.responses.create(**body)
             answers.append(answer)
             if by_id:
-                items, more = results(answer), {"previous_response_id": answer.id}
+                items = results(answer)
+                more = {"previous_response_id": answer.id}
             else:
                 items = [*items, *answer.output, *results(answer)]
         return answers, policy.turns, policy.conversation.metrics()

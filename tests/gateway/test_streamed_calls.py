@@ -76,7 +76,8 @@ def answered(name, text, cuts, request):
 
 
 def told_in_chat(events):
-    calls, texts = {}, []
+    calls = {}
+    texts = []
     for event in events[:-1]:
         delta = event["choices"][0]["delta"]
         texts.append(delta.get("content") or "")
@@ -89,7 +90,8 @@ def told_in_chat(events):
 
 
 def told_in_responses(events):
-    calls, texts = {}, []
+    calls = {}
+    texts = []
     for event in events:
         if event["type"] == "response.function_call_arguments.delta":
             calls[event["output_index"]].append(event["delta"])
@@ -103,7 +105,9 @@ def told_in_responses(events):
 
 
 def told_in_messages(events):
-    calls, texts, opened = {}, [], set()
+    calls = {}
+    texts = []
+    opened = set()
     for event in events:
         if event["type"] == "content_block_start":
             assert not opened, "one block after the other"

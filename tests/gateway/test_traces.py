@@ -43,7 +43,8 @@ async def nowhere() -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["ours", "another", "none", "bad", "twice"])
 def test_the_door_takes_a_place_in_a_trace_and_gives_one(gateway_of, stream, asked) -> None:
-    ours, another = Place(99, 5, True), Place(7, 5, True)
+    ours = Place(99, 5, True)
+    another = Place(7, 5, True)
     headers = {
         "ours": [("traceparent", ours.header)],
         "another": [("traceparent", another.header), ("tracestate", "a=b")],

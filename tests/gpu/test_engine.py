@@ -107,7 +107,8 @@ def test_training_finds_the_engines_log_probs(dtype, on_gpu, gpu):
 
 
 def test_new_weights_serve(on_gpu):
-    model, other = on_gpu("llama"), on_gpu("llama")
+    model = on_gpu("llama")
+    other = on_gpu("llama")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)

@@ -81,7 +81,8 @@ def test_a_conversation_beside_others(random_model):
     model = random_model("llama").model
 
     async def converse(engine, index, session):
-        context, said = prompt_of(30, index), []
+        context = prompt_of(30, index)
+        said = []
         for turn in range(3):
             params = SamplingParams(max_new_tokens=5 + index, seed=10 * index + turn)
             one = await engine.generate(context, params, session=session, deadline_s=60)
@@ -116,8 +117,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(num_inputs, num_output
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
-        packed, x = linear.PackedMatrix(weight, bias), torch.randn(130, num_inputs)
+        weight = torch.randn(num_outputs, num_inputs)
+        bias = torch.randn(num_outputs)
+        packed = linear.PackedMatrix(weight, bias)
+        x = torch.randn(130, num_inputs)
         other = torch.randn(130, num_outputs)
         with torch.no_grad():
             for kind in (
@@ -169,7 +172,8 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
     """The same tokens as before the newer ones came, also from a cached prefix; and a conversation
     across a publish stays with its version."""
     model = copy.deepcopy(random_model("llama").model)
-    engine, prompt = TorchEngine(model), prompt_of(40, 1)
+    engine = TorchEngine(model)
+    prompt = prompt_of(40, 1)
     params = [SamplingParams(max_new_tokens=9, seed=seed) for seed in range(4)]
 
     def ask(asked, seed):

@@ -57,10 +57,12 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
 
 def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
     """What a round leaves behind in a process must not end it later."""
-    last, model = 25, sender._model
+    last = 25
+    model = sender._model
 
     def follow():
-        source, found = source_of(folder), (-1, {})
+        source = source_of(folder)
+        found = (-1, {})
         while found[0] < last:
             latest = source.announced()
             if latest is not None and latest.version > found[0]:
@@ -119,7 +121,9 @@ def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
 ):
     """Else the model could change in the middle, and each tensor would still be as it was sent."""
     asyncio.run(sender.begin(1))
-    real, goes_on, is_in_it = broadcast_group.Group.broadcast, threading.Event(), threading.Event()
+    real = broadcast_group.Group.broadcast
+    goes_on = threading.Event()
+    is_in_it = threading.Event()
 
     def held_up(self, tensor):
         is_in_it.set()
@@ -218,10 +222,12 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
             with suppress(WeightsNotSentError):
                 source.incoming(source.announced(), ["cpu"])
 
-    last, has = 4, [-1]
+    last = 4
+    has = [-1]
 
     def follow():
-        source, found = source_of(folder), (-1, {})
+        source = source_of(folder)
+        found = (-1, {})
         while found[0] < last:
             with suppress(WeightsLostError):
                 latest = source.announced()

@@ -87,7 +87,8 @@ def test_a_folder_that_is_away_is_told_once_and_waited_for(folder, sender, notes
 
 def test_a_full_disk_is_no_engines_fault(folder, sender, notes, monkeypatch):
     """None is kept waiting for long once there is room again."""
-    full, real = [None] * 4, broadcast_files.BroadcastFiles.write_sent
+    full = [None] * 4
+    real = broadcast_files.BroadcastFiles.write_sent
 
     def write_sent(self, round_id, sent):
         if full:

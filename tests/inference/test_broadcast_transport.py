@@ -87,7 +87,8 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
     """What can't be served is not asked for again, and the next version is."""
     made = small_config(tmp_path / "run", "engine.kv_cache_gb=0.1")
     model = load_policy(made).model
-    notes, sent = [], []
+    notes = []
+    sent = []
 
     async def work():
         engine = TorchEngine(copy.deepcopy(model), config=made.engine)
@@ -131,7 +132,8 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
 
 def test_an_engine_that_ends_asks_no_more(tmp_path):
     """Nor does the thread that asks for it."""
-    folder, notes = tmp_path / "weights", []
+    folder = tmp_path / "weights"
+    notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engine = SimpleNamespace(version=NO_VERSION)
     source = BroadcastSource(folder, torch.device("cpu"))
@@ -153,9 +155,11 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
 
 def test_an_engine_that_ends_as_it_is_answered_is_in_the_round(tmp_path, monkeypatch):
     """Else the others would wait for it until the round is broken off."""
-    folder, notes = tmp_path / "weights", []
+    folder = tmp_path / "weights"
+    notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
-    source, real = BroadcastSource(folder, torch.device("cpu")), BroadcastFiles.take
+    source = BroadcastSource(folder, torch.device("cpu"))
+    real = BroadcastFiles.take
 
     def take(self, asks):
         taken = real(self, asks)

@@ -37,7 +37,8 @@ REQUESTS = [
 
 def test_what_is_drawn_is_of_the_grammar_and_its_log_probs_are_those_of_the_allowed_tokens():
     loaded = tiny_policy()
-    tokenizer, grammars = loaded.tokenizer, Grammars.of(loaded.model, loaded.tokenizer)
+    tokenizer = loaded.tokenizer
+    grammars = Grammars.of(loaded.model, loaded.tokenizer)
     model = alone()
     for (prompt, asked), completion in zip(REQUESTS, complete(engine(), REQUESTS), strict=True):
         text = tokenizer.decode(completion.ids)
@@ -131,7 +132,8 @@ def test_the_event_loop_goes_on_while_a_grammar_is_compiled(monkeypatch):
     """The compilation waits for the event loop here: it could never end on it."""
     import threading
 
-    one, reached = engine(), threading.Event()
+    one = engine()
+    reached = threading.Event()
     begin = Grammars.begin
 
     def slow(self, *args):

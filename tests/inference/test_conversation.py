@@ -44,9 +44,11 @@ def turns_by_scanning(
         parent = conversations[tuple(messages[: sizes[0]])] if sizes else None
         new = messages[sizes[0] if sizes else 0 :]
         if parent is None:
-            before, added = [], chat.first_prompt(new)
+            before = []
+            added = chat.first_prompt(new)
         else:
-            before, ended = contexts[parent], turns[parent][1][-1] in chat.end_ids
+            before = contexts[parent]
+            ended = turns[parent][1][-1] in chat.end_ids
             added = chat.continuation(new, ended_with_stop=ended)
         sampling = SamplingParams(max_new_tokens=9, seed=derive_seed(5, "turn", call))
         completion = asyncio.run(engine.generate(before + added, sampling))
@@ -81,7 +83,8 @@ def next_history(
 @pytest.mark.parametrize("name", list(CHATS))
 @given(seed=st.integers(0, 2**32))
 def test_any_histories_make_the_same_tree_as_comparing_them_whole(name: str, seed: int) -> None:
-    rng, engine = random.Random(seed), Babbling(CHATS[name])
+    rng = random.Random(seed)
+    engine = Babbling(CHATS[name])
     conversation = conversation_on(engine)
     histories: list[list[Message]] = []
     for _ in range(rng.randint(1, 9)):
@@ -98,7 +101,8 @@ def test_any_histories_make_the_same_tree_as_comparing_them_whole(name: str, see
 @given(seed=st.integers(0, 2**32))
 def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> None:
     """The invariant of types.py, and along each path the very ids that the engine drew."""
-    rng, engine = random.Random(seed), Babbling(CHATS[name])
+    rng = random.Random(seed)
+    engine = Babbling(CHATS[name])
     conversation = conversation_on(engine)
     histories: list[list[Message]] = []
     for _ in range(rng.randint(2, 9)):
@@ -107,7 +111,8 @@ def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> N
     whole = trajectory(conversation)
     for turn, (prompt, _) in zip(conversation.turns, engine.requests, strict=True):
         assert whole.context_ids(turn.index) == prompt
-        parent, history = turn.parent, histories[turn.index]
+        parent = turn.parent
+        history = histories[turn.index]
         if parent is None:
             assert prompt == CHATS[name].first_prompt(history)
             continue
@@ -124,7 +129,8 @@ def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> N
 def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
     """Seeds follow the order of the calls, indices that of the answers, parents what was recorded
     when the call was made."""
-    rng, engine = random.Random(seed), Babbling(CHAT, pauses=True)
+    rng = random.Random(seed)
+    engine = Babbling(CHAT, pauses=True)
     conversation = conversation_on(engine)
     ended: list[tuple[int, list[Turn]]] = []
     histories: dict[int, list[Message]] = {}
@@ -226,7 +232,8 @@ def test_token_ids_extend_the_longest_context_that_they_begin_with() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_token_ids_make_the_same_tree_as_comparing_all_contexts(seed: int) -> None:
-    rng, engine = random.Random(seed), Babbling(CHAT)
+    rng = random.Random(seed)
+    engine = Babbling(CHAT)
     conversation = conversation_on(engine)
     contexts: list[list[int]] = [[]]
     for _ in range(8):

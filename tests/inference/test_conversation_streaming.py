@@ -24,7 +24,8 @@ class Saying:
     version = 3
 
     def __init__(self, *completions: list[int], tells: Any = lambda ids: ids) -> None:
-        self.completions, self.tells = list(completions), tells
+        self.completions = list(completions)
+        self.tells = tells
 
     async def generate(
         self, prompt: list[int], sampling: SamplingParams, *, listen: Any = None, **_: Any
@@ -79,7 +80,8 @@ def test_every_completion_of_a_call_is_told_whole_by_its_number(tells) -> None:
 
 
 def test_completions_that_are_drawn_side_by_side_are_told_side_by_side(tiny_policy) -> None:
-    loaded, told = tiny_policy(), Told()
+    loaded = tiny_policy()
+    told = Told()
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     conversation = conversation_on(engine, ChatFormat(loaded.tokenizer))
     turns = asyncio.run(conversation.complete([Message("user", "a")], n=2, listen=told))

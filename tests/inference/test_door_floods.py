@@ -31,7 +31,8 @@ def test_a_million_releases_hold_nobody_up(tmp_path, monkeypatch):
 def flood(tmp_path, number: int) -> None:
     async def work():
         async with a_door(tmp_path) as door:
-            websocket, other = await door.websocket(), await door.client()
+            websocket = await door.websocket()
+            other = await door.client()
             for first in range(0, number, 4000):
                 frame = [Release(session=str(first + one)) for one in range(4000)]
                 await websocket.send(msgspec.msgpack.encode(frame))
@@ -163,7 +164,8 @@ def test_numbers_out_of_range_are_refused_and_the_connection_stays(tmp_path):
                     await client.generate([1], SamplingParams(**wrong), None, SOON_S)
             await client.close()
             websocket = await door.websocket()
-            right, strange = SamplingParams(), (math.nan, math.inf, -math.inf)
+            right = SamplingParams()
+            strange = (math.nan, math.inf, -math.inf)
             frame = [
                 *(Watch(id=number, every_s=value) for number, value in enumerate(strange, 1)),
                 *(

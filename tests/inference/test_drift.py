@@ -36,7 +36,8 @@ class Client:
     """A client of a door: it gets answers in the door's form, and keeps the history itself."""
 
     def __init__(self, seed: int) -> None:
-        self.rng, self.engine = random.Random(seed), Babbling(CHAT)
+        self.rng = random.Random(seed)
+        self.engine = Babbling(CHAT)
         self.conversation = conversation_on(self.engine, context_length=10**6)
         self.messages = [Message("system", "Be brief."), Message("user", "Go.")]
         self.answers: list[int | None] = [None, None]
@@ -151,7 +152,8 @@ def test_what_a_client_writes_otherwise_goes_on_from_the_recorded_turn(seed: int
 def edited(kind: str, client: Client) -> tuple[list[Message], int] | None:
     """The client's history, edited so, and the number of the first message that differs; None where
     it has nothing to edit so."""
-    rng, messages = client.rng, list(client.messages)
+    rng = client.rng
+    messages = list(client.messages)
     last = max(n for n, turn in enumerate(client.answers) if turn is not None)
     wanted = {
         "system_changed": lambda n, m: m.role == "system",
@@ -223,7 +225,8 @@ def test_what_a_client_edits_branches_and_is_counted(kind: str, seed: int) -> No
 def test_branches_that_are_meant_are_no_drift(seed: int) -> None:
     """Several answers, other questions after a recorded history, the same question again, and
     examples in the prompt."""
-    rng, engine = random.Random(seed), Babbling(CHAT)
+    rng = random.Random(seed)
+    engine = Babbling(CHAT)
     conversation = conversation_on(engine, context_length=10**6)
     example = [Message("user", "1+1?"), Message("assistant", "2")]
     histories = [[*example * rng.randrange(2), ASKED[0]]]
@@ -287,7 +290,8 @@ def test_of_equivalent_answers_the_exact_one_wins_then_the_named_one_then_the_ne
 
 def test_the_answer_that_leads_furthest_wins() -> None:
     """A later answer that says the same takes nothing from a history that went on."""
-    client, yes = Client(2), Message("assistant", "yes")
+    client = Client(2)
+    yes = Message("assistant", "yes")
     first = client.ask()
     client.conversation.recognise(first.index, Message("assistant", " yes"))
     history = [*client.messages, yes, Message("user", "Sure?")]
@@ -388,8 +392,10 @@ def test_an_answer_that_somebody_goes_on_from_was_received() -> None:
 
 def test_after_a_retry_the_received_answer_is_gone_on_from() -> None:
     """Both say the same; the one that nobody received came last."""
-    client, yes = Client(6), Message("assistant", "yes")
-    received, lost = client.ask(), client.ask()
+    client = Client(6)
+    yes = Message("assistant", "yes")
+    received = client.ask()
+    lost = client.ask()
     for turn in (received, lost):
         client.conversation.recognise(turn.index, yes)
     client.conversation.discard(lost.index)

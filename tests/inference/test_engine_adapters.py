@@ -54,7 +54,8 @@ def test_log_probs_are_those_of_the_model_with_its_adapter(
 
 def test_publishing_another_adapter(random_model, complete, difference, tmp_path):
     base = random_model("qwen2").alone
-    models, served = {}, copy.deepcopy(base)
+    models = {}
+    served = copy.deepcopy(base)
     for seed, name in enumerate(["first", "second"]):
         models[name] = adapted(base, LoraSection(rank=2 + seed), seed)
         (tmp_path / name).mkdir()
@@ -87,7 +88,8 @@ def test_two_engines_serve_two_adapters_over_one_base_at_once(random_model, diff
         write_adapter(model, tmp_path / str(index))
         shared = load_adapter(shared, tmp_path / str(index), f"a{index}")
     shared.requires_grad_(False)
-    one, other = prepare(shared), copy_policy(prepare(shared))
+    one = prepare(shared)
+    other = copy_policy(prepare(shared))
     use_adapter(one, "a0")
     use_adapter(other, "a1")
     assert {p.data_ptr() for p in one.parameters()} == {p.data_ptr() for p in other.parameters()}, (

@@ -24,7 +24,8 @@ def names(directory: EngineDirectory, max_age_s: float = 5.0) -> list[str]:
 
 
 def test_an_engine_is_found_while_it_is_announced(tmp_path):
-    directory, reader = EngineDirectory(tmp_path / "engines"), EngineDirectory(tmp_path / "engines")
+    directory = EngineDirectory(tmp_path / "engines")
+    reader = EngineDirectory(tmp_path / "engines")
 
     async def work():
         assert reader.living(5.0) == [], "no folder yet"
@@ -37,7 +38,8 @@ def test_an_engine_is_found_while_it_is_announced(tmp_path):
 
 
 def test_a_heart_that_stops_is_noticed_and_one_that_beats_lives_on(tmp_path):
-    directory, reader = EngineDirectory(tmp_path), EngineDirectory(tmp_path)
+    directory = EngineDirectory(tmp_path)
+    reader = EngineDirectory(tmp_path)
 
     async def work():
         directory.announce(engine("dead"))
@@ -55,7 +57,8 @@ def test_a_heart_that_stops_is_noticed_and_one_that_beats_lives_on(tmp_path):
 
 def test_clocks_that_jump_make_nobody_dead_or_alive(tmp_path, monkeypatch):
     """The machine's clock, or another machine's: only a change of the file's time counts."""
-    directory, reader = EngineDirectory(tmp_path), EngineDirectory(tmp_path)
+    directory = EngineDirectory(tmp_path)
+    reader = EngineDirectory(tmp_path)
     directory.announce(engine("a"))
     assert names(reader) == ["a"]
     real = time.time
@@ -87,7 +90,8 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
 
 def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_path):
     async def serve():
-        directory, serving = EngineDirectory(tmp_path), [4]
+        directory = EngineDirectory(tmp_path)
+        serving = [4]
         async with directory.announced(engine("a"), serves=lambda: serving[0], every_s=0.01):
             assert directory.find("a").version == 4
             serving[0] = 5
@@ -106,7 +110,9 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
 ):
     """Two of one name, where locks don't hold."""
     monkeypatch.setattr(module, "DEAD_S", 0.4)
-    one, other, file = EngineDirectory(tmp_path), EngineDirectory(tmp_path), tmp_path / "a.json"
+    one = EngineDirectory(tmp_path)
+    other = EngineDirectory(tmp_path)
+    file = tmp_path / "a.json"
     one.announce(engine("a", pid=1))
     other.announce(engine("a", pid=2))
     for second in range(10):
@@ -127,7 +133,8 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
 
 def test_a_name_is_one_living_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ENDING_S", 0.1)
-    one, other = EngineDirectory(tmp_path / "engines"), EngineDirectory(tmp_path / "engines")
+    one = EngineDirectory(tmp_path / "engines")
+    other = EngineDirectory(tmp_path / "engines")
     told = pytest.raises(ConfigError, match="an engine named a is running: give another --name")
     with one.named("a"), one.named("b"), told, other.named("a"):
         raise AssertionError

@@ -23,7 +23,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(2, 97) for _ in range(length)]
 
 
-COPIED, REFERRED = prompt_of(40, 1), prompt_of(150, 2)
+COPIED = prompt_of(40, 1)
+REFERRED = prompt_of(150, 2)
 SHORT_OF = [prompt_of(1, 3), prompt_of(5, 4), prompt_of(33, 5)]
 PROMPTS = [
     *[COPIED] * 3,

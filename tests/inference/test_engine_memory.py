@@ -79,7 +79,8 @@ def real_tokens(engine: TorchEngine) -> int:
 async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> None:
     """Looks at the engine between any two steps until everyone has an answer."""
     scheduler = engine.scheduler
-    steps, idle_looks = -1, 0
+    steps = -1
+    idle_looks = 0
     while not all(task.done() for task in mix):
         assert real_tokens(engine) <= scheduler.memory_tokens() <= budget
         assert len({s.slot for s in scheduler._live()}) == len(scheduler._live())
@@ -208,7 +209,8 @@ def test_a_small_budget_costs_time_and_not_answers(random_model, complete):
     model = random_model("llama").model
     prompts = [[*OPENINGS[2], *tokens_of(n, n)] for n in range(1, 17)]
     params = [SamplingParams(max_new_tokens=10, seed=n) for n in range(16)]
-    wide, narrow = TorchEngine(model), TorchEngine(model, config=EngineSection(kv_cache_tokens=300))
+    wide = TorchEngine(model)
+    narrow = TorchEngine(model, config=EngineSection(kv_cache_tokens=300))
     assert [c.ids for c in complete(wide, prompts, params)] == [
         c.ids for c in complete(narrow, prompts, params)
     ]

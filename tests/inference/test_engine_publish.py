@@ -136,7 +136,8 @@ def test_requests_in_flight(in_flight, one, difference):
     assert late.versions == [1] * 24
     assert difference(one.logits(PROMPT + late.ids), PROMPT, late, LONG) < 1e-4
     for index, (prompt, completion) in enumerate(zip(prompts, found, strict=True)):
-        ids, versions = prompt + completion.ids, completion.versions
+        ids = prompt + completion.ids
+        versions = completion.versions
         assert versions == sorted(versions)
         assert len(versions) == 24
         assert set(versions) == ({0} if in_flight == "finish" else {0, 1})

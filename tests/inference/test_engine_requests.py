@@ -54,7 +54,8 @@ def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, co
 
 def test_the_same_request_twice_gives_the_same_answer(llama, complete):
     engine = TorchEngine(llama)
-    prompts, params = [prompt_of(20, 0)] * 2, [SamplingParams(max_new_tokens=10, seed=3)] * 2
+    prompts = [prompt_of(20, 0)] * 2
+    params = [SamplingParams(max_new_tokens=10, seed=3)] * 2
     first, second = complete(engine, prompts, params)
     assert first.ids == second.ids
     assert complete(engine, prompts[:1], params[:1])[0].ids == first.ids
@@ -84,7 +85,8 @@ def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
     engine = TorchEngine(llama)
     first_params = SamplingParams(max_new_tokens=7, seed=1)
     second_params = SamplingParams(max_new_tokens=6, seed=2)
-    prompt, added = prompt_of(50, 0), prompt_of(11, 1)
+    prompt = prompt_of(50, 0)
+    added = prompt_of(11, 1)
 
     async def two_turns():
         first = await engine.generate(prompt, first_params, session="a", deadline_s=120)
@@ -269,7 +271,8 @@ def test_cancelling_frees_the_slot_for_who_waits(llama):
 
 def test_a_cancelled_turn_of_a_session_loses_only_itself(llama, complete):
     engine = TorchEngine(llama)
-    prompt, params = prompt_of(30, 0), SamplingParams(max_new_tokens=5, seed=2)
+    prompt = prompt_of(30, 0)
+    params = SamplingParams(max_new_tokens=5, seed=2)
 
     async def work():
         first = await engine.generate(prompt, params, session="a", deadline_s=120)
@@ -325,7 +328,8 @@ def test_requests_without_sense_are_refused(llama):
 
 @pytest.mark.parametrize("unknown", [-1, 97, 10**9])
 def test_a_token_that_the_model_does_not_know_harms_nobody_else(unknown, llama, complete):
-    engine, params = TorchEngine(llama), SamplingParams(max_new_tokens=20, seed=1)
+    engine = TorchEngine(llama)
+    params = SamplingParams(max_new_tokens=20, seed=1)
 
     async def work():
         other = asyncio.create_task(engine.generate(prompt_of(10, 0), params, deadline_s=120))

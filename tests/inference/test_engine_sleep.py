@@ -105,7 +105,8 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
     """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than
     both."""
     engine = TorchEngine(llama)
-    deadline_s, long = 3.0, SamplingParams(max_new_tokens=40, seed=3)
+    deadline_s = 3.0
+    long = SamplingParams(max_new_tokens=40, seed=3)
 
     async def work():
         running = asyncio.create_task(engine.generate(PROMPTS[0], long, deadline_s=deadline_s))
@@ -170,7 +171,8 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
 
 def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
     """A request in the middle goes on under them, and each of its tokens says so."""
-    engine, old = TorchEngine(own.model), copy.deepcopy(own)
+    engine = TorchEngine(own.model)
+    old = copy.deepcopy(own)
     weights = {name: parameter.detach() * 1.2 for name, parameter in own.model.named_parameters()}
 
     async def work():

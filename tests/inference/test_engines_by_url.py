@@ -19,7 +19,9 @@ from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
 from agentevo.types import SamplingParams
 
-NAME, REFERENCE, SECRET = "ENGINE_SECRET", "${env:ENGINE_SECRET}", "5e" * 32
+NAME = "ENGINE_SECRET"
+REFERENCE = "${env:ENGINE_SECRET}"
+SECRET = "5e" * 32
 PARAMS = SamplingParams(max_new_tokens=4)
 
 
@@ -29,7 +31,8 @@ def test_an_engine_elsewhere_serves_beside_the_announced_ones_to_who_has_the_sec
 ):
     pytest.importorskip("cryptography")
     monkeypatch.setenv(NAME, SECRET)
-    there, here = tmp_path / "there", tmp_path / "here"
+    there = tmp_path / "there"
+    here = tmp_path / "here"
 
     async def play():
         async with AsyncExitStack() as stack:

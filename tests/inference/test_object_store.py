@@ -40,7 +40,8 @@ class Rooms:
     """Writers and readers of one store at `url`."""
 
     def __init__(self, url, folder):
-        self.url, self.folder = url, folder
+        self.url = url
+        self.folder = folder
 
     def writer(self, run="run", **given):
         given = {"full_every": 8} | given
@@ -59,10 +60,13 @@ class Flaky:
     """A file system of which every so-many-th call of one kind goes wrong."""
 
     def __init__(self, files, fault):
-        self._files, self._fault = files, fault
+        self._files = files
+        self._fault = fault
         self._kind, self._every = FAULTS[fault]
-        self._count, self._lock = 0, threading.Lock()
-        self.protocol, self.broken = files.protocol, 0
+        self._count = 0
+        self._lock = threading.Lock()
+        self.protocol = files.protocol
+        self.broken = 0
 
     def __getattr__(self, name):
         real = getattr(self._files, name)
@@ -106,7 +110,9 @@ FAULTS = {
 
 
 def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
-    writer, reader, model = rooms.writer(), rooms.reader(), made()
+    writer = rooms.writer()
+    reader = rooms.reader()
+    model = made()
     assert reader.announced() is None
     for version in range(1, 6):
         step(model)
@@ -123,9 +129,11 @@ def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms):
-    notes, model = [], made()
+    notes = []
+    model = made()
     call_s = 0.5 if fault == "no answer" else 30
-    writer, reader = rooms.writer(call_s=call_s), rooms.reader(call_s=call_s)
+    writer = rooms.writer(call_s=call_s)
+    reader = rooms.reader(call_s=call_s)
     stores = [one.objects for one in (writer, reader)]
     broken = [Flaky(one.files, fault) for one in stores]
     for one, flaky in zip(stores, broken, strict=True):
@@ -149,7 +157,8 @@ def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms
 
 
 def test_a_version_that_was_deleted_is_uploaded_again(rooms, tmp_path):
-    notes, model = [], made()
+    notes = []
+    model = made()
     trainer = Publication(rooms.writer(), model, keep=2, note=notes.append)
     asyncio.run(trainer.publish(1))
     step(model)
@@ -166,7 +175,8 @@ def test_a_version_that_was_deleted_is_uploaded_again(rooms, tmp_path):
 
 def test_another_runs_place_is_refused(rooms, tmp_path):
     """Its engines would be given this one's weights."""
-    first, model = rooms.writer(), made()
+    first = rooms.writer()
+    model = made()
     first.write(1, model, keep=2)
     with pytest.raises(EngineError, match="has the weights of another run: give this one an"):
         rooms.writer("other").write(1, made(3), keep=2)
@@ -178,7 +188,8 @@ def test_another_runs_place_is_refused(rooms, tmp_path):
 
 
 def test_an_engine_asks_at_most_every_second(rooms, monkeypatch):
-    writer, reader = rooms.writer(), rooms.reader(look_s=60)
+    writer = rooms.writer()
+    reader = rooms.reader(look_s=60)
     writer.write(1, made(), keep=2)
     assert reader.announced().version == 1
     writer.write(2, made(), keep=2)
@@ -253,7 +264,10 @@ def test_a_real_s3_server(tmp_path, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         rooms = Rooms("s3://weights/run", tmp_path)
-        notes, model, writer, reader = [], made(), rooms.writer(), rooms.reader()
+        notes = []
+        model = made()
+        writer = rooms.writer()
+        reader = rooms.reader()
         trainer = Publication(writer, model, keep=2, note=notes.append)
         asyncio.run(trainer.publish(0))
         assert len(notes) == 1 and "version 0 could not be written" in notes[0], "no bucket yet"

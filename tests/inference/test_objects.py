@@ -18,7 +18,8 @@ def store(tmp_path):
 
 def before(monkeypatch, files, kind, act):
     """`act(number)` is called before each call of one kind."""
-    real, numbers = getattr(files, kind), itertools.count()
+    real = getattr(files, kind)
+    numbers = itertools.count()
 
     def call(*args, **given):
         act(next(numbers))

@@ -193,7 +193,9 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
     monkeypatch.setattr(attempts, "ALONE_S", 0.0)
     config = small_config(tmp_path / "run", "rollout.poll_s=0.02", "rollout.policy=wait")
     model = load_policy(config).model
-    notes, log, stopped = [], [], []
+    notes = []
+    log = []
+    stopped = []
     weights = WeightsFolder(config.run_dir / "weights")
 
     async def follower():

@@ -194,7 +194,8 @@ def test_requests_go_over_one_connection_in_few_frames(tmp_path):
         async with some(tmp_path, 1) as (engines, client):
             engine = engines.by_name["e1"]
             (known,) = client._known.values()
-            outbox, sent = known.connection._outbox, []
+            outbox = known.connection._outbox
+            sent = []
             real = outbox.frame
 
             def frame():

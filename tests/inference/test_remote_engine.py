@@ -156,7 +156,9 @@ def test_who_sleeps_is_asked_only_when_all_do(tmp_path):
             names = [f"s{i}" for i in range(4)]
             homes = [await ask(client, name) for name in names]
             assert sorted(homes) == [1, 1, 2, 2]
-            one.asleep, one.version, two.version = True, 5, 4
+            one.asleep = True
+            one.version = 5
+            two.version = 4
             await client.refresh()
             assert [await ask(client, name) for name in (*names, None, None)] == [2] * 6
             two.asleep = True
@@ -178,10 +180,12 @@ def test_an_engine_that_stays_at_old_weights_holds_nobody_up(tmp_path, monkeypat
 
     async def work():
         async with some(tmp_path, 1, 2) as (engines, client):
-            late, other = engines.by_name["e1"], engines.by_name["e2"]
+            late = engines.by_name["e1"]
+            other = engines.by_name["e2"]
             homes = {await ask(client, name): name for name in ("a", "b")}
             for version in range(4, 10):
-                late.version, other.version = version - 1, version
+                late.version = version - 1
+                other.version = version
                 await client.refresh()
                 assert client.version == version - 1, "it is behind all the time, and goes on"
                 await asyncio.sleep(0.2)
@@ -275,7 +279,8 @@ def test_a_new_version_is_known_when_its_first_tokens_are(tmp_path):
 )
 def test_a_look_that_fails_ends_no_request_and_no_looking(error, tmp_path, monkeypatch):
     """Also one that something has cancelled from within."""
-    real, failures = EngineDirectory.living, [error, error]
+    real = EngineDirectory.living
+    failures = [error, error]
 
     def living(self, max_age_s):
         if failures:
@@ -314,7 +319,8 @@ def test_a_client_that_stood_still_itself_takes_nobody_for_dead(tmp_path, monkey
             for one in client._known.values():
                 one.heard = clock.monotonic()
             monkeypatch.setattr(remote, "time", clock)
-            living, looks = client._engines.living, []
+            living = client._engines.living
+            looks = []
 
             def slow(max_age_s: float):
                 looks.append(len(looks))

@@ -35,7 +35,8 @@ def model(request, random_model):
 def chosen(model, ids: list[int]) -> np.ndarray:
     """[len(ids), layers, top_k] of one pass over the text, in float32 without near ties."""
     sample = Sample.given("t", "g", ids, [False] + [True] * (len(ids) - 1))
-    batch, recording = pack([sample], torch.device("cpu")), Recording(routers_of(model))
+    batch = pack([sample], torch.device("cpu"))
+    recording = Recording(routers_of(model))
     with torch.no_grad():
         token_logprobs(model, batch.routed(recording))
     return recording.rows()[batch.plan.tree.paths[0]]
@@ -133,7 +134,8 @@ def test_new_weights_within_a_completion(model):
         return await task
 
     found = asyncio.run(talk())
-    ids, rows = [*SHORT, *found.ids], found.routed_experts
+    ids = [*SHORT, *found.ids]
+    rows = found.routed_experts
     assert rows is not None and set(found.versions) == {1, 3}
     for version in (1, 3):
         of_version = chosen(models[version], ids)

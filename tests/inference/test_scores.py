@@ -33,7 +33,8 @@ def ids_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(2, 97) for _ in range(length)]
 
 
-COPIED, REFERRED = ids_of(40, 1), ids_of(150, 2)
+COPIED = ids_of(40, 1)
+REFERRED = ids_of(150, 2)
 CASES = [
     *[(COPIED, ids_of(n, 10 + n)) for n in (1, 2, 17)],
     *[([*REFERRED, *ids_of(n, n)], ids_of(7, 30 + n)) for n in (1, 9, 60)],
@@ -122,7 +123,8 @@ def test_all_of_them_come_from_one_version(random_model):
     """New weights in the middle of a long request: it begins again."""
     one = copy.deepcopy(random_model("llama"))
     engine = TorchEngine(one.model, config=EngineSection(prefill_tokens=16))
-    context, ids = ids_of(20, 1), ids_of(200, 2)
+    context = ids_of(20, 1)
+    ids = ids_of(200, 2)
     weights = {
         name: 0.5 * parameter.detach() + 0.01 for name, parameter in one.model.named_parameters()
     }
@@ -144,7 +146,8 @@ def test_all_of_them_come_from_one_version(random_model):
 def test_what_can_hardly_be_is_a_number(random_model):
     """The smallest probability of a float32 is about 1e-45."""
     one = random_model("llama")
-    context, ids = ids_of(10, 1), ids_of(30, 2)
+    context = ids_of(10, 1)
+    ids = ids_of(30, 2)
     (found,) = asyncio.run(scored(TorchEngine(one.model), [(context, ids)], temperature=0.001))
     assert min(found.logprobs) < -200
     assert all(math.isfinite(logp) and logp <= 0 for logp in found.logprobs)

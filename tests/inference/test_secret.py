@@ -27,7 +27,8 @@ def test_it_is_made_once_and_for_its_owner_alone(tmp_path):
 
 
 def test_whoever_comes_first_makes_it_for_all(tmp_path):
-    found, start = [], threading.Barrier(16)
+    found = []
+    start = threading.Barrier(16)
 
     def ask():
         start.wait()

@@ -84,7 +84,8 @@ def test_nothing_is_served_over_keys_and_values_of_other_weights(tmp_path, monke
                 await case.draw(sampled(seed=1))
                 server.flushes = flushes
                 await case.engine.publish(version, case.new, in_flight="continue")
-                fresh, found = await case.draw(sampled(seed=9)), await running
+                fresh = await case.draw(sampled(seed=9))
+                found = await running
                 before = found.versions.count(version - 1)
                 rest = case.difference(case.new, found)[before:].max()
                 other = case.difference(case.new, fresh).max()

@@ -76,7 +76,9 @@ def llama(random_model):
 
 
 def test_a_token_is_told_before_the_next_step_begins(llama, monkeypatch):
-    engine, events, ear = TorchEngine(llama), [], Ear()
+    engine = TorchEngine(llama)
+    events = []
+    ear = Ear()
     step = engine._step
 
     def counted() -> int:
@@ -141,7 +143,8 @@ def test_a_listener_that_raises_ends_its_own_request_alone(llama, error):
 
 def test_nothing_is_told_twice_after_an_interruption(llama):
     async def work():
-        engine, ear = TorchEngine(llama), Ear()
+        engine = TorchEngine(llama)
+        ear = Ear()
         request = asyncio.create_task(engine.generate([5, 6, 7], PARAMS, deadline_s=60, listen=ear))
         await steps_until(lambda: len(ear.ids) == 3)
         await engine.publish(1, in_flight="continue")
@@ -158,7 +161,8 @@ def test_nothing_is_told_twice_after_an_interruption(llama):
 
 def test_requests_for_an_earlier_version_are_streamed_too(llama):
     async def work():
-        engine, ear = TorchEngine(llama), Ear()
+        engine = TorchEngine(llama)
+        ear = Ear()
         pinned = engine.serving(0)
         assert ear.heard(await pinned.generate([5, 6], PARAMS, deadline_s=60, listen=ear))
         assert ear.calls == 12
@@ -173,7 +177,9 @@ class Drawing(FakeEngine):
     def __init__(self, number: int, version: int = 3) -> None:
         super().__init__(number, version)
         self.tokens = [7, 8, 9, 10]
-        self.let, self.silent, self.listeners = 10**6, False, 0
+        self.let = 10**6
+        self.silent = False
+        self.listeners = 0
         self.failure: BaseException | None = None
 
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
@@ -205,7 +211,8 @@ class Drawing(FakeEngine):
 def test_the_first_token_comes_before_the_completion_is_finished(tmp_path):
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            engine, ear = engines.by_name["e1"], Ear()
+            engine = engines.by_name["e1"]
+            ear = Ear()
             engine.let = 1
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7])
@@ -276,7 +283,9 @@ def test_of_an_engine_that_tells_nothing_the_listener_hears_in_the_end(tmp_path)
 def test_a_listener_that_raises_ends_its_request_in_the_other_process_too(tmp_path):
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            engine, ear, error = engines.by_name["e1"], Ear(), ValueError("no")
+            engine = engines.by_name["e1"]
+            ear = Ear()
+            error = ValueError("no")
             engine.let = 0
             failing, other = (
                 asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=listen))
@@ -302,8 +311,10 @@ def test_another_engine_goes_on_where_the_first_one_died(tmp_path, leaves):
 
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            first, ear = engines.by_name["e1"], Ear()
-            first.let, first.failure = 2, EngineError("the engine's step failed")
+            first = engines.by_name["e1"]
+            ear = Ear()
+            first.let = 2
+            first.failure = EngineError("the engine's step failed")
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7, 8])
             second = await engines.start(2, kind=Drawing)
@@ -326,7 +337,8 @@ def test_another_engine_goes_on_where_the_first_one_died(tmp_path, leaves):
 def test_a_request_ends_when_another_engine_draws_other_tokens(tmp_path, drawn):
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            first, ear = engines.by_name["e1"], Ear()
+            first = engines.by_name["e1"]
+            ear = Ear()
             first.let = 2
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7, 8])
@@ -343,8 +355,10 @@ def test_a_request_ends_when_another_engine_draws_other_tokens(tmp_path, drawn):
 
 
 def test_tokens_leave_the_engine_s_process_before_its_next_step(llama, tmp_path, monkeypatch):
-    engine, steps = TorchEngine(llama), 0
-    step, send = engine._step, WebSocket.send_bytes
+    engine = TorchEngine(llama)
+    steps = 0
+    step = engine._step
+    send = WebSocket.send_bytes
     sent: dict[int, int] = {}
 
     def counted() -> int:

@@ -93,7 +93,9 @@ class Sending:
     """A trainer that sends weights, and a follower of the engine that asks for them."""
 
     def __init__(self, case, folder, version, weights):
-        self.case, self.notes, self.sent = case, [], []
+        self.case = case
+        self.notes = []
+        self.sent = []
         self.model = copy.deepcopy(case.alone)
         self.model.load_state_dict(weights, strict=False)
         self.version = version
@@ -124,7 +126,8 @@ def test_workers_receive_weights_themselves(case, tmp_path, monkeypatch):
     async def work():
         await case.begin(20)
         assert case.difference(case.old, await case.draw()).max() < TOLERANCE
-        sending, running = Sending(case, tmp_path / "weights", 21, case.new), []
+        sending = Sending(case, tmp_path / "weights", 21, case.new)
+        running = []
         pause = case.engine._pause
 
         async def pausing(*given):

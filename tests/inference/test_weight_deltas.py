@@ -105,7 +105,9 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
     the newest version."""
     root = tmp_path_factory.mktemp("history")
     generator = torch.Generator().manual_seed(seed)
-    model, version, saved = made(), 0, (0, {})
+    model = made()
+    version = 0
+    saved = (0, {})
     written = {}
     notes = []
 
@@ -126,7 +128,9 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
         if found is not None:
             assert all(torch.equal(bits(found[n]), bits(t)) for n, t in written[latest].items())
 
-    trainer, follower, late = writer(), WeightsFolder(root, full_every=5), WeightsFolder(root)
+    trainer = writer()
+    follower = WeightsFolder(root, full_every=5)
+    late = WeightsFolder(root)
     asyncio.run(trainer.begin(0))
     remember()
     for action in actions:
@@ -176,7 +180,8 @@ def spoil(root, action, generator):
 @pytest.fixture
 def published(tmp_path):
     """(folder, model) after a full version 1 and deltas 2 to 4."""
-    folder, model = WeightsFolder(tmp_path / "weights", full_every=8), made()
+    folder = WeightsFolder(tmp_path / "weights", full_every=8)
+    model = made()
     generator = torch.Generator().manual_seed(1)
     for version in (1, 2, 3, 4):
         nudge(model, generator, 0.002)
@@ -187,7 +192,8 @@ def published(tmp_path):
 def test_a_delta_is_small_and_keeps_what_it_builds_on(published):
     folder, model = published
     assert folder.versions() == [1, 2, 3, 4], "keep=2, and versions 3 and 4 build on 1 and 2"
-    full, last = manifest(folder, 1), manifest(folder, 4)
+    full = manifest(folder, 1)
+    last = manifest(folder, 4)
     assert [link.version for link in last.chain] == [1, 2, 3] and not full.chain
     assert last.bytes < full.bytes / 10
     assert same(WeightsFolder(folder.folder).read(4), model)
@@ -207,7 +213,8 @@ def test_who_follows_reads_only_what_changed(published, monkeypatch):
 
 
 def test_full_versions_come_in_between(tmp_path):
-    folder, model = WeightsFolder(tmp_path, full_every=3), made()
+    folder = WeightsFolder(tmp_path, full_every=3)
+    model = made()
     generator = torch.Generator().manual_seed(1)
     kinds = []
     for version in range(7):
@@ -219,7 +226,8 @@ def test_full_versions_come_in_between(tmp_path):
 
 
 def test_where_a_delta_does_not_pay_the_full_version_says_so(tmp_path):
-    notes, model = [], made()
+    notes = []
+    model = made()
     folder = WeightsFolder(tmp_path, full_every=8)
     made_by = Publication(folder, model, keep=2, note=notes.append)
     for version in range(3):
@@ -232,7 +240,8 @@ def test_where_a_delta_does_not_pay_the_full_version_says_so(tmp_path):
 
 
 def test_many_small_deltas_are_together_smaller_than_the_full_version(tmp_path):
-    folder, model = WeightsFolder(tmp_path, full_every=1000), made()
+    folder = WeightsFolder(tmp_path, full_every=1000)
+    model = made()
     generator = torch.Generator().manual_seed(1)
     chains = []
     for version in range(12):
@@ -275,7 +284,8 @@ def test_two_writers_never_give_a_mixture(published, tmp_path):
     """The second one overwrites versions that the first one's deltas build on."""
     folder, _ = published
     wanted = folder.announced()
-    other, second = made(5), WeightsFolder(folder.folder, full_every=8)
+    other = made(5)
+    second = WeightsFolder(folder.folder, full_every=8)
     for version in (2, 3):
         nudge(other, torch.Generator().manual_seed(9), 0.002)
         second.write(version, other, keep=9)

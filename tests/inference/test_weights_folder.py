@@ -41,7 +41,8 @@ def test_what_is_trained_comes_back_to_the_bit(model, tmp_path):
         "version": 12,
         "sha256": sha256,
     }
-    raw, size = (file.parent / "manifest.json").read_bytes(), file.stat().st_size
+    raw = (file.parent / "manifest.json").read_bytes()
+    size = file.stat().st_size
     assert sha256 == hashlib.sha256(raw).hexdigest(), "it stands for every file"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     part = {"file": file.name, "sha256": digest, "bytes": size}

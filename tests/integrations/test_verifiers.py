@@ -220,7 +220,8 @@ def test_attempts_share_one_loop():
         async def which():
             return asyncio.get_running_loop()
 
-        first, second = await own.run(which), await own.run(which)
+        first = await own.run(which)
+        second = await own.run(which)
         return first is second and first is not asyncio.get_running_loop()
 
     assert asyncio.run(loop_of_two(own_loop.OwnLoop("two")))

@@ -111,7 +111,9 @@ def test_what_is_no_plan_is_refused(tmp_path):
 def test_a_node_waits_for_its_recipe_and_says_so(small_config, tmp_path, monkeypatch):
     """Not for ever: who is started after that says what differs."""
     ensure_run_folder(small_config(tmp_path / "run"))
-    looks, notes, begun = iter([None] * 3 + [0]), [], []
+    looks = iter([None] * 3 + [0])
+    notes = []
+    begun = []
     monkeypatch.setattr(node_module, "Children", lambda *given: begun.append(given) or Began())
     config = small_config(tmp_path / "run", "trainer.steps=7")
     given = (Node(), [], config, False, lambda: next(looks), lambda: False, notes.append)

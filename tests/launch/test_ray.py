@@ -66,7 +66,8 @@ class Owned:
     """`agentevo launch own` in a process of its own."""
 
     def __init__(self, folder, address, run):
-        self.log, self.run = folder / "own.log", run
+        self.log = folder / "own.log"
+        self.run = run
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
                 [

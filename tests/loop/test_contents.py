@@ -36,7 +36,8 @@ WRONG = {
 
 async def greedily(model):
     """A group of the likeliest tokens under the name of one that is trained on."""
-    made, seals = [], {}
+    made = []
+    seals = {}
     for number in range(4):
         new = NewAttempt(task_id="g", group_id="g/train@1", number=number, greedy=True)
         opened = await model.connection.open(new)

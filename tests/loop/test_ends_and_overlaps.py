@@ -52,7 +52,8 @@ def test_what_is_committed_while_a_submission_is_checked_is_not_submitted_again(
         service = model.connection._service
         a, b = await gathered(model, *TASKS[:2])
         check = type(service)._check_new
-        checked, go_on = asyncio.Event(), asyncio.Event()
+        checked = asyncio.Event()
+        go_on = asyncio.Event()
 
         async def slow(self, groups):
             await check(self, groups)
@@ -106,7 +107,9 @@ def test_a_run_that_fails_says_so_to_everybody(tmp_path, monkeypatch, capfd):
 
 def test_who_asks_a_loop_that_ends_is_answered():
     """Whatever moment it ends at: before the work has begun, within it, or long ago."""
-    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    begun = threading.Event()
+    go_on = threading.Event()
+    ended = threading.Event()
     calls = Calls(lambda: EngineUnavailableError("over"))
 
     async def host():

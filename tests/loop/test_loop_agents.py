@@ -44,7 +44,8 @@ def low(text):
 @agentevo.rollout
 async def debate(task, agents):
     """Each is to write other characters than the one before it; the scorers judge the writer."""
-    said, rewards = task.query, {}
+    said = task.query
+    rewards = {}
     for number, name in enumerate(agents.agents):
         reply = await agents[name].generate([{"role": "user", "content": said}])
         said = reply.text

@@ -173,7 +173,8 @@ def free_port() -> str:
 def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
     """Server and client share no folder. The server is killed in the middle, twice: under the
     client's hands, and between two clients."""
-    here, port = tmp_path / "server", free_port()
+    here = tmp_path / "server"
+    port = free_port()
     here.mkdir()
     server, url, key = start_server(here, "--port", port, "--tls")
     client = start_client(tmp_path / "client", url, key, 10, "native")

@@ -79,7 +79,8 @@ def base_folder(tiny: LoadedModel, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal"])
 def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(init, base):
     plain = base()
-    before, total = alone(plain), sum(p.numel() for p in plain.parameters())
+    before = alone(plain)
+    total = sum(p.numel() for p in plain.parameters())
     state = torch.random.get_rng_state()
     model = add_adapter(plain, LoraSection(rank=4, init=init), seed=3)
     assert torch.equal(torch.random.get_rng_state(), state), "nobody else's draws change"
@@ -285,7 +286,8 @@ def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
 
 
 def test_several_adapters_over_one_base(base_folder, tmp_path):
-    folders, expected = [], []
+    folders = []
+    expected = []
     for seed in (1, 2):
         loaded = load_model(
             ModelSection(
@@ -379,7 +381,8 @@ def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
     )
     stored = {type(module).__name__ for module in loaded.model.modules()}
     assert {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[kind] in stored
-    found, exact = alone(loaded.model), alone(plain)
+    found = alone(loaded.model)
+    exact = alone(plain)
     assert 0 < float((found - exact).abs().mean()) < rounding * float(exact.abs().mean())
     assert all("lora_" in name for name, p in loaded.model.named_parameters() if p.requires_grad)
     prepared = prepare(loaded.model)

@@ -105,7 +105,8 @@ def test_families_whose_calls_are_no_json_are_refused_and_may_still_answer_in_js
 
 
 def test_a_thought_may_come_first_and_must_where_the_prompt_opens_one():
-    chat, form = chat_of("hermes"), AnswerForm(schema=ADD["parameters"])
+    chat = chat_of("hermes")
+    form = AnswerForm(schema=ADD["parameters"])
     answer = '{"a": 3, "b": "y"}'
     free = grammar_of(form, chat, None, ASK)
     chat.opening = "<think>\n"
@@ -244,7 +245,8 @@ def test_no_text_of_the_grammar_has_a_call_that_does_not_fit(name, pieces):
 
 
 def test_where_calls_may_not_be_parallel_one_strict_call_comes_at_most():
-    chat, form = chat_of("hermes"), AnswerForm(parallel=False)
+    chat = chat_of("hermes")
+    form = AnswerForm(parallel=False)
     grammar = grammar_of(form, chat, MIXED, ASK)
     one, two = (chat._written(Message("assistant", "", CALLS[:n])).strip() for n in (1, 2))
     assert reads(chat, grammar, f"So {one}.") and reads(chat, grammar, "No.")

@@ -17,7 +17,8 @@ class Everyone:
 
     def attend(self, q, k, v, scaling, window, softcap):
         repeat = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        k = k.repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

@@ -159,7 +159,8 @@ def test_a_damaged_or_outdated_model_is_rebuilt(
 
 @pytest.mark.usefixtures("at_hand")
 def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
-    started, told = threading.Barrier(4), []
+    started = threading.Barrier(4)
+    told = []
     builds.before = lambda: time.sleep(0.3)
 
     def ask() -> Path:

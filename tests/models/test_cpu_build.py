@@ -33,7 +33,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def counting_compiler(tmp_path, monkeypatch) -> Path:
     """A compiler that notes each call in the file that this returns."""
-    calls, script = tmp_path / "calls", tmp_path / "compiler"
+    calls = tmp_path / "calls"
+    script = tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\necho >> "{calls}"\nexec cc "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
@@ -143,7 +144,8 @@ def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
 
 def test_what_killed_builds_left_is_removed(folder):
     folder.mkdir(mode=0o700)
-    old, recent = folder / "old.partial", folder / "recent.partial"
+    old = folder / "old.partial"
+    recent = folder / "recent.partial"
     for file in (old, recent):
         file.touch()
     os.utime(old, (0, 0))
@@ -152,7 +154,8 @@ def test_what_killed_builds_left_is_removed(folder):
 
 
 def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, tmp_path):
-    source, other = tmp_path / "other.c", tmp_path / "other.so"
+    source = tmp_path / "other.c"
+    other = tmp_path / "other.so"
     source.write_text("void my_part(long n, long *first, long *end) { *first = *end = 0; }")
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", other], check=True)
     ctypes.CDLL(str(other), mode=ctypes.RTLD_GLOBAL)

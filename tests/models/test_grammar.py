@@ -27,7 +27,8 @@ def texts_of(mask, tokenizer) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["byte", "word"])
 def test_a_mask_has_the_tokens_that_a_text_can_go_on_with(kind):
-    tokenizer, state = tiny_policy(kind).tokenizer, grammars(kind).begin(CALL, (END,))
+    tokenizer = tiny_policy(kind).tokenizer
+    state = grammars(kind).begin(CALL, (END,))
     seen = []
     for token in [*tokenizer.encode("<left,right>", add_special_tokens=False), END]:
         seen.append(texts_of(state.mask(), tokenizer))

@@ -32,11 +32,13 @@ def tensors_of(folder):
 def test_a_folder_is_that_of_save_pretrained(name, random_model, tmp_path):
     """Tied weights once, merged experts as they are in files; in several files with an index."""
     model = random_model(name).alone
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     ours.mkdir()
     write_from_parts(InParts(model, lambda only_trained: whole_parts(model)), ours, file_bytes=9000)
     model.save_pretrained(theirs)
-    found, expected = tensors_of(ours), tensors_of(theirs)
+    found = tensors_of(ours)
+    expected = tensors_of(theirs)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
     assert (ours / "config.json").read_text() == (theirs / "config.json").read_text()

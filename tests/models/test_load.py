@@ -19,7 +19,8 @@ from agentevo.models.save import save_model
 
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    first, second = one.state_dict(), other.state_dict()
+    first = one.state_dict()
+    second = other.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )

@@ -40,7 +40,8 @@ class Hub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                address, query = urlsplit(self.path), parse_qs(urlsplit(self.path).query)
+                address = urlsplit(self.path)
+                query = parse_qs(urlsplit(self.path).query)
                 hub.asked.append(self.path)
                 body = b""
                 if query.get("Revision") == ["v1"] and "/own/name/" in address.path:

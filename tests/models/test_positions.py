@@ -90,7 +90,8 @@ def test_no_sequence_changes_the_frequencies_of_another(make, rope, border):
     alone = make(rope)
     model = prepare(copy.deepcopy(alone))
     assert context_length(model.config) == border
-    short, longest = list(range(5, 17)), [5 + n % 90 for n in range(border)]
+    short = list(range(5, 17))
+    longest = [5 + n % 90 for n in range(border)]
     wanted = torch.cat(
         [
             alone(input_ids=torch.tensor([ids]), use_cache=False)
@@ -127,7 +128,8 @@ def test_one_set_of_frequencies_has_no_border():
     """What the advice leads to: the model's whole context, and numbers that depend on nothing."""
     model = prepare(phi3(LONGROPE | {"short_factor": LONGROPE["long_factor"]}))
     assert context_length(model.config) == 96 and length_advice(model.config) == ""
-    short, longest = list(range(5, 17)), [5 + n % 90 for n in range(96)]
+    short = list(range(5, 17))
+    longest = [5 + n % 90 for n in range(96)]
     together = logprobs(model, short, longest)
     assert len(together) == 11 + 95
     apart = torch.cat([logprobs(model, short), logprobs(model, longest)])

@@ -117,7 +117,8 @@ def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(na
 def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(name, random_model):
     """g_i = exp(z_i) / sum of exp(z_j) over the recorded j (arXiv 2510.11370, section 3.2)."""
     model = routed(copy.deepcopy(random_model(name).model))
-    batch, routers = batch_of(), routers_of(model)
+    batch = batch_of()
+    routers = routers_of(model)
     draws = torch.Generator().manual_seed(0)
     rows = torch.rand(batch.num_distinct, routers.layers, routers.num_experts, generator=draws)
     rows = rows.argsort(-1)[..., : routers.top_k]

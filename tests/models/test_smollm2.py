@@ -87,7 +87,8 @@ def test_template_names_the_assistant_unless_told_otherwise(
 
 
 def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
-    tokenizer, model = smollm2.tokenizer, smollm2.model
+    tokenizer = smollm2.tokenizer
+    model = smollm2.model
     assert model.dtype == torch.float32
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     prompt = ChatFormat(tokenizer, model.generation_config).first_prompt(

@@ -44,7 +44,8 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 @settings(max_examples=examples(40))
 @given(data=st.data())
 def test_pieces_sum_up_to_the_whole(name: str, data: st.DataObject) -> None:
-    parser, text = parser_named(name), data.draw(texts(name))
+    parser = parser_named(name)
+    text = data.draw(texts(name))
     opening = data.draw(st.sampled_from(["", "<think>\n"]))
     places = data.draw(st.lists(st.integers(0, 400), max_size=8))
     whole = parser.parse(text, opening=opening)
@@ -116,7 +117,8 @@ def test_nothing_is_lost(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_mark_is_never_shown(name: str) -> None:
-    parser, text = parser_named(name), f"well {WHOLE[name]}"
+    parser = parser_named(name)
+    text = f"well {WHOLE[name]}"
     if name == "harmony":
         text = f"<|channel|>commentary<|message|>well {WHOLE[name]}"
     assert parser.parse(text).content == "well"

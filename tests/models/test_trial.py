@@ -129,7 +129,8 @@ class Full(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module, capacity: int) -> None:
         super().__init__()
-        self.inner, self.capacity = inner, capacity
+        self.inner = inner
+        self.capacity = capacity
 
     def forward(self, x):
         taken = torch.arange(x.shape[1], device=x.device) < self.capacity

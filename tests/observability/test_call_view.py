@@ -13,7 +13,8 @@ NOW = 1.7e9
 
 def stored(number: str, parent: str | None = None, **changes: Any) -> StoredCall:
     """A call that is named as its id; ago: seconds since its start; took: None while it runs."""
-    ago, took = changes.pop("ago", 10.0), changes.pop("took", None)
+    ago = changes.pop("ago", 10.0)
+    took = changes.pop("took", None)
     state = changes.pop("state", "running" if took is None else "ended")
     fields: dict[str, Any] = {
         "id": number,

@@ -192,7 +192,8 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, se
     steps = timeline(SCENARIOS[code], 60, seed)
     straight = CollapseMonitor()
     expected = list(warnings_of(straight, steps))
-    first, second = CollapseMonitor(), CollapseMonitor()
+    first = CollapseMonitor()
+    second = CollapseMonitor()
     found = list(warnings_of(first, steps[:cut]))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     found += warnings_of(second, steps[cut:])
@@ -201,7 +202,8 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, se
 
 
 def test_a_loaded_state_is_not_shared() -> None:
-    first, second = CollapseMonitor(), CollapseMonitor()
+    first = CollapseMonitor()
+    second = CollapseMonitor()
     first.observe(1, {"critic/score/mean": 1.0})
     state = first.state_dict()
     second.load_state_dict(state)

@@ -100,7 +100,8 @@ def test_steps_never_go_back_in_a_continued_file_either(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_row_once(tmp_path: Path) -> None:
-    straight, resumed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    straight = tmp_path / "a.jsonl"
+    resumed = tmp_path / "b.jsonl"
     write_steps(straight, 1, 9)
     write_steps(resumed, 1, 6)
     with MetricsLog(resumed) as log:
@@ -150,7 +151,8 @@ def test_a_file_torn_at_any_byte_reads_as_its_whole_rows_and_can_be_continued(
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "m.jsonl"
     write_steps(path, 1, 4)
-    whole, data = without_time(path), path.read_bytes()
+    whole = without_time(path)
+    data = path.read_bytes()
     cut %= len(data) + 1
     path.write_bytes(data[:cut])
     survived = without_time(path)

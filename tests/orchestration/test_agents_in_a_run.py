@@ -50,7 +50,8 @@ def low(text):
 
 async def play(task, agents):
     """Each is to write other characters than the one before it."""
-    said, rewards = task.query, {}
+    said = task.query
+    rewards = {}
     for number, name in enumerate(agents.agents):
         reply = await agents[name].generate([{"role": "user", "content": said}])
         said = reply.text

@@ -140,7 +140,8 @@ def reward_model(folder, config, num_labels: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_reward_model_takes_part(tmp_path, small_config, quiet_view):
-    folder, judge = tmp_path / "run", tmp_path / "judge"
+    folder = tmp_path / "run"
+    judge = tmp_path / "judge"
     reward_model(judge, small_config(tmp_path / "x", *SHORT))
     train(
         small_config(folder, *SHORT, f"reward_model.name={judge}", "algorithm.name=reinforce_pp"),
@@ -150,7 +151,8 @@ def test_a_reward_model_takes_part(tmp_path, small_config, quiet_view):
 
 
 def test_reward_models_that_do_not_fit_are_refused(tmp_path, small_config, quiet_view):
-    two, other = tmp_path / "two", tmp_path / "other"
+    two = tmp_path / "two"
+    other = tmp_path / "other"
     reward_model(two, small_config(tmp_path / "x", *SHORT), num_labels=2)
     with pytest.raises(ModelError, match="2 outputs per token"):
         train(small_config(tmp_path / "a", *SHORT, f"reward_model.name={two}"), view=quiet_view())

@@ -21,7 +21,8 @@ from agentevo.training.checkpoint import Checkpoints
 
 
 def test_a_step_counts_when_its_files_are_there():
-    saved, go = [], threading.Event()
+    saved = []
+    go = threading.Event()
 
     def write() -> str:
         go.wait(30)
@@ -75,7 +76,8 @@ def test_a_run_that_saves_in_the_background_is_the_same(
     keys = ("trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9")
     plain = train(small_config(tmp_path / "plain", *keys), view=quiet_view())
     config = small_config(tmp_path / "run", *keys, "checkpoint.background=true")
-    write, threads = Checkpoints._write, []
+    write = Checkpoints._write
+    threads = []
 
     def filling(self: Checkpoints, step: int, *given: Any) -> str:
         if step == 2:

@@ -27,8 +27,10 @@ class ScriptedAttempts:
     of the attempt beside it."""
 
     def __init__(self, rewards, greedy=lambda task: 0.0) -> None:
-        self._rewards, self._greedy = rewards, greedy
-        self.size, self.baseline = 0, False
+        self._rewards = rewards
+        self._greedy = greedy
+        self.size = 0
+        self.baseline = False
         self.asked: list[list[str]] = []
 
     async def round(self, step, tasks):
@@ -47,7 +49,8 @@ class ScriptedAttempts:
 
 
 def _attempt(task: Task, group: str, number: int, reward: float | None) -> Trajectory:
-    size, version = 1 + number, int(group.rpartition("@")[2]) - 1
+    size = 1 + number
+    version = int(group.rpartition("@")[2]) - 1
     turn = Turn(
         index=0,
         prompt_ids=[1],
@@ -87,7 +90,8 @@ def collector(
     }
     tree |= {} if given is not None else {"environment": {"type": "coins"}}
     config = build_config(tree, needs_environment=given is None)
-    sampler.size, sampler.baseline = size, "baseline_rewards" in config.algorithm.needs
+    sampler.size = size
+    sampler.baseline = "baseline_rewards" in config.algorithm.needs
     return Collector(
         config,
         sampler,
@@ -107,7 +111,8 @@ def reasons(found) -> dict[str, set[str]]:
     return named
 
 
-ALIKE, DIFFERENT = [1.0, 1.0], [1.0, 0.0]
+ALIKE = [1.0, 1.0]
+DIFFERENT = [1.0, 0.0]
 
 
 def test_without_dynamic_sampling_there_is_one_round():

@@ -24,7 +24,8 @@ def play_slowly(seed, patch):
     """Attempts begin after a while of their own, and calls of the environment take as long as they
     like and are not waited for on the spot."""
     numbers = random.Random(seed)
-    step, run = FrozenLakeEnvironment.step, EnvironmentAgent.run
+    step = FrozenLakeEnvironment.step
+    run = EnvironmentAgent.run
 
     def slow_step(self, action):
         time.sleep(numbers.random() * 0.004)

@@ -34,7 +34,9 @@ class OneByOne:
     """Completes one request after the other, without a cache, on weights of its own."""
 
     def __init__(self, model, tokenizer, section):
-        self.own, self.version, self.served = copy.deepcopy(model), NO_VERSION, []
+        self.own = copy.deepcopy(model)
+        self.version = NO_VERSION
+        self.served = []
         self.own.set_attn_implementation("sdpa")
         made.append(self)
 
@@ -52,11 +54,14 @@ class OneByOne:
     @torch.inference_mode()
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         random = np.random.Generator(np.random.Philox(key=sampling.seed & (2**64 - 1)))
-        ids, logprobs, reason = [], [], "length"
+        ids = []
+        logprobs = []
+        reason = "length"
         while len(ids) < sampling.max_new_tokens and reason == "length":
             logits = self.own(input_ids=torch.tensor([prompt_ids + ids])).logits[0, -1:]
             (token,), (logprob,) = draw(logits, [sampling], [float(random.random())])
-            ids, logprobs = [*ids, token], [*logprobs, logprob]
+            ids = [*ids, token]
+            logprobs = [*logprobs, logprob]
             reason = "stop" if token in sampling.stop_token_ids else "length"
         return Completion(
             ids=ids, logprobs=logprobs, versions=[self.version] * len(ids), finish_reason=reason
@@ -79,7 +84,8 @@ class ThroughBytes:
     """Serialises the weights, as something that leaves the process would."""
 
     def __init__(self, model, engine, config, note):
-        self.model, self.engine = model, engine
+        self.model = model
+        self.engine = engine
         assert engine.model is not model, "the engine has weights of its own"
 
     def _weights(self):

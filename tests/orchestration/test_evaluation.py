@@ -163,7 +163,8 @@ class Broken(TextEnvironment):
 
 
 def test_reference_players_of_an_environment_that_breaks_are_unknown(monkeypatch):
-    parts, notes = parts_of(), []
+    parts = parts_of()
+    notes = []
     parts.note = notes.append
     monkeypatch.setattr("agentevo.orchestration.players.make", Broken)
     monkeypatch.setattr("agentevo.environments.make", Broken)

@@ -37,7 +37,8 @@ def played(engines, is_stopped=lambda: False):
 def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
     engines, tmp_path, monkeypatch
 ):
-    folder, notes = tmp_path / "weights", []
+    folder = tmp_path / "weights"
+    notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engines.fed_by(sender.look_after)
     source = BroadcastSource(folder, torch.device("cpu"))

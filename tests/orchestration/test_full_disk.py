@@ -26,7 +26,8 @@ class FullDisk:
     """A file that takes half of the row with a mark, as a disk does that fills up."""
 
     def __init__(self, file: Any, mark: bytes) -> None:
-        self._file, self._mark = file, mark
+        self._file = file
+        self._mark = mark
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -123,7 +124,8 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = small_config(tmp_path / "run", "cold_start.episodes=8", "trainer.steps=2")
-    begin_at, committed = MetricsLog._begin_at, chain.HeadFile.committed
+    begin_at = MetricsLog._begin_at
+    committed = chain.HeadFile.committed
 
     def filling(self: MetricsLog, lines: list[bytes]) -> None:
         begin_at(self, lines)

@@ -76,7 +76,8 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
 def test_evaluations_of_checkpoints(whole, base, lora_config, tmp_path, quiet_view):
     found = whole.eval(checkpoint="last", view=quiet_view())
     assert headline(found) == whole.summary["eval"]["after"]
-    config, last = lora_config(tmp_path / "none"), whole.checkpoint_path("last")
+    config = lora_config(tmp_path / "none")
+    last = whole.checkpoint_path("last")
     again = evaluate_model(config, checkpoint=last, view=quiet_view())
     before = evaluate_model(config, view=quiet_view())
     greedy = [key for key in found if "greedy" in key]

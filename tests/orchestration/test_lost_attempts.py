@@ -213,7 +213,8 @@ def test_a_step_whose_weights_served_though_it_trained_on_nothing_is_repeated_so
             _,
             stream,
         ):
-            size, groups = config.trainer.group_size, config.trainer.groups_per_step
+            size = config.trainer.group_size
+            groups = config.trainer.groups_per_step
             for k in range(groups):
                 members = [
                     attempt(f"{k}#{i}", f"{k}/train@3", versions=versions) for i in range(size)

@@ -47,7 +47,9 @@ def test_there_are_hundreds_of_kinds():
 @pytest.mark.parametrize("plays", [False, True], ids=["agent", "environment"])
 def test_many_kinds_in_one_run(plays, tmp_path):
     """A sample that differs by nothing but the seed: at most one attempt in two misbehaves."""
-    rng, groups, wanted = random.Random(7), 12, list[Case]()
+    rng = random.Random(7)
+    groups = 12
+    wanted = list[Case]()
     places = (*ENVIRONMENT,) if plays else (*AGENT, "scorer", "async scorer")
     for moment in (*MOMENTS, *(["check"] if plays else [])):
         kinds = [
@@ -88,5 +90,6 @@ def test_every_kind_alone(number, tmp_path, monkeypatch):
     case = KINDS[number]
     if not case.deed.hangs:  # a busy machine may take longer to raise than what hangs is given
         monkeypatch.setattr(environment_thread, "CLOSE_S", 30.0)
-    plays, resumes = case.place in ENVIRONMENT, number % 5 == 0
+    plays = case.place in ENVIRONMENT
+    resumes = number % 5 == 0
     assert check([case], tmp_path / "run", plays=plays, resumes=resumes) == case.num_failed

@@ -124,7 +124,8 @@ def test_a_clean_stop_and_a_resume(
     with pytest.raises(KeyboardInterrupt):
         train(small_config(tmp_path / "parts", *settings), view=quiet_view(step=2))
     train(small_config(tmp_path / "parts", *settings), resume=True, view=quiet_view())
-    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
+    one = outcome_of(tmp_path / "parts")
+    other = outcome_of(tmp_path / "whole")
     assert_same(one["trainer"], other["trainer"])
     assert_same(one["weights"], other["weights"])
     assert_same(one["metrics"], other["metrics"])
@@ -178,7 +179,8 @@ def test_it_learns_from_a_file_without_sampling(
     with pytest.raises(KeyboardInterrupt):
         train(config("parts"), view=quiet_view(step=5))
     train(config("parts"), resume=True, view=quiet_view())
-    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
+    one = outcome_of(tmp_path / "parts")
+    other = outcome_of(tmp_path / "whole")
     assert_same(one["weights"], other["weights"])
     assert_same(one["metrics"], other["metrics"])
 

@@ -168,7 +168,8 @@ DEATHS = {
 def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path):
     """Killed while samples are prepared, in an update, while a checkpoint is saved; or one that
     raises; each time the run is resumed."""
-    file, folder = tmp_path / "dying.py", tmp_path / "run"
+    file = tmp_path / "dying.py"
+    folder = tmp_path / "run"
     file.write_text(textwrap.dedent(DYING))
     words = [f"import=[{file}]", f"trainer.parallel.{key}=2", "trainer.steps=3"]
     words += ["trainer.micro_batch_tokens=64"] if key == "pipeline" else []
@@ -179,7 +180,8 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path)
         assert code != 0, said
         assert time.monotonic() - started < 400, said  # and not as long as a collective waits
         if death.startswith("raise"):
-            first, others = "process 1 of 2: ValueError: words of its own", "process 1 of 2 failed"
+            first = "process 1 of 2: ValueError: words of its own"
+            others = "process 1 of 2 failed"
             assert said.index(first) < said.index(others), said
             assert "words of its own" in (folder / "logs" / "rank-1.log").read_text()
         else:
@@ -201,7 +203,8 @@ def test_what_fails_on_the_first_process_ends_all(tmp_path):
 
 @pytest.mark.slow
 def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_path):
-    folder, deadline = tmp_path / "run", time.monotonic() + 400
+    folder = tmp_path / "run"
+    deadline = time.monotonic() + 400
 
     def until(find):
         while not (found := find()):

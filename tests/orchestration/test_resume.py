@@ -113,7 +113,8 @@ def test_a_resume_of_a_finished_run_changes_nothing(
 ):
     config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
     train(config, view=quiet_view())
-    before, told = outcome_of(config.run_dir), io.StringIO()
+    before = outcome_of(config.run_dir)
+    told = io.StringIO()
     train(config, resume=True, view=LiveView("test", stream=told, plain=True))
     assert_same(outcome_of(config.run_dir), before)
     assert "1 step is committed and trainer.steps=1 is no more, so nothing" in told.getvalue()
@@ -129,7 +130,8 @@ def test_a_finished_run_can_be_made_longer(
     train(small_config(tmp_path / "long", *constant), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant, "trainer.steps=2"), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant), resume=True, view=quiet_view())
-    grown, long = outcome_of(tmp_path / "grown"), outcome_of(tmp_path / "long")
+    grown = outcome_of(tmp_path / "grown")
+    long = outcome_of(tmp_path / "long")
     assert_same(grown["weights"], long["weights"])
     assert_same(grown["trainer"], long["trainer"])
     assert_same(grown["records"], long["records"])
@@ -182,8 +184,10 @@ def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, asse
     with pytest.raises(KeyboardInterrupt):
         train(config("parts"), agent=counter, tasks=tasks, view=quiet_view(step=2))
     train(config("parts"), agent=counter, tasks=tasks, resume=True, view=quiet_view())
-    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
-    one["summary"].pop("name"), other["summary"].pop("name")
+    one = outcome_of(tmp_path / "parts")
+    other = outcome_of(tmp_path / "whole")
+    one["summary"].pop("name")
+    other["summary"].pop("name")
     assert_same(one, other)
     assert sum("actor/grad_norm" in row for row in one["metrics"]) == 4
 
@@ -233,7 +237,8 @@ KEPT = (
 @pytest.mark.parametrize("lost", ["all", "some"])
 def test_a_store_that_has_lost_steps_costs_no_checkpoint(lost, tmp_path, small_config, quiet_view):
     config = small_config(tmp_path / "run", *KEPT)
-    folder, store = config.run_dir / "checkpoints", config.run_dir / "store.sqlite"
+    folder = config.run_dir / "checkpoints"
+    store = config.run_dir / "store.sqlite"
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(step=1))
     older = store.read_bytes()
@@ -261,7 +266,8 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same, monkeypatch
 ):
     """What a kill between the two leaves; it is no sign of a store that has lost steps."""
-    config, commit = small_config(tmp_path / "run"), TrainingRun._commit
+    config = small_config(tmp_path / "run")
+    commit = TrainingRun._commit
 
     async def killed(self, *arguments):
         if self.progress.step == 2:
@@ -283,7 +289,8 @@ def test_a_checkpoint_that_can_not_be_read_now_is_kept(
 ):
     config = small_config(tmp_path / "run", *KEPT, "trainer.steps=1")
     train(config, view=quiet_view())
-    victim, opened = config.run_dir / "checkpoints" / "step-000001" / name, Path.open
+    victim = config.run_dir / "checkpoints" / "step-000001" / name
+    opened = Path.open
     before = sorted(victim.parent.iterdir())
 
     def refused(path, *args, **kwargs):

@@ -144,7 +144,8 @@ def test_what_a_resume_does_not_refuse_changes_nothing(
     database.close()
     train(small_config(folder, *OVERRIDES), resume=True, view=quiet_view())
     train(small_config(untouched, *OVERRIDES), resume=True, view=quiet_view())
-    one, other = outcome_of(folder), outcome_of(untouched)
+    one = outcome_of(folder)
+    other = outcome_of(untouched)
     for name in ("step", "weights", "trainer", "metrics"):
         assert_same(one[name], other[name])
 

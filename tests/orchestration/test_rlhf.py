@@ -87,7 +87,8 @@ def test_a_policy_learns_what_comparisons_say_is_better(tmp_path):
         run={"dir": str(tmp_path / "ppo")},
         tracking=QUIET,
     )
-    shares, rewards = [], []
+    shares = []
+    rewards = []
     for step in (0, 8):
         attempts = run.trajectories(split="eval", step=step)
         assert all(one.status == "completed" for one in attempts)

@@ -57,7 +57,8 @@ def test_the_folder_of_a_run(run):
 
 
 def test_the_summary(run):
-    summary, rows = run.summary, read_metrics(run.dir / "metrics.jsonl")
+    summary = run.summary
+    rows = read_metrics(run.dir / "metrics.jsonl")
     evaluations = [
         row["val-core/frozen_lake/success/greedy"]
         for row in rows

@@ -115,7 +115,8 @@ def test_a_torn_checkpoint_is_passed_over(
     for path in folder.glob("step-00000*"):
         (path / "state.json").write_text("{}")
     sft(config, resume=True, view=quiet_view())
-    whole, again = outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut")
+    whole = outcome_of(tmp_path / "whole")
+    again = outcome_of(tmp_path / "cut")
     assert_same(whole["weights"], again["weights"])  # every step replayed from the first weights
 
 

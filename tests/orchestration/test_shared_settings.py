@@ -37,7 +37,8 @@ def test_what_an_agent_sets_changes_no_number_and_no_folder(
     """Gradients, inference mode and autocast, the default device, and the current folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run, outcomes = EnvironmentAgent.run, []
+    run = EnvironmentAgent.run
+    outcomes = []
     modes = []
 
     async def rude_run(self, task, policy):

@@ -70,7 +70,9 @@ def test_a_held_out_loss_stops_between_its_batches(
         "evaluation.samples=0",
         "evaluation.tasks=1",
     )
-    view, passes, compute = Phases(), [], supervised.all_logits
+    view = Phases()
+    passes = []
+    compute = supervised.all_logits
 
     def all_logits(*words: Any, **more: Any) -> Any:
         if view.seen[-1] == f"evaluating {which}":

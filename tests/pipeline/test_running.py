@@ -66,7 +66,8 @@ def ran(log: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     run(folder, chain(log))
     assert ran(log) == ["a", "b", "c"]
     assert (folder / "stages/c/f").read_text() == "cba"
@@ -94,7 +95,8 @@ def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Pa
 
 @pytest.mark.slow
 def test_only_from_and_skip(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     run(folder, chain(log), choice=Choice(only=("a",)))
     assert ran(log) == ["a"]
     assert read_state(folder).stages["b"].status == "waiting"
@@ -110,7 +112,8 @@ def test_only_from_and_skip(tmp_path: Path):
 
 
 def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     stages = chain(log) | {"d": program(log, "d")}
     stages["b"] = program(log, "b", code="print('no such luck'); raise SystemExit(3)")
     with pytest.raises(AgentEvoError, match=r"1 stage failed(.|\n)*exit code 3(.|\n)*no such luck"):
@@ -130,7 +133,8 @@ def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_pa
 
 
 def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     stages = {
         "grow": {"repeat": 3, **program(log, "r${round}", "${previous.file|seed}")},
         "never": {"when": "${stages.grow.rows} > 5", **program(log, "never")},
@@ -147,7 +151,8 @@ def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: P
 
 @pytest.mark.slow
 def test_a_budget_of_time_stops_and_more_of_it_goes_on(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     slow = program(log, "a", code=f"import time; time.sleep(0.5); {ADD}")
     stages = {"a": slow, "b": program(log, "b", "${stages.a.file}")}
     shown = run(folder, stages, budget={"hours": 1e-6})
@@ -159,7 +164,8 @@ def test_a_budget_of_time_stops_and_more_of_it_goes_on(tmp_path: Path):
 
 
 def test_each_seed_has_a_folder_and_a_folder_has_one_pipeline(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     run(folder, {"a": program(log, "a")}, seeds=[3, 5], parallel=2)
     assert ran(log) == ["a", "a"]
     assert [read_state(folder / f"seed-{n}").seed for n in (3, 5)] == [3, 5]
@@ -189,11 +195,14 @@ def test_after_kills_at_any_moment_every_stage_has_been_run_to_its_end_once(tmp_
     """The runner is killed again and again; a stage that it leaves behind ends by itself."""
     import yaml
 
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     stages = {"s": {"repeat": 6, **program(log, "s${round}", "${previous.file|x}")}}
     file = tmp_path / "tree.yaml"
     file.write_text(yaml.safe_dump({"dir": str(folder), "held_out": None, "stages": stages}))
-    began, kills, more = time.monotonic(), 0, list[str]()
+    began = time.monotonic()
+    kills = 0
+    more = list[str]()
     while time.monotonic() - began < DEADLINE_S:
         words = [sys.executable, "-c", MAIN, str(file), *more]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -28,7 +28,8 @@ class Run:
     """Each process has a folder of its own; they meet in the store and under weights.url."""
 
     def __init__(self, folder):
-        self.folder, self.processes = folder, {}
+        self.folder = folder
+        self.processes = {}
         self.overrides = [
             f"store.url=sqlite:///{folder / 'store.sqlite'}",
             f"rollout.weights.url=file://{folder / 'bucket'}",
@@ -96,7 +97,8 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     come meanwhile go on."""
     trainer = run.start("trainer", "learn")
     first = run.start("first", "serve", "--tls")
-    leaving, killed = run.start("leaving", "sample"), run.start("killed", "sample")
+    leaving = run.start("leaving", "sample")
+    killed = run.start("killed", "sample")
     run.wait(lambda: run.step() >= 2, "the first engine serves")
 
     run.stop_trainer()  # the run does not end while they start

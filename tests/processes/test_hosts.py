@@ -34,7 +34,8 @@ class Machines:
     """The hosts with their servers, and what is started there."""
 
     def __init__(self, hosts, folder):
-        self.hosts, self.folder = hosts, folder
+        self.hosts = hosts
+        self.folder = folder
         self.password = secrets.token_hex(8)
         self.certificate = new_certificate([hosts.addresses["store"]])
         self.database = PostgreSQLOnHost(hosts, "store", self.certificate, self.password)

@@ -87,7 +87,8 @@ def test_a_gateway_without_torch_brings_attempts_that_a_trainer_trains_on(
         "model.tiny.context_length=512",
     )
     ensure_run_folder(config)
-    recipe, key = str(config.run_dir / "config.yaml"), RunSecret(config.run_dir / "gateway")
+    recipe = str(config.run_dir / "config.yaml")
+    key = RunSecret(config.run_dir / "gateway")
     trainer = subprocess.Popen([sys.executable, "-m", "agentevo", "learn", recipe])
     gateway = light.start("-u", "-m", "agentevo", "gateway", recipe)
     try:

@@ -54,7 +54,9 @@ class Service:
     stopping = False
 
     def __init__(self, error=None, deaf=False):
-        self.error, self.deaf, self.ended = error, deaf, ""
+        self.error = error
+        self.deaf = deaf
+        self.ended = ""
 
     async def run(self, stop):
         try:
@@ -87,7 +89,8 @@ def test_it_ends_with_the_runs_last_step(tmp_path):
 
 
 def test_with_a_parent_it_waits_to_be_stopped(tmp_path):
-    service, begun = Service(), time.monotonic()
+    service = Service()
+    begun = time.monotonic()
     serve(tmp_path, service, commit=True, ends=False, stop=lambda: time.monotonic() > begun + 0.5)
     assert service.ended == "asked" and time.monotonic() >= begun + 0.5
 

@@ -357,7 +357,8 @@ def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(
 def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
     """It would answer with errors, at once, and be asked all the more: three in a row, not three at
     all."""
-    steps, real = [], TorchEngine._step
+    steps = []
+    real = TorchEngine._step
 
     def step(engine):
         steps.append(len(steps))

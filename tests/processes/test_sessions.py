@@ -99,7 +99,8 @@ def test_a_session_that_nobody_ends_expires_and_fails(doors):
 def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward(doors):
     async def work():
         async with doors(["left", EngineUnavailableError("gone")]) as door:
-            failed, broken = await opened(door), await opened(door)
+            failed = await opened(door)
+            broken = await opened(door)
             await asked(door, failed)
             said = {"error": "the page did not load", "reward": 1.0}
             first = await door.http.post(f"/sessions/{failed['id']}/end", json=said)
@@ -119,7 +120,8 @@ def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward
 def test_keys_open_what_is_theirs_alone(doors):
     async def work():
         async with doors(["left"]) as door:
-            mine, other = await opened(door), await opened(door)
+            mine = await opened(door)
+            other = await opened(door)
             path = f"/sessions/{other['id']}"
             async with httpx.AsyncClient(base_url=door.http.base_url) as stranger:
                 none = [

@@ -65,7 +65,8 @@ def strangers(port: int, again_s: float) -> Iterator[None]:
 async def tokens_per_s(client, seconds: float) -> float:
     """With 16 requests at once."""
     params = SamplingParams(max_new_tokens=32)
-    tokens, begun = 0, time.monotonic()
+    tokens = 0
+    begun = time.monotonic()
     while time.monotonic() - begun < seconds:
         completions = await asyncio.gather(
             *(client.generate(PROMPT, params, deadline_s=60) for _ in range(16))

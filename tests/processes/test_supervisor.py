@@ -156,7 +156,8 @@ def test_failures_before_a_good_life_are_forgotten(start, notes, tmp_path, monke
 def test_what_keeps_a_child_from_being_started_is_told_once_and_waited_for(
     start, notes, monkeypatch
 ):
-    real, refused = subprocess.Popen, []
+    real = subprocess.Popen
+    refused = []
 
     def popen(command, **options):
         if refused and len(refused) < 5:

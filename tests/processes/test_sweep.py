@@ -165,7 +165,8 @@ def test_folders_that_are_no_sweep_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_member_that_fails_is_told_with_its_reason_and_resume_tries_it_again(tmp_path):
-    folder, page = tmp_path / "sweep", tmp_path / "page.md"
+    folder = tmp_path / "sweep"
+    page = tmp_path / "page.md"
     page.write_text("Ours:\n<!-- table -->\nold\n<!-- /table -->\nEnd.\n")
     run_sweep(sweep_in(folder, "sweep.seeds=[0]", "sweep.only=leave"), view=quiet()[0])
     thesis = folder / "plain-0" / "thesis.txt"

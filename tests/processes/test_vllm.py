@@ -132,7 +132,8 @@ def _turn(client: OpenAI, model: str, history: list[Any], **more: Any) -> dict[s
     """One answer, which becomes the end of the history as a client sends it back."""
     answer = client.chat.completions.create(model=model, messages=history, **EXACT, **more)
     (choice,) = answer.choices
-    said, calls = choice.message, choice.message.tool_calls or []
+    said = choice.message
+    calls = choice.message.tool_calls or []
     history.append(
         {"role": "assistant", "content": said.content or ""}
         | ({"tool_calls": [call.model_dump() for call in calls]} if calls else {})

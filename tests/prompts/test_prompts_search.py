@@ -113,7 +113,8 @@ def test_a_budget_keeps_the_comparison_back_and_counts_what_a_kill_took() -> Non
 
 class Answers:
     def __init__(self, *answers: str) -> None:
-        self.answers, self.heard = list(answers), list[str]()
+        self.answers = list(answers)
+        self.heard = list[str]()
 
     async def __call__(self, messages: Any, key: str) -> str:
         self.heard.append(messages[0].text)
@@ -336,7 +337,8 @@ def test_a_writer_that_is_away_ends_the_search_and_is_told(
 
 
 def test_candidates_are_the_same_for_the_same_texts() -> None:
-    first, second = Candidate(texts={"a": "x", "b": "y"}), Candidate(texts={"b": "y", "a": "x"})
+    first = Candidate(texts={"a": "x", "b": "y"})
+    second = Candidate(texts={"b": "y", "a": "x"})
     assert first.id == second.id != Candidate(texts={"a": "x", "b": "z"}).id
 
 

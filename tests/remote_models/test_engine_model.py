@@ -38,7 +38,8 @@ def asked(model, messages=ASKED, **options):
 
 def test_a_local_model_answers_is_logged_and_kept_until_its_weights_change(folder, tmp_path):
     model = RemoteModel("j", section(folder, cache=True, budget={"requests": 3}), tmp_path)
-    first, again = asked(model), asked(model)
+    first = asked(model)
+    again = asked(model)
     assert first.text and first.text == again.text and again.is_cached and not first.is_cached
     assert 0 < first.usage.completion_tokens <= 12 < first.usage.prompt_tokens
     sampled = RemoteModel("k", section(folder, temperature=1.0))

@@ -343,7 +343,9 @@ def test_the_cache_answers_what_was_asked_before_by_its_seed(tmp_path):
         return asked(server, tmp_path, cache=True, options={"seed": seed})
 
     with RemoteServer(gives(chat("one")), gives(chat("two"))) as server:
-        first, again, other = ask(server, 1), ask(server, 1), ask(server, 2)
+        first = ask(server, 1)
+        again = ask(server, 1)
+        other = ask(server, 2)
         assert len(server.received) == 2
     assert (first.text, again.text, other.text) == ("one", "one", "two")
     assert again.is_cached

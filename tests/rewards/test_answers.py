@@ -153,7 +153,8 @@ def box_by_counting(text):
     begin = begin + 7 if begin >= 0 else text.rfind("\\fbox{") + 6 if "\\fbox{" in text else None
     if begin is None:
         return None
-    depth, place = 1, begin
+    depth = 1
+    place = begin
     while place < len(text):
         if text[place] == "\\":
             place += 2
@@ -258,10 +259,13 @@ def squad_by_characters(text):
 
 @given(WORDS, WORDS)
 def test_f1_is_squads(first, second):
-    stated, right = " ".join(first), "  ".join(second)
+    stated = " ".join(first)
+    right = "  ".join(second)
     assert squad_normalised(stated) == squad_by_characters(stated)
-    mine, gold = squad_by_characters(stated).split(), squad_by_characters(right).split()
-    left, shared = list(gold), 0
+    mine = squad_by_characters(stated).split()
+    gold = squad_by_characters(right).split()
+    left = list(gold)
+    shared = 0
     for word in mine:
         if word in left:
             left.remove(word)
@@ -271,7 +275,8 @@ def test_f1_is_squads(first, second):
     elif shared == 0:
         expected = 0.0
     else:
-        precision, recall = shared / len(mine), shared / len(gold)
+        precision = shared / len(mine)
+        recall = shared / len(gold)
         expected = 2 * precision * recall / (precision + recall)
     assert f1(stated, right) == pytest.approx(expected)
     assert f1(stated, right) == f1(right, stated)

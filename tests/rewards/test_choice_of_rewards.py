@@ -215,7 +215,8 @@ class Judge:
     """A remote model with one answer, or a failure."""
 
     def __init__(self, answer):
-        self.answer, self.asked = answer, []
+        self.answer = answer
+        self.asked = []
 
     async def generate(self, messages, *, role="", attempt=""):
         self.asked.append((messages[0]["content"], role, attempt))
@@ -225,7 +226,8 @@ class Judge:
 
 
 def test_judges_are_asked_in_order_until_one_gives_a_score():
-    away, vague = Judge(RemoteModelError("503", 503)), Judge("<score>good</score>")
+    away = Judge(RemoteModelError("503", 503))
+    vague = Judge("<score>good</score>")
     fine = Judge("It says {so}: <score>0</score>, no: <score> 0.75 </score>")
     judges = {"away": away, "vague": vague, "fine": fine}
     config = named("llm_judge", models=list(judges))
@@ -245,7 +247,8 @@ def test_judges_are_asked_in_order_until_one_gives_a_score():
 
 
 def test_why_a_score_is_what_it_is_is_kept_with_the_calls_of_its_attempt():
-    ended, calls = [], AttemptCalls(None, "a")
+    ended = []
+    calls = AttemptCalls(None, "a")
     calls.listen = ended.append
     judge = Judge("So: <score>1</score>")
     scoring = Scoring([named("llm_judge"), named("exact_match")], models={"judge": judge})

@@ -111,7 +111,8 @@ def test_what_keeps_sympy_busy_is_a_failed_score_and_the_next_one_is_fine(monkey
 
 def test_a_process_that_has_ended_between_two_comparisons_is_replaced(monkeypatch):
     once = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{\"equal\": true}')"
-    start, begun = subprocess.Popen, []
+    start = subprocess.Popen
+    begun = []
 
     def started(command, **options):
         begun.append(start([sys.executable, "-c", once], **options))

@@ -32,7 +32,8 @@ class TablePolicy:
     agent = ""
 
     def __init__(self, chance=(), prompts=(), path=None):
-        self.chance, self.prompts = dict(chance), dict(prompts)
+        self.chance = dict(chance)
+        self.prompts = dict(prompts)
         self.baselines = Baselines(path)
         self.pieces: list[str] = []
         self.asked: list[tuple[str, list[str]]] = []
@@ -256,7 +257,8 @@ def test_baselines_outlast_the_process_and_the_first_one_stays(tmp_path):
     path = tmp_path / "reward_baselines.json"
 
     async def work():
-        one, other = Baselines(path), Baselines(path)
+        one = Baselines(path)
+        other = Baselines(path)
         assert await one.known() == await other.known() == {}
         await one.add({"a": Baseline("t", 0, [-1.0])})
         await other.add({"a": Baseline("t", 5, [-9.0]), "b": Baseline("u", 5, [-2.0])})

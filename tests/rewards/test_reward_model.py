@@ -104,7 +104,8 @@ def test_what_an_attempt_gets_does_not_depend_on_those_beside_it(ours):
 
 
 def test_attempts_that_wait_together_are_judged_together(ours, monkeypatch):
-    sizes, one = [], scorer(ours[0], batch=4)
+    sizes = []
+    one = scorer(ours[0], batch=4)
     compute = one._classifier.values
     monkeypatch.setattr(
         one._classifier, "values", lambda them: sizes.append(len(them)) or compute(them)

@@ -113,7 +113,8 @@ def test_shuffled_votes_rank_where_a_fixed_order_does_not(monkeypatch):
 
 
 def test_a_judge_that_disagrees_with_itself_gives_no_score_and_its_evidence_is_kept():
-    ended, calls = [], {}
+    ended = []
+    calls = {}
     trajectories = group(0.5, 0.5001, 0.5002)
     for one in trajectories:
         calls[one.id] = AttemptCalls(None, one.id)
@@ -166,7 +167,8 @@ def test_an_unusable_answer_is_asked_about_once_and_then_is_no_score(answer, pro
 
 
 def test_numbers_in_quotes_and_an_earlier_draft_are_read():
-    draft, last = verdict({1: 0.9, 2: 0.9}), verdict(GOOD).replace("0.8}", '"0.8"}')
+    draft = verdict({1: 0.9, 2: 0.9})
+    last = verdict(GOOD).replace("0.8}", '"0.8"}')
     with RemoteServer(gives(chat(f"<think>{draft}</think>\n{last}\nSee [1] and {{}}."))) as server:
         assert sorted(rewards(scored([server], group(0.1, 0.2), votes=1)).values()) == [0.2, 0.8]
 
@@ -174,7 +176,8 @@ def test_numbers_in_quotes_and_an_earlier_draft_are_read():
 def test_models_are_asked_in_order_and_an_outage_is_a_failure_with_its_reasons():
     with RemoteServer() as gone:
         pass  # nobody listens there any more
-    broken, vague = RemoteServer(fails(500, "on fire")), RemoteServer(gives(chat("hm")))
+    broken = RemoteServer(fails(500, "on fire"))
+    vague = RemoteServer(gives(chat("hm")))
     with broken, vague, RemoteServer(ranks()) as fine:
         judged = scored([gone, broken, vague, fine], group(0.1, 0.9), votes=1)
         assert rewards(judged) == pytest.approx({"a0": 0.1, "a1": 0.9})

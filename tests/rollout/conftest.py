@@ -32,7 +32,9 @@ class MovingEngine:
         pause_s: float = 0.0,
         fails: list[BaseException] | None = None,
     ) -> None:
-        self.version, self.pause_s, self.fails = version, pause_s, fails or []
+        self.version = version
+        self.pause_s = pause_s
+        self.fails = fails or []
         self._rng = random.Random(seed)
         self.begun: list[tuple[str, int]] = []
         """Session and version of each request."""

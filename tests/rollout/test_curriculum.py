@@ -54,7 +54,8 @@ def test_a_solved_task_is_retired_and_makes_way_for_its_harder_variant():
 
 
 def test_a_step_knows_no_more_than_what_its_samplers_can_know():
-    ahead, behind = curriculum(lag=2), curriculum(lag=2)
+    ahead = curriculum(lag=2)
+    behind = curriculum(lag=2)
     results = {step: {f"t{step % 20}": [step % 3, 4]} for step in range(1, 12)}
     for step in range(1, 12):
         ahead.learned(step, results[step])

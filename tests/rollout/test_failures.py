@@ -142,8 +142,10 @@ def test_a_server_that_is_away_has_no_traceback():
 
 
 def test_causes_that_go_round_end():
-    first, second = CommandFailedError("a\nb"), ValueError("c")
-    first.__cause__, second.__cause__ = second, first
+    first = CommandFailedError("a\nb")
+    second = ValueError("c")
+    first.__cause__ = second
+    second.__cause__ = first
     assert 0 < len(traceback_of(first)) < 1000
 
 

@@ -162,7 +162,8 @@ def test_a_source_goes_round_the_files_tasks(tmp_path):
     train = lines(tmp_path / "train.jsonl", *rows(10))
     config = config_of(tmp_path / "run", train, trainer={"groups_per_step": 4})
     assert config.agent.type == "single_turn"
-    source, other = TaskSource(config, None), TaskSource(config, None)
+    source = TaskSource(config, None)
+    other = TaskSource(config, None)
     assert len(source.held_out()) == 2
     for step in range(1, 5):
         assert source.train(step) == other.train(step)

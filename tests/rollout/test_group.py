@@ -131,7 +131,8 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
 def test_a_process_that_the_agent_forks_does_not_go_on_with_the_run(
     way, loaded, chat, scripted_engine
 ):
-    parent, children = os.getpid(), []
+    parent = os.getpid()
+    children = []
 
     def end():
         children.append(os.fork())

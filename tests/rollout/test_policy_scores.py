@@ -139,7 +139,8 @@ def test_a_reward_that_has_ended_leaves_the_engine_to_the_others(tiny_policy):
     policy = PolicyScores(config, engine, ChatFormat(loaded.tokenizer), Baselines())
 
     async def work():
-        short, long = TaskScope(), TaskScope()
+        short = TaskScope()
+        long = TaskScope()
         first = short.start(policy.score([20, 21, 22], [23]))
         other = long.start(policy.score(list(range(20, 220)), [23]))
         await first

@@ -249,7 +249,8 @@ def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(
 
 def test_an_episode_that_hangs_is_ended_at_its_deadline(sample, monkeypatch):
     """The clock stands still until the others have ended."""
-    now, ended = [0.0], []
+    now = [0.0]
+    ended = []
     clock = SimpleNamespace(time=time.time, perf_counter=lambda: now[0], monotonic=lambda: now[0])
     monkeypatch.setattr("agentevo.rollout.group.time", clock)
 

@@ -206,7 +206,8 @@ class Said:
     """A policy that says one thing."""
 
     def __init__(self, text):
-        self.answer, self.files = text, {}
+        self.answer = text
+        self.files = {}
 
     async def generate(self, messages):
         self.asked = [message.text for message in messages]

@@ -30,7 +30,8 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
     time: at every step every token is within the bound, every step gets the groups of its own
     tasks, each once, and some are sampled ahead."""
     rng = random.Random(seed)
-    eta, steps = rng.choice([0, 1, 2, 4]), 5
+    eta = rng.choice([0, 1, 2, 4])
+    steps = 5
     ages: list[int] = []
 
     async def follow(engine, versions, stop):
@@ -45,7 +46,8 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
                 make_service(engine, one, {"staleness": eta}, steps=steps, worker=f"w{i}")
                 for i, (engine, one) in enumerate(zip(engines, (store, other), strict=True))
             ]
-            versions, over = [0], []
+            versions = [0]
+            over = []
             following = [asyncio.create_task(follow(engine, versions, over)) for engine in engines]
             async with serving(*services):
                 for step in range(1, steps + 1):
@@ -224,7 +226,8 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
             first = make_service(
                 slow, store, {"lease_s": 0.15}, agent=lates, steps=1, worker="first"
             )
-            renew, lease_tasks = store.renew, store.lease_tasks
+            renew = store.renew
+            lease_tasks = store.lease_tasks
 
             async def away(*arguments, **more):
                 raise StoreUnavailableError("the network is gone")
@@ -233,7 +236,8 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
                 store.lease_tasks = away
                 return await lease_tasks(*arguments, **more)
 
-            store.renew, store.lease_tasks = away, once
+            store.renew = away
+            store.lease_tasks = once
             second = make_service(
                 moving_engine(), other, {"lease_s": 0.15}, steps=1, worker="second"
             )
@@ -244,7 +248,8 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
                 written = [one async for one in other.trajectories()]
                 hold.set()
                 await until(num_running(first, 0))
-                store.renew, store.lease_tasks = renew, lease_tasks
+                store.renew = renew
+                store.lease_tasks = lease_tasks
             assert (
                 first.stats()["sampler/leases_lost"] == 2
                 and first.stats()["sampler/groups_written"] == 0

@@ -185,7 +185,8 @@ def test_verls_parquet_there_and_back(tmp_path):
     pytest.importorskip("pyarrow")
     rows = [{"id": f"t{n}", "query": f"{n}?", "answer": str(n), "level": n} for n in range(3)]
     source = lines(tmp_path / "in.jsonl", *rows)
-    table, back = tmp_path / "verl.parquet", tmp_path / "back.jsonl"
+    table = tmp_path / "verl.parquet"
+    back = tmp_path / "back.jsonl"
     assert main(["data", "convert", str(source), str(table), "--to", "verl"]) == 0
     assert main(["data", "convert", str(table), str(back)]) == 0
     assert [{key: row[key] for key in rows[0]} for row in read(back)] == rows
@@ -227,7 +228,8 @@ def test_gsm8k_becomes_task_files(tmp_path, capsys):
     out = tmp_path / "gsm8k"
     words = ["data", "prepare", "gsm8k", str(out), "--from", str(source), "--agent", "tool"]
     assert main([*words, "--eval-share", "0.3"]) == 0
-    train, held_out = read(out / "train.jsonl"), read(out / "eval.jsonl")
+    train = read(out / "train.jsonl")
+    held_out = read(out / "eval.jsonl")
     assert [row["id"] for row in train + held_out] == [f"gsm8k-{n}" for n in range(9)]
     assert len(held_out) == 3
     task = task_of(train[4], TaskFields())

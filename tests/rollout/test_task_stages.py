@@ -119,7 +119,8 @@ def test_a_stage_ends_by_what_was_committed_and_by_nothing_else(success, lag, wi
             made.learned(step, value)
         return made
 
-    early, late = told(0), told(len(success))
+    early = told(0)
+    late = told(len(success))
     for step in range(1, len(success) + 2 + lag):
         known = step - 1 - lag
         if known > 0:

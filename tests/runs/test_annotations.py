@@ -112,7 +112,8 @@ def test_the_newest_word_counts_and_every_word_stays(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_costs_what_is_damaged(tmp_path: Path) -> None:
-    half, huge = r"\ud83d", "9" * 400
+    half = r"\ud83d"
+    huge = "9" * 400
     lines = [
         f'{{"type":"attempt","attempt":"a{half}","verdict":"right","parts":{{"p{half}":1.0}}}}',
         f'{{"type":"attempt","attempt":"b","verdict":"right","at":{huge}}}',

@@ -35,7 +35,9 @@ def until(found: Callable[[], object]) -> None:
 
 class Trainer:
     def __init__(self, folder: Path) -> None:
-        self.folder, self.stops, self.notes = folder, list[str](), list[str]()
+        self.folder = folder
+        self.stops = list[str]()
+        self.notes = list[str]()
         self.control = RunControl(
             folder, lambda: self.stops.append("stop"), note=self.notes.append, look_s=0.01
         )

@@ -22,7 +22,8 @@ from agentevo.types import Task
 
 def test_the_first_process_makes_the_folder_and_the_others_find_it(small_config, tmp_path):
     folder = tmp_path / "run"
-    config, started = small_config(folder), Barrier(8)
+    config = small_config(folder)
+    started = Barrier(8)
 
     def start(_: int) -> None:
         started.wait()
@@ -129,7 +130,9 @@ class Answers:
     """As a method: the first call's answer, then what another method says."""
 
     def __init__(self, first, then):
-        self.asked, self._first, self._then = 0, first, then
+        self.asked = 0
+        self._first = first
+        self._then = then
 
     def __get__(self, owner, _):
         async def read(*given):

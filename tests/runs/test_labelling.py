@@ -69,7 +69,8 @@ def test_the_most_surprising_attempt_is_asked_about_first_and_none_twice(
     run: Path, say: Any
 ) -> None:
     out = say("r looks fine\nh\nw\n")  # the pipe ends within the third
-    first, second = out.index("hard2"), out.index("== 2 of 8: hard")
+    first = out.index("hard2")
+    second = out.index("== 2 of 8: hard")
     assert first < second and "2 answers kept" in out
     assert "\x1b" not in out and "\x07" not in out and "\u202e" not in out and "{braces}" in out
     said = read_annotations(run)

@@ -30,7 +30,8 @@ def finished(
 ) -> Path:
     """A run's folder with only what a table reads."""
     folder.mkdir(parents=True)
-    steps, planned = more.get("steps", 30), more.get("planned", 30)
+    steps = more.get("steps", 30)
+    planned = more.get("planned", 30)
     config = {
         "run": {"name": name, "dir": str(folder), "seed": seed, "threads": more.get("threads", 1)},
         "trainer": {"steps": planned, "learning_rate": more.get("learning_rate", 0.1)},

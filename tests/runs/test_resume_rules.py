@@ -173,7 +173,8 @@ def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config
     assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2
 
 
-OWN, MASK = ("rollout.staleness=1",), ("rollout.staleness=1", "rollout.policy=mask")
+OWN = ("rollout.staleness=1",)
+MASK = ("rollout.staleness=1", "rollout.policy=mask")
 ALIKE = ("algorithm.drop_zero_variance=true", "algorithm.drop_zero_variance=false")
 ROUNDS = ("algorithm.dynamic_sampling=3", "algorithm.dynamic_sampling=0")
 
@@ -213,7 +214,8 @@ def test_a_step_begun_under_another_choice_of_attempts(keys, change, tmp_path, q
 
     with pytest.raises(RuntimeError, match="power cut"):
         train(was, agent=agent, tasks=tasks, view=PowerCut())
-    reserved, own = groups(state="reserved"), {f"{alike}/train@1", f"{other}/train@1"}
+    reserved = groups(state="reserved")
+    own = {f"{alike}/train@1", f"{other}/train@1"}
     assert reserved
     assert keys == MASK or (
         f"{alike}/train@1" not in reserved and (change is ALIKE or not reserved <= own)

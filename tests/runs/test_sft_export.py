@@ -19,7 +19,8 @@ from agentevo.store import open_store
 from agentevo.types import Message, RemoteTurn, ToolCall, Trajectory, Turn
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])
-USER, SAID = Message("user", "1 + 2?"), Message("assistant", "3")
+USER = Message("user", "1 + 2?")
+SAID = Message("assistant", "3")
 RAW = answer_reader(None)
 
 

@@ -54,7 +54,8 @@ def test_a_closed_port(closed_port):
 @pytest.mark.slow
 def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
     monkeypatch.setattr(patience, "SILENT_S", 0.2)
-    told, begun = [], time.monotonic()
+    told = []
+    begun = time.monotonic()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

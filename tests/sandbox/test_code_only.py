@@ -53,7 +53,8 @@ def executed(code, variables):
 async def openenv(says=(), full=0, places=None):
     """A coding environment. `says`: texts in place of answers to steps; `die`, `hang`. `full`: how
     many resets find no free session. `places`: gets the header that tells of a place in a trace."""
-    says, refused = list(says), [None] * full
+    says = list(says)
+    refused = [None] * full
 
     async def episode(connection):
         variables = {}
@@ -223,7 +224,8 @@ def test_servers_are_told_of_the_call_that_they_are_asked_for():
     place = Place(7, 9, True)
 
     async def work():
-        agentdock_s, openenv_s = [], []
+        agentdock_s = []
+        openenv_s = []
         done = json.dumps({"content": [{"type": "text", "text": "42\n"}]}).encode()
         async with (
             node(lambda code: (200, done), agentdock_s) as (section, _),

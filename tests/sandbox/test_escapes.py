@@ -24,7 +24,8 @@ class Host:
     """Canaries: a file, a process, a variable, a port, and sockets with a path and with a name."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "canary"
+        self.folder = folder
+        self.file = folder / "canary"
         self.file.write_text(SECRET)
         self.file.chmod(0o666)
         self.process = subprocess.Popen(["sleep", "3600"], env={"CANARY": SECRET})

@@ -57,7 +57,8 @@ def test_a_call_knows_what_it_is_inside_of(
 ) -> None:
     async def scenario() -> None:
         async with make_log() as log:
-            calls, other = AttemptCalls(log, "t"), AttemptCalls(log, "u")
+            calls = AttemptCalls(log, "t")
+            other = AttemptCalls(log, "u")
             with calls.attempt("Player"):
                 async with calls.call("tool", "plan", depth=2) as plan:
                     with record_call("policy", "generate") as asked:

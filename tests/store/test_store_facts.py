@@ -223,7 +223,8 @@ def test_a_task_comes_back_equal(url: str) -> None:
 def test_writing_again_is_a_no_op_and_other_content_is_refused(
     url: str, make_trajectory: Make
 ) -> None:
-    a, b = make_trajectory("a"), make_trajectory("b")
+    a = make_trajectory("a")
+    b = make_trajectory("b")
 
     async def scenario() -> None:
         async with await open_store(url) as store:

@@ -119,7 +119,9 @@ def test_kills_lose_nothing_and_double_nothing(
     new_url: Callable[[], str], start_script: Start
 ) -> None:
     """Kills are spread over the work: each waits until its share of the tasks is committed."""
-    num_tasks, kills, rng = 100, 20, random.Random(7)
+    num_tasks = 100
+    kills = 20
+    rng = random.Random(7)
 
     async def scenario() -> None:
         url = new_url()

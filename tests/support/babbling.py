@@ -29,7 +29,8 @@ class Babbling:
     version = 3
 
     def __init__(self, chat: ChatFormat, *, pauses: bool = False) -> None:
-        self.chat, self.pauses = chat, pauses
+        self.chat = chat
+        self.pauses = pauses
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.failures: list[Exception | None] = []
         self.released: list[str] = []

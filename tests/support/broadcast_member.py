@@ -100,7 +100,8 @@ def sends(folder: Path, tell: Connection) -> None:
 
 def _ends_in_the_middle(tell: Connection, how: signal.Signals, does: bool) -> None:
     broadcast_group.BUCKET_BYTES = BUCKET
-    passed, real = [0], Group.broadcast
+    passed = [0]
+    real = Group.broadcast
 
     def counted(self: Group, tensor: torch.Tensor) -> None:
         passed[0] += 1

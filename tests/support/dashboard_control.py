@@ -15,7 +15,8 @@ from agentevo.ui.access import Access
 from agentevo.ui.app import make_app
 from agentevo.ui.sources import Sources
 
-TOKEN, CONTROL = "the-token-of-the-tests", "the-control-token-of-the-tests"
+TOKEN = "the-token-of-the-tests"
+CONTROL = "the-control-token-of-the-tests"
 ORIGIN = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"}
 
 

@@ -78,7 +78,8 @@ class Visitor:
     message of an error, no request beyond this machine."""
 
     def __init__(self, page: Any, url: str) -> None:
-        self.page, self.root = page, url.partition("/?")[0]
+        self.page = page
+        self.root = url.partition("/?")[0]
         self.wrong: list[str] = []
         page.set_default_timeout(SEEN_MS)
         page.on("console", self._heard)

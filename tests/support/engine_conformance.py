@@ -130,7 +130,8 @@ async def a_listener_is_told_a_beginning_of_the_completion(case: Case) -> None:
         logprobs.extend(theirs)
 
     for sampling in (PLAIN, sampled(stop_token_ids=((await case.draw()).ids[6],))):
-        ids.clear(), logprobs.clear()
+        ids.clear()
+        logprobs.clear()
         found = await case.draw(sampling, listen=listen)
         assert ids == found.ids[: len(ids)]
         assert logprobs == found.logprobs[: len(ids)]
@@ -305,7 +306,8 @@ async def finish_lets_running_requests_end_under_the_old_weights(case: Case) -> 
     await asyncio.sleep(0)
     later = asyncio.ensure_future(case.draw(sampled(seed=9)))
     await publishing
-    first, second = await running, await later
+    first = await running
+    second = await later
     assert first.versions == [1] * 200
     assert case.difference(case.old, first).max() < TOLERANCE
     for one in (second, await case.draw()):

@@ -77,7 +77,9 @@ def attack(
     again each time at once; then lets the run end, which its last member does by ending itself.
     Raises AssertionError if anybody ends in another way, or the run takes longer than
     `within_s`."""
-    began, tally, last = time.monotonic(), Tally(), members[-1]
+    began = time.monotonic()
+    tally = Tally()
+    last = members[-1]
     steps = last.config.trainer.steps
     assert steps > SPARE * kills, "each kill needs a step"
     phases = deque(rng.sample(PHASES_OF[victim.kind], len(PHASES_OF[victim.kind])))
@@ -121,7 +123,8 @@ def _start_and_kill(
     """Starts the victim once and kills it. The first of `phases` moves to the end once it was hit,
     or was missed often enough."""
     last = members[-1]
-    planned, limit_s = None, rng.uniform(0.0, 2.0 * victim.progress_s)
+    planned = None
+    limit_s = rng.uniform(0.0, 2.0 * victim.progress_s)
     patient = victim.num_fruitless >= FRUITLESS
     if patient:
         limit_s = FRUITFUL_S

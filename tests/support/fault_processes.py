@@ -44,7 +44,8 @@ PRELOADED = [
     "fault_preload",
 ]
 _LOOP = "agentevo.orchestration.training_run:TrainingRun."
-_SQL, _MONGODB = "agentevo.store.sql:SQLStore.", "agentevo.store.mongodb:MongoDBStore."
+_SQL = "agentevo.store.sql:SQLStore."
+_MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.orchestration.run:find_resume_point"],
     "replay": ["agentevo.orchestration.resume:_replay_step"],
@@ -144,7 +145,8 @@ def run_launched(launch: Launch) -> None:
     """Runs in the new process."""
     started = time.monotonic()
     log = os.open(launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 1), os.dup2(log, 2)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     marks = Marks.at(launch.marks)
@@ -316,13 +318,13 @@ class Component:
         *,
         before: str | None = None,
     ) -> None:
-        self.kind, self.name, self.before = kind, name, before
+        self.kind = kind
+        self.name = name
+        self.before = before
         self.log = folder / f"{name}.log"
-        self._fork_server, self.config, self._marks_file = (
-            fork_server,
-            config,
-            folder / f"{name}.marks",
-        )
+        self._fork_server = fork_server
+        self.config = config
+        self._marks_file = folder / f"{name}.marks"
         self.marks = Marks.at(self._marks_file)
         self.took_s = dict.fromkeys(NAMES, 0.02)
         """Usual duration of each phase, as measured so far."""

@@ -50,7 +50,9 @@ class Manager(LoopbackServer):
 
     def __init__(self, *, bare: bool = False, key: str | None = None, asleep: int = 0) -> None:
         super().__init__()
-        self.bare, self.key, self.asleep = bare, key, asleep
+        self.bare = bare
+        self.key = key
+        self.asleep = asleep
         self.counts: dict[str, int] = {"": 0}
         """Node -> how often its tool `count` was called. The one that was there is ""."""
         self.released: list[str] = []
@@ -79,7 +81,8 @@ class Manager(LoopbackServer):
             return
         node = ""
         if words[0] == "container":
-            node, words = words[1], words[2:]
+            node = words[1]
+            words = words[2:]
         if node not in self.counts:
             gives({"detail": f"no container {node}"}, 404)(body, handler)
             return

@@ -224,7 +224,9 @@ def played(
 ) -> tuple[Run, Watch]:
     """A run in which these cases happen. `plays` an environment, or else it is an agent function
     with the scorers that the cases need. When it is resumed, nothing happens."""
-    NOW.cases, NOW.moment, NOW.run = [] if resume else list(wanted), "check", NOW.run + 1
+    NOW.cases = [] if resume else list(wanted)
+    NOW.moment = "check"
+    NOW.run = NOW.run + 1
     hangs = any(case.deed.hangs for case in wanted)
     tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "context_length": 256}
     timeout_s = TIMEOUT_S if hangs else 120.0

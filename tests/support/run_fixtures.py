@@ -55,7 +55,8 @@ class InterruptingView(LiveView):
 
     def __init__(self, *, phase: tuple[str, str] | None = None, step: int | None = None) -> None:
         super().__init__("test", stream=io.StringIO(), plain=True)
-        self._at_phase, self._at_step = phase, step
+        self._at_phase = phase
+        self._at_step = step
 
     def phase(self, name: str, detail: str = "") -> None:
         super().phase(name, detail)

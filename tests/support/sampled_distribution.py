@@ -16,7 +16,8 @@ def distribution_of(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     if params.top_k:
         order = order[: params.top_k]
     total = sum(probs[token] for token in order)
-    kept, mass = [], 0.0
+    kept = []
+    mass = 0.0
     for token in order:
         if mass >= params.top_p:
             break

@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> T:
     """What `work(base URL, key)` returns, done in a thread while this one serves."""
-    results, notes, started = [], [], threading.Event()
+    results = []
+    notes = []
+    started = threading.Event()
 
     def note(line):
         notes.append(line)

@@ -74,11 +74,16 @@ class Sglang:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.model.set_attn_implementation("eager")
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.api_key, self.admin = api_key, admin
-        self.label, self.paused, self.released = "default", False, False
+        self.api_key = api_key
+        self.admin = admin
+        self.label = "default"
+        self.paused = False
+        self.released = False
         self.running: dict[str, Asked] = {}
         self.prefixes: list[tuple[list[int], Any]] = []
-        self.fail_loads, self.flushes, self.seeded = 0, True, True
+        self.fail_loads = 0
+        self.flushes = True
+        self.seeded = True
         self.seen: list[tuple[str, Any]] = []
         self.app = FastAPI(openapi_url=None)
         for path in FIELDS:
@@ -205,14 +210,16 @@ class Sglang:
         self.draw(asked, passed.logits[0, -1].float(), len(whole))
 
     def prefix_of(self, ids: list[int]) -> Any:
-        best, found = 0, None
+        best = 0
+        found = None
         for known, cache in self.prefixes:
             same = next(
                 (i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b),
                 min(len(known), len(ids)),
             )
             if same > best:
-                best, found = same, cache
+                best = same
+                found = cache
         if found is None or (best := min(best, len(ids) - 1)) < 8:
             return None
         found = copy.deepcopy(found)

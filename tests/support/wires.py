@@ -25,7 +25,9 @@ import time
 from dataclasses import dataclass
 
 CLONE_NEWNET = 0x40000000
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
 DEVICE = b"link0"
 BROADCAST = b"\xff" * 6
 MAX_FRAME = 65536
@@ -60,7 +62,8 @@ def plugged(namespace: str, address: str) -> Wire:
 
 def carry(wires: dict[str, Wire], seed: int = 0) -> None:
     """Until the standard input ends."""
-    chance, selector = random.Random(seed), selectors.DefaultSelector()
+    chance = random.Random(seed)
+    selector = selectors.DefaultSelector()
     places: dict[bytes, Wire] = {}
     queue: list[tuple[float, int, Wire, bytes]] = []
     count = 0

@@ -98,7 +98,8 @@ def test_harder_variants_have_a_further_condition(made, shop):
     harder = made_for(sections(shop), wanted, harder_than=easy)
     by_id = {row["id"]: steps_of(row)[-1].question for row in easy}
     for row in harder.train:
-        question, before = steps_of(row)[-1].question, by_id[row["variant_of"]]
+        question = steps_of(row)[-1].question
+        before = by_id[row["variant_of"]]
         assert question.conditions[: len(before.conditions)] == before.conditions
         assert question.clauses > before.clauses
         assert (question.what, question.column) == (before.what, before.column)

@@ -116,7 +116,9 @@ class Model:
     section = RemoteModelSection(base_url="http://127.0.0.1:1", model="m")
 
     def __init__(self, *, fails: bool = False, after: int = 0) -> None:
-        self.fails, self.after, self.asked = fails, after, list[str]()
+        self.fails = fails
+        self.after = after
+        self.asked = list[str]()
 
     async def generate(self, messages: Any, **options: Any) -> Any:
         assert options["form"] is None

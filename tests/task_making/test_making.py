@@ -155,7 +155,8 @@ class Mute:
 
 
 class Empty:
-    name, has_outcome = "shop", False
+    name = "shop"
+    has_outcome = False
 
     def __init__(self, error=None):
         self.error = error

@@ -18,7 +18,9 @@ class Sessions:
     """The SDK's application as far as sessions go: room for MOST of them."""
 
     def __init__(self):
-        self.open, self.made, self.hold = [], 0, asyncio.Event()
+        self.open = []
+        self.made = 0
+        self.hold = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
         headers = dict(scope["headers"])

@@ -33,7 +33,8 @@ def test_every_tool_has_a_lesson():
 @pytest.mark.parametrize("tool", sorted(LESSONS))
 def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path):
     write_lesson(tool, tmp_path, count=150, held_out=30, shown=60, seed=3)
-    train, held_out = read(tmp_path / "train.jsonl"), read(tmp_path / "eval.jsonl")
+    train = read(tmp_path / "train.jsonl")
+    held_out = read(tmp_path / "eval.jsonl")
     shown = read(tmp_path / "demonstrations.jsonl")
     assert (len(train), len(held_out), len(shown)) == (150, 30, 60)
     queries = {row["query"] for row in held_out}
@@ -51,7 +52,8 @@ def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path)
 def test_a_file_of_tasks_keeps_what_the_tool_needs(tool):
     """A key that says the answer of a task in files is no metadata there."""
     for row in lesson_tasks(LESSONS[tool], 5, 0):
-        read_task, made = task_of(row, TaskFields(), "agentevo"), task_of_row(row)
+        read_task = task_of(row, TaskFields(), "agentevo")
+        made = task_of_row(row)
         assert read_task.metadata == made.metadata
         assert (read_task.query, read_task.answer) == (made.query, made.answer)
 

@@ -24,7 +24,8 @@ class Echo:
     """Answers with the body, and hears of its start and end."""
 
     def __init__(self):
-        self.heard, self.answered = [], asyncio.Event()
+        self.heard = []
+        self.answered = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -32,10 +33,12 @@ class Echo:
                 self.heard.append((await receive())["type"])
                 await send({"type": f"lifespan.{event}.complete"})
             return
-        body, more = b"", True
+        body = b""
+        more = True
         while more:
             message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+            body = body + message.get("body", b"")
+            more = message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         pieces = [body * LARGE] * 8 if body == b"much" else [body]
         for piece in pieces:
@@ -46,7 +49,8 @@ class Echo:
 
 def served(ask, key=None, app=None):
     """What `ask(port)` gives while the application is served."""
-    app, is_over = app or Echo(), asyncio.Event()
+    app = app or Echo()
+    is_over = asyncio.Event()
 
     async def work():
         listener = open_socket("127.0.0.1", 0)

@@ -63,7 +63,8 @@ def played(section, *attempts):
     return run_coroutine(work())
 
 
-READ, STEP = ("query", {"sql": "SELECT x FROM t"}), ("execute", {"sql": "UPDATE t SET x = x + 1"})
+READ = ("query", {"sql": "SELECT x FROM t"})
+STEP = ("execute", {"sql": "UPDATE t SET x = x + 1"})
 
 
 @pytest.mark.slow

@@ -109,7 +109,8 @@ def test_it_has_what_it_was_given(needs_bubblewrap, port, tmp_path):
 def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
     needs_bubblewrap, tmp_path
 ):
-    real, linked = tmp_path / "real", tmp_path / "linked"
+    real = tmp_path / "real"
+    linked = tmp_path / "linked"
     venv.create(real, symlinks=True)
     script = real / "bin" / "hello"
     script.write_text(f"#!{real}/bin/python\nprint('hello')\n")

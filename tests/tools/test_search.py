@@ -66,7 +66,8 @@ def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
 @pytest.fixture
 def retriever():
     """A retriever's URL; `answers` is what it says next: a status and a value."""
-    asked, answers = [], []
+    asked = []
+    answers = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

@@ -19,7 +19,9 @@ from agentevo.types import Task, ToolCall
 
 @pytest.mark.slow
 def test_a_call_that_is_given_up_before_it_began_is_never_made():
-    goes_on, made, closed = threading.Event(), [], threading.Event()
+    goes_on = threading.Event()
+    made = []
+    closed = threading.Event()
 
     @tool("world")
     class World:

@@ -142,7 +142,9 @@ def test_each_attempt_has_an_object_of_its_own():
     @tool("account")
     class Account:
         def __init__(self, task, seed: int, fee: float = 0.0):
-            self.balance, self.fee, self.seed = task.metadata["start"], fee, seed
+            self.balance = task.metadata["start"]
+            self.fee = fee
+            self.seed = seed
             self.thread = threading.current_thread()
 
         def pay(self, amount: float) -> dict[str, float]:
@@ -287,7 +289,9 @@ def test_a_long_result_keeps_its_head_and_tail(text, longest):
     if len(text) <= longest:
         assert short == text
         return
-    head, note, tail = short.rpartition("]\n")[0], short, short.rpartition("]\n")[2]
+    head = short.rpartition("]\n")[0]
+    note = short
+    tail = short.rpartition("]\n")[2]
     assert text.startswith(head.rpartition("\n[")[0]) and text.endswith(tail)
     assert f"[{len(text) - longest:,} characters are left out here]" in note
     assert len(head.rpartition("\n[")[0]) + len(tail) == longest

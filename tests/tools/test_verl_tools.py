@@ -30,7 +30,9 @@ class Check:
     """As verl's GSM8K tool: an answer that is right earns."""
 
     def __init__(self, config, tool_schema):
-        self.config, self.schema, self.truths = config, tool_schema, {}
+        self.config = config
+        self.schema = tool_schema
+        self.truths = {}
 
     async def create(self, instance_id=None, ground_truth=None, **kwargs):
         events.append("create")

@@ -82,7 +82,8 @@ async def one_attempt(log: CallLog, name: str = ATTEMPT) -> None:
     with calls.attempt("Player") as attempt:
         with record_call("policy", "generate", prompt_tokens=5) as asked:
             asked.note(turn=0, completion_tokens=2, completions=1, version=4)
-            question, answer = Message("user", "What?"), Message("assistant", "That.")
+            question = Message("user", "What?")
+            answer = Message("assistant", "That.")
             asked.said = Said(asked=[question], answers=[answer], finish_reasons=["stop"])
         async with record_call("tool", "search") as tool:
             tool.keep(arguments='{"q": 1}', result="found")
@@ -143,7 +144,8 @@ def test_what_was_said_is_there_if_it_was_asked_for(contents: bool) -> None:
 
 
 def test_an_attempt_outside_of_the_share_has_no_spans_and_programs_are_told_so() -> None:
-    kept, headers = Kept(), []
+    kept = Kept()
+    headers = []
 
     async def play(log: CallLog) -> None:
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
@@ -218,7 +220,8 @@ def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> No
 
 
 def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time() -> None:
-    released, lines = threading.Event(), []
+    released = threading.Event()
+    lines = []
     kept = Kept(lambda: released.wait(600) or None)
     options = {"tell": lines.append, "limits": Limits(delay_s=0.01), "flush_s": 0.2}
     played(make(kept, **options), one_attempt)
@@ -232,7 +235,8 @@ class Slow(Kept):
 
     def __init__(self, opening_s: float) -> None:
         super().__init__()
-        self.opening_s, self.opened = opening_s, 0
+        self.opening_s = opening_s
+        self.opened = 0
 
     def open(self) -> None:
         if not self.opened:
@@ -298,7 +302,8 @@ def test_an_exporter_that_can_not_be_opened_fails_as_one_that_takes_nothing() ->
 
 
 def test_after_the_deadline_an_exporter_gets_nothing_more() -> None:
-    released, given = threading.Event(), []
+    released = threading.Event()
+    given = []
     kept = Kept(lambda: (given.append(1), released.wait(600)))
 
     async def play(log: CallLog) -> None:
@@ -342,7 +347,8 @@ def test_a_span_that_can_not_be_made_costs_itself_alone() -> None:
                 raise ValueError("no such span")
             return span
 
-    kept, lines = Picky(), list[str]()
+    kept = Picky()
+    lines = list[str]()
     tracer = make(kept, tell=lines.append)
     played(tracer, one_attempt)
     assert (len(kept.spans), tracer.exported, tracer.dropped) == (5, 5, 1)

@@ -44,7 +44,9 @@ def log_records(data: bytes) -> Iterator[bytes]:
     """The records of LevelDB's log format, in which a .wandb file is written behind its head of 7
     bytes: blocks of 32 KiB, of pieces with a checksum, a length and a kind (1 whole, 2 first,
     3 middle, 4 last)."""
-    block, place, record = 32768, 7, b""
+    block = 32768
+    place = 7
+    record = b""
     data = b"\0" * 7 + data
     while place + 7 <= len(data):
         if block - place % block < 7:

@@ -108,7 +108,8 @@ def test_a_tracker_that_raises_costs_one_warning(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_back_has_every_step(tmp_path: Path) -> None:
-    tracker, away = Heard(TrackerConfig(name="away")), [3]
+    tracker = Heard(TrackerConfig(name="away"))
+    away = [3]
 
     def fail_three_times(row: Row) -> None:
         if away[0]:
@@ -143,7 +144,8 @@ def test_one_that_cannot_begin_is_given_up(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
-    tracker, free = Heard(TrackerConfig(name="hangs")), threading.Event()
+    tracker = Heard(TrackerConfig(name="hangs"))
+    free = threading.Event()
     tracker.hook = lambda row: free.wait(PATIENCE_S) and None
     tracking, _, warnings = begun(tmp_path, tracker, flush_s=0.2)
     began = time.monotonic()
@@ -160,7 +162,8 @@ def test_one_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 
 def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> None:
     tracker = Heard(TrackerConfig(name="hangs"))
-    entered, free = threading.Event(), threading.Event()
+    entered = threading.Event()
+    free = threading.Event()
 
     def wait(row: Row) -> None:
         entered.set()

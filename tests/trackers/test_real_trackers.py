@@ -116,7 +116,8 @@ def mlflow_server(folder: Path) -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_S
+        url = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + PATIENCE_S
         while True:
             with suppress(OSError):
                 urllib.request.urlopen(f"{url}/health", timeout=5)

@@ -66,7 +66,8 @@ def _slow_loss(
         losses = []
         for place in places:
             logp = rows[place - 1, sample.ids[place]]
-            ratio, advantage = torch.exp(logp - sample.logprobs[place]), sample.advantages[place]
+            ratio = torch.exp(logp - sample.logprobs[place])
+            advantage = sample.advantages[place]
             bounded = torch.clamp(ratio, 1 - bounds["clip_low"], 1 + bounds["clip_high"])
             loss = -torch.minimum(ratio * advantage, bounded * advantage)
             if reference is not None:

@@ -86,7 +86,8 @@ def reinforced(
     bound: int | None = None,
 ):
     """bound: tokens are of versions 0 to 4, the trainer is at 4."""
-    model, samples = model_of(1), samples_of(num_groups, size)
+    model = model_of(1)
+    samples = samples_of(num_groups, size)
     if bound is not None:
         aged = [
             msgspec.structs.replace(
@@ -114,7 +115,8 @@ def reinforced(
 
 
 def supervised():
-    model, samples = model_of(2), samples_of(3)
+    model = model_of(2)
+    samples = samples_of(3)
     trainer = SupervisedTrainer(
         model, SFTSection(learning_rate=1e-3, micro_batch_tokens=64), total_steps=2
     )
@@ -127,7 +129,8 @@ def supervised():
 
 def compared():
     """A loss of whole answers, as preferences and process rewards have."""
-    model, samples = model_of(3), samples_of(3)
+    model = model_of(3)
+    samples = samples_of(3)
     optimization = Optimization(model.parameters(), SECTION)
     optimization.begin()
     owners = [index // 2 for index in range(len(samples))]

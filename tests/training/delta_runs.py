@@ -116,7 +116,8 @@ def manifest(folder: WeightsFolder, version: int) -> Manifest:
 @contextmanager
 def full_disk(after: int) -> Iterator[None]:
     """The disk is full after so many tensors."""
-    add, count = TensorFile.add, 0
+    add = TensorFile.add
+    count = 0
 
     def adding(self: TensorFile, name: str, tensor: torch.Tensor) -> None:
         nonlocal count
@@ -143,10 +144,14 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
     name, sizes, steps = case
     plain = in_bfloat16(name)
     model = spread(in_bfloat16(name), make_meshes(ParallelSection(**sizes), "cpu"))
-    published, trainer = Published(model), SupervisedTrainer(model, SECTION, steps)
+    published = Published(model)
+    trainer = SupervisedTrainer(model, SECTION, steps)
     parts, whole = (WeightsFolder(folder / kind, full_every=FULL_EVERY) for kind in ("in", "of"))
     follower = WeightsFolder(parts.folder, full_every=FULL_EVERY)
-    wrong, kinds, sizes_found, states = [], [], [], []
+    wrong = []
+    kinds = []
+    sizes_found = []
+    states = []
     for version in range(steps + 1):
         if version:
             trainer.step(of_groups((2,)))
@@ -167,7 +172,8 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
             for number, reader in enumerate(readers):
                 if not same(reader.read(version, sha256=sha256), plain):
                     wrong.append(f"version {version}, reader {number}")
-            of_parts, of_whole = manifest(parts, version), manifest(whole, version)
+            of_parts = manifest(parts, version)
+            of_whole = manifest(whole, version)
             kinds.append((len(of_parts.chain), len(of_whole.chain)))
             sizes_found.append((of_parts.bytes, of_whole.bytes))
             states += [

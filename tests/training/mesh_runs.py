@@ -83,7 +83,8 @@ def grpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     trainer = Trainer(model, SECTION, section, memory=memory)
     trainer.begin()
     steady(trainer.optimization)
-    reference, metrics = trainer.roles.reference, []
+    reference = trainer.roles.reference
+    metrics = []
     assert reference is not None
     for _ in range(STEPS // 2):
         samples = of_groups()
@@ -144,7 +145,8 @@ def prime(model: PreTrainedModel, memory: MemorySection) -> Trained:
     steady(reward.optimization)
     samples = of_groups()
     width = max(s.num_trained for s in samples)
-    table, owners = torch.full((len(samples), width), -0.2), list(range(len(samples)))
+    table = torch.full((len(samples), width), -0.2)
+    owners = list(range(len(samples)))
     metrics = [
         reward.update(samples, owners, table, [i % 2 == 0 for i in owners]) for _ in range(STEPS)
     ]
@@ -251,7 +253,8 @@ def single(case: Case) -> tuple[str, str, str, bool]:
 def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
     """Whole weights by model and name, metrics, and how many numbers this process keeps."""
     name, kind, memory, sizes = case
-    section, model = MEMORY[memory], made(name)
+    section = MEMORY[memory]
+    model = made(name)
     if "shard" in sizes:
         make_plain(model)  # as a sharded one is
     keep_activations(model, section)
@@ -307,7 +310,8 @@ def rewards_apart(section: ParallelSection) -> float:
 
 def long_samples(count: int) -> list[Sample]:
     """So many, of 256 tokens each and no common beginning."""
-    draws, mask = np.random.default_rng(0), [place > 0 for place in range(256)]
+    draws = np.random.default_rng(0)
+    mask = [place > 0 for place in range(256)]
     rows = [draws.integers(1, VOCABULARY, 256).tolist() for _ in range(count)]
     return [Sample.given(f"t{n}", f"g{n}", row, mask) for n, row in enumerate(rows)]
 

@@ -81,7 +81,8 @@ def resumed(meshes: Meshes | None, path: Path) -> Trainer:
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Moments, reference and weights as plain tensors."""
-    optimizer, layouts = trainer.optimization.optimizer, layouts_of(trainer.model)
+    optimizer = trainer.optimization.optimizer
+    layouts = layouts_of(trainer.model)
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     found = {
         f"{index}.{name}": whole_of(value, p, layouts.get(p)) if value.dim() else value
@@ -170,7 +171,8 @@ def _equal(found: Any, expected: dict[str, torch.Tensor]) -> bool:
 def killed(folder: Path, rounds: int) -> list[str]:
     """What is wrong after each of so many times that one of two processes was killed while they
     saved one checkpoint after the other; the other one has to end by itself."""
-    rng, wrong = random.Random(5), []
+    rng = random.Random(5)
+    wrong = []
     for number in range(rounds):
         place = folder / f"killed-{number}"
         place.mkdir()

@@ -207,7 +207,8 @@ def of_context(name: str, mesh: Any, batch: PackedBatch) -> dict[str, float]:
 
 def of_experts(mesh: Any) -> dict[str, float]:
     """Every process has data of its own; the losses add up."""
-    model, ranks = model_of("moe"), Ranks.of(mesh, "expert")
+    model = model_of("moe")
+    ranks = Ranks.of(mesh, "expert")
     singles = [computed(model, plain(seed)) for seed in range(ranks.size)]
     grads = {n: sum(one["grads"][n] for one in singles) for n in singles[0]["grads"]}
     expert_parallel(model, ranks)

@@ -110,7 +110,8 @@ def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_o
             if parameter.requires_grad:
                 parameter.add_(0.1)
     model = keep_activations(copy.deepcopy(plain), SECTIONS[kind])
-    batch, found = batch_of(samples_of), []
+    batch = batch_of(samples_of)
+    found = []
     for one in (plain, model):
         with dropping_out(one, seed=3):
             found.append(run(one, batch, gradient)[1])
@@ -120,7 +121,8 @@ def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_o
 
 def test_less_is_kept(random_model, samples_of):
     plain = random_model("llama").model
-    batch, kept = batch_of(samples_of, 400), {}
+    batch = batch_of(samples_of, 400)
+    kept = {}
     for kind in ("none", "selective", "full"):
         model = keep_activations(copy.deepcopy(plain), MemorySection(checkpointing=kind))
         calls = count_products(model, batch)

@@ -90,7 +90,8 @@ DAMAGES |= {f"byte flipped at {place}": flip(place) for place in (0.0, 0.37, 1.0
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_any_file_shows_and_the_one_before_is_taken(damage, saved, tmp_path):
     checkpoints, _ = saved
-    path, copy = checkpoints.path(2), tmp_path / "copy"
+    path = checkpoints.path(2)
+    copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     for name in files_of(path):
         DAMAGES[damage](path / name)
@@ -111,7 +112,8 @@ def test_damage_to_any_file_shows_and_the_one_before_is_taken(damage, saved, tmp
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
 def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
     checkpoints, _ = saved
-    victim, opened = checkpoints.path(2) / name, Path.open
+    victim = checkpoints.path(2) / name
+    opened = Path.open
 
     def refused(path, *args, **kwargs):
         if path == victim:
@@ -216,7 +218,8 @@ def test_a_value_that_is_no_number_rates_nothing(saved, loaded):
 def test_all_is_on_the_disk_before_it_gets_its_name(saved, loaded, monkeypatch):
     checkpoints, _ = saved
     events = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def spy_fsync(handle):
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
@@ -242,7 +245,9 @@ def test_all_is_on_the_disk_before_it_gets_its_name(saved, loaded, monkeypatch):
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_disk_that_fills_up_while_files_are_synced(after, saved, loaded, monkeypatch):
     checkpoints, sums = saved
-    before, fsync, count = snapshot(checkpoints.folder), os.fsync, iter(range(1000))
+    before = snapshot(checkpoints.folder)
+    fsync = os.fsync
+    count = iter(range(1000))
 
     def full(handle):
         if next(count) >= after:

@@ -84,7 +84,8 @@ def attempts() -> tuple[Trajectory, ...]:
 
 
 def samples_of(trajectories=None):
-    loaded, trajectories = tiny_policy(), trajectories or attempts()
+    loaded = tiny_policy()
+    trajectories = trajectories or attempts()
     masks, _ = masks_of(trajectories, Grammars.of(loaded.model, loaded.tokenizer))
     return [row.sample for t in trajectories for row in trajectory_rows(t, masks.get(t.id, {}))]
 
@@ -92,11 +93,14 @@ def samples_of(trajectories=None):
 def by_hand(model, samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob, entropy and chance of two equal draws of every trained token, [M] each: one sample
     at a time, by a softmax over the allowed tokens alone."""
-    logprobs, entropies, squares = [], [], []
+    logprobs = []
+    entropies = []
+    squares = []
     for sample in samples:
         logits = model(input_ids=torch.tensor([sample.ids.tolist()])).logits[0]
         for place in sample.loss_mask.nonzero()[0].tolist():
-            row, kept = logits[place - 1], torch.ones(logits.shape[1], dtype=torch.bool)
+            row = logits[place - 1]
+            kept = torch.ones(logits.shape[1], dtype=torch.bool)
             if sample.masks is not None and sample.masks.rows[place] >= 0:
                 mask = sample.masks.table[sample.masks.rows[place]]
                 kept = torch.from_numpy(allowed(mask, len(row)))
@@ -114,7 +118,8 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(
     path, merge, monkeypatch
 ):
     samples = samples_of()
-    model, plain = copy.deepcopy(tiny_policy().model), alone()
+    model = copy.deepcopy(tiny_policy().model)
+    plain = alone()
     if path == "logits":  # an output layer with a hook is more than one product
         model.lm_head.register_forward_hook(lambda *_: None)
     elif path == "frozen output layer":
@@ -199,7 +204,8 @@ def test_a_trainer_without_grammars_refuses_such_turns():
 
 
 def test_drawn_again_the_tokens_are_the_same():
-    loaded, sampling = tiny_policy(), SamplingParams(stop_token_ids=(END,))
+    loaded = tiny_policy()
+    sampling = SamplingParams(stop_token_ids=(END,))
     for trajectory in attempts():
         again = resample(trajectory, 0, loaded, sampling)
         assert again.num_tokens == trajectory.num_completion_tokens() and not again.differences

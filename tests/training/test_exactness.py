@@ -123,7 +123,8 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
     alone.zero_grad()
     loss = slow_loss(alone, samples, GRPO)
     loss.backward()
-    wanted, logprobs = gradient(alone), alone_logprobs(alone, samples)
+    wanted = gradient(alone)
+    logprobs = alone_logprobs(alone, samples)
     for merge in (True, False):
         tables = token_tables(
             samples,

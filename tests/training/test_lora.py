@@ -65,7 +65,8 @@ def attempts(num: int = 6) -> list[Trajectory]:
             versions=[0] * len(done),
             finish_reason="stop",
         )
-        group, reward = f"g{index // 3}", float(index % 2)
+        group = f"g{index // 3}"
+        reward = float(index % 2)
         found.append(
             Trajectory(
                 id=f"t{index}",

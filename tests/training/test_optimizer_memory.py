@@ -58,7 +58,8 @@ def test_micro_batches_add_up_to_the_large_batch(tokens, model, samples_of, grad
     samples = batch_of(samples_of)
     found = {}
     for size in (tokens, 16384):
-        rl, supervised = copy.deepcopy(model), copy.deepcopy(model)
+        rl = copy.deepcopy(model)
+        supervised = copy.deepcopy(model)
         Trainer(rl, SECTION.model_copy(update={"micro_batch_tokens": size}), GRPO).step(samples)
         SupervisedTrainer(
             supervised, SFTSection(max_grad_norm=1e9, micro_batch_tokens=size), 1
@@ -82,7 +83,9 @@ def updates(parameter: torch.nn.Parameter, num: int, lr: float) -> torch.Tensor:
 def test_small_updates_vanish_without_masters_and_not_with_them():
     """AdamW moves a weight of 1 by lr = 1e-4 a step; bfloat16's neighbours of 1 are 0.0039 below
     and 0.0078 above."""
-    start, lr, num = torch.ones(8, 8), 1e-4, 100
+    start = torch.ones(8, 8)
+    lr = 1e-4
+    num = 100
     alone = torch.nn.Parameter(start.bfloat16())
     plain = torch.optim.AdamW([alone], lr=lr, weight_decay=0.0, betas=SECTION.betas)
     for _ in range(num):
@@ -196,8 +199,11 @@ def test_stepping_on_the_cpu_changes_nothing(model, samples_of):
 def test_eight_bits_train_nearly_the_same_and_take_a_quarter(samples_of):
     pytest.importorskip("torchao")
     torch.manual_seed(0)
-    start, target, lr = torch.randn(128, 256), torch.randn(128, 256), 1e-2
-    found, sizes = [], []
+    start = torch.randn(128, 256)
+    target = torch.randn(128, 256)
+    lr = 1e-2
+    found = []
+    sizes = []
     for memory in (MemorySection(), EIGHT):
         weight = torch.nn.Parameter(start.clone())
         optimization = Optimization([weight], SECTION, memory=memory)
@@ -221,7 +227,8 @@ def test_the_state_of_another_optimizer_is_refused():
 
 
 def test_a_checkpoint_from_before_there_was_a_choice_of_optimizer_is_resumed(model, samples_of):
-    before, after = Trainer(copy.deepcopy(model), SECTION, GRPO), Trainer(model, SECTION, GRPO)
+    before = Trainer(copy.deepcopy(model), SECTION, GRPO)
+    after = Trainer(model, SECTION, GRPO)
     before.step(batch_of(samples_of))
     state = copy.deepcopy(before.state_dict())
     del state["optimization"]["kind"], state["optimization"]["masters"]

@@ -52,7 +52,8 @@ def test_only_the_answer_is_trained(written, chat, loaded):
     (chosen,), (rejected,) = pair.chosen.rows, pair.rejected.rows
     assert said(chosen) == "Up<|end|>Down<|end|>", "not the `left` of the prompt"
     assert said(rejected) == "right<|end|>"
-    left, right = Message("assistant", "left"), Message("assistant", "right")
+    left = Message("assistant", "left")
+    right = Message("assistant", "right")
     prompt = chat.first_prompt([Message("user", ASK[0]["content"])]) + chat.completion(left)
     prompt += chat.continuation([Message("user", "You win. Go on.")], ended_with_stop=True)
     assert rejected.ids.tolist() == prompt + chat.completion(right)

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", params=runs.CASES, ids="{} processes".format)
 def found(request, tmp_path_factory):
     """(folder, of each process (case -> what came of it, its memory))."""
-    folder, count = tmp_path_factory.mktemp("deltas"), request.param
+    folder = tmp_path_factory.mktemp("deltas")
+    count = request.param
     outs = [folder / f"{process}.pt" for process in range(count)]
     run_processes(
         runs.__file__,

@@ -106,7 +106,8 @@ def samples_of():
 
 def changed(logits, penalties, before, drawn):
     """The formulas of agentevo/penalties.py, token by token."""
-    counts, seen = Counter(drawn), {*before, *drawn}
+    counts = Counter(drawn)
+    seen = {*before, *drawn}
     new = []
     for token, z in enumerate(logits):
         if penalties.repetition != 1 and token in seen:
@@ -118,12 +119,15 @@ def changed(logits, penalties, before, drawn):
 
 def by_hand(model):
     """Log-prob, entropy and chance of two equal draws of every drawn token, [M] each."""
-    logprobs, entropies, squares = [], [], []
+    logprobs = []
+    entropies = []
+    squares = []
     loaded = tiny_policy()
     grammars = Grammars.of(loaded.model, loaded.tokenizer)
     for trajectory in attempts():
         for turn in trajectory.turns:
-            before, said = trajectory.context_ids(turn.index), list(turn.completion_ids)
+            before = trajectory.context_ids(turn.index)
+            said = list(turn.completion_ids)
             logits = model(input_ids=torch.tensor([before + said])).logits[0]
             masks = turn.constraint and grammars.masks_of(turn.constraint, said)
             for place, token in enumerate(said):
@@ -152,7 +156,8 @@ def test_the_engine_draws_from_the_changed_distribution_and_records_it():
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("path", ["linear", "frozen output layer", "logits", "small cells"])
 def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, merge, monkeypatch):
-    model, plain = copy.deepcopy(tiny_policy().model), alone()
+    model = copy.deepcopy(tiny_policy().model)
+    plain = alone()
     if path == "logits":  # an output layer with a hook is more than one product
         model.lm_head.register_forward_hook(lambda *_: None)
     elif path == "frozen output layer":
@@ -206,7 +211,8 @@ def test_on_policy_the_ratio_is_one_and_a_frozen_reference_is_at_distance_0():
 
 
 def test_drawn_again_the_tokens_are_the_same_and_without_penalties_they_are_not():
-    loaded, sampling = tiny_policy(), SamplingParams(stop_token_ids=(END,))
+    loaded = tiny_policy()
+    sampling = SamplingParams(stop_token_ids=(END,))
     for trajectory in attempts():
         again = resample(trajectory, 0, loaded, sampling)
         assert again.num_tokens == trajectory.num_completion_tokens() and not again.differences
@@ -220,9 +226,9 @@ def test_company_and_temperature_0_change_nothing():
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     for kind in KINDS.values():
         one = params("", 3, penalties=kind, max_new_tokens=12)
-        by_itself, beside = (
-            complete(engine, [(PROMPT, one)]),
-            complete(engine, [(PROMPT, one), (PROMPT, params("", 4)), (PROMPT[:9], params("", 5))]),
+        by_itself = complete(engine, [(PROMPT, one)])
+        beside = complete(
+            engine, [(PROMPT, one), (PROMPT, params("", 4)), (PROMPT[:9], params("", 5))]
         )
         assert by_itself[0] == beside[0]
     greedy = params("", 3, penalties=KINDS["bias"], temperature=0.0, max_new_tokens=4)

@@ -34,7 +34,8 @@ def stage(rank: int, size: int) -> Stage:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
-    model, alone = made("moe+deep"), dict(made("moe+deep").named_parameters())
+    model = made("moe+deep")
+    alone = dict(made("moe+deep").named_parameters())
     pipeline_parallel(model, stage(rank, 4))
     own = dict(model.named_parameters())
     assert list(own) == list(alone)
@@ -46,7 +47,8 @@ def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
         is_own = name.startswith(tuple(expected))
         assert parameter.requires_grad
         assert torch.equal(parameter, alone[name] if is_own else alone[name][:0]), name
-        first, length = layouts[name].cut.first, layouts[name].cut.length
+        first = layouts[name].cut.first
+        length = layouts[name].cut.length
         assert (first if is_own else min(first, length - first), length) == (0, len(alone[name]))
     assert stage_of(model).is_last == (rank == 3)
 
@@ -55,7 +57,8 @@ def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
 def test_a_backward_pass_waits_until_the_stages_behind_are_filled(rank, under_way, monkeypatch):
     """One forward and one backward pass in turn after that, the oldest micro-batch first."""
     monkeypatch.setattr(optimization, "stages", lambda: Ranks(None, rank, 3))
-    weight, done = nn.Parameter(torch.ones(1)), []
+    weight = nn.Parameter(torch.ones(1))
+    done = []
     trainer = optimization.Optimization([weight], TrainerSection())
     trainer.begin()
     for number in range(6):

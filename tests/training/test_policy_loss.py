@@ -21,7 +21,8 @@ from agentevo.training.trainer import Trainer
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
 MUST_BE_GIVEN = {"dro": {"beta": 0.5}}
 LOSSES = list(POLICY_LOSSES)
-HALF, REST = slice(8), slice(8, None)
+HALF = slice(8)
+REST = slice(8, None)
 
 
 @pytest.fixture
@@ -61,7 +62,8 @@ def section_for(loss: str) -> AlgorithmSection:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_size_of_micro_batches_does_not_change_the_update(loss, model, batch, gradient):
     """Also for losses that choose tokens by statistics of the whole minibatch."""
-    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+    whole = copy.deepcopy(model)
+    parts = copy.deepcopy(model)
     one = Trainer(whole, WHOLE_GRADIENT, section_for(loss)).step(batch)
     other = Trainer(
         parts, WHOLE_GRADIENT.model_copy(update={"micro_batch_tokens": 64}), section_for(loss)
@@ -113,7 +115,8 @@ def test_the_reference_moves_as_it_is_told(mode, expected, model, batch, referre
     trainer = Trainer(model, TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
     trainer.begin()
     weight = model.model.layers[0].mlp.up_proj.weight
-    seen, average = [weight.detach().clone()], weight.detach().clone()
+    seen = [weight.detach().clone()]
+    average = weight.detach().clone()
     for step in range(4):
         trainer.step(referred(trainer, batch))
         seen.append(weight.detach().clone())

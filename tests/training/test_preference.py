@@ -178,7 +178,8 @@ def test_the_order_of_pairs_and_the_size_of_micro_batches_do_not_matter(
     pairs = pairs_for(name, samples_of)
     shuffled = list(pairs)
     random.Random(5).shuffle(shuffled)
-    one, two = copy.deepcopy(other), copy.deepcopy(other)
+    one = copy.deepcopy(other)
+    two = copy.deepcopy(other)
     whole = moved_trainer(name, model, one).step(pairs)
     parts = moved_trainer(
         name, model, two, WHOLE.model_copy(update={"micro_batch_tokens": 64})
@@ -205,7 +206,8 @@ def test_chosen_answers_gain_on_rejected_ones(name, model, samples_of):
     )
     trainer.begin()
     found = [trainer.step(pairs) for _ in range(12)]
-    first, last = found[0], found[-1]
+    first = found[0]
+    last = found[-1]
     assert last["preference/loss"] < first["preference/loss"]
     if name == "rft":
         assert last["preference/logps/chosen"] > first["preference/logps/chosen"] + 1
@@ -345,7 +347,8 @@ def test_what_is_not_finite_never_reaches_the_weights(model, samples_of):
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "spin", "rft"])
 def test_a_trainer_that_was_saved_goes_on_bit_for_bit(name, model, samples_of):
-    section, algorithm = TrainerSection(learning_rate=1e-3), SECTIONS[name]
+    section = TrainerSection(learning_rate=1e-3)
+    algorithm = SECTIONS[name]
     batches = [pairs_for(name, samples_of, seed=10 * seed) for seed in range(4)]
     trainer = PreferenceTrainer(model, section, algorithm)
     trainer.begin()

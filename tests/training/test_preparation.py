@@ -89,7 +89,8 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimate, random_model):
     trainer = Trainer(one.model, STILL, section)
     trainer.begin()
     made = trainer.prepare(attempts())
-    rewards, mask = torch.zeros(6, 8), torch.zeros(6, 8)
+    rewards = torch.zeros(6, 8)
+    mask = torch.zeros(6, 8)
     distances = []
     for row, trajectory in enumerate(attempts()):
         for place, (ours, theirs) in enumerate(
@@ -181,7 +182,8 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_step(random_model):
     made = trainer.prepare(attempts())
     metrics = trainer.step(made.samples)
     assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-5)
-    loss, count = 0.0, 0
+    loss = 0.0
+    count = 0
     for sample, trajectory in zip(made.samples, attempts(), strict=True):
         old = [x for turn in trajectory.turns for x in turn.logprobs]
         for a, new, before in zip(
@@ -296,7 +298,8 @@ def test_a_reward_model_scores_tokens_in_their_context(at, random_model):
     )
     trainer.begin()
     made = trainer.prepare(attempts())
-    rewards, mask = torch.zeros(6, 8), torch.zeros(6, 8)
+    rewards = torch.zeros(6, 8)
+    mask = torch.zeros(6, 8)
     for row, trajectory in enumerate(attempts()):
         ids = [*trajectory.context_ids(1), *trajectory.turns[1].completion_ids]
         first, last = (len(turn.completion_ids) for turn in trajectory.turns)

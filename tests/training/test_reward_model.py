@@ -44,7 +44,8 @@ def classifier(tiny_policy):
 
 
 def test_the_loss_is_the_papers():
-    better, worse = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
+    better = torch.tensor([1.0, -2.0])
+    worse = torch.tensor([0.5, 3.0])
     margin = torch.tensor([0.0, 1.0])
     losses, measured = bradley_terry(chosen=better, rejected=worse, margin=margin, center=0.1)
     wanted = [

@@ -180,7 +180,8 @@ def test_an_update_where_routing_agrees_is_the_plain_one_bit_for_bit(name, chang
     for mode in modes:
         section = EVERYTHING.model_copy(update={"routing_replay": mode})
         found[mode] = weights_after(copy.deepcopy(model), trajectories, section, **changes)
-    plain, before = found["none"][0], dict(model.named_parameters())
+    plain = found["none"][0]
+    before = dict(model.named_parameters())
     assert all(not torch.equal(plain[name], before[name]) for name in plain if "gate.w" in name)
     for weights, metrics in found.values():
         assert metrics["actor/router_mismatch"] == metrics["actor/router_mismatch_tokens"] == 0

@@ -195,7 +195,8 @@ def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens, merg
     samples = _mixed_samples()
     alone = copy.deepcopy(loaded.model)
     alone.set_attn_implementation("eager")
-    losses, right = [], []
+    losses = []
+    right = []
     for sample in samples:
         logp = torch.log_softmax(alone(input_ids=torch.tensor([sample.ids])).logits[0], -1)
         places = [place for place, m in enumerate(sample.loss_mask) if m]

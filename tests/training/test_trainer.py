@@ -53,8 +53,10 @@ def weights(model) -> torch.Tensor:
 def test_the_size_of_micro_batches_does_not_change_the_update(
     micro_batch_tokens, aggregation, model, samples_of, gradient
 ):
-    samples, algorithm = batch_of(samples_of), GRPO.model_copy(update={"aggregation": aggregation})
-    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+    samples = batch_of(samples_of)
+    algorithm = GRPO.model_copy(update={"aggregation": aggregation})
+    whole = copy.deepcopy(model)
+    parts = copy.deepcopy(model)
     one = Trainer(whole, WHOLE_GRADIENT, algorithm).step(samples)
     other = Trainer(
         parts,
@@ -79,7 +81,8 @@ def test_the_order_of_samples_does_not_change_the_update(model, samples_of, grad
     samples = batch_of(samples_of)
     shuffled = list(samples)
     random.Random(1).shuffle(shuffled)
-    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    one = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     metrics = [
         Trainer(m, WHOLE_GRADIENT.model_copy(update={"minibatches": 2}), GRPO).step(s)
         for m, s in ((one, samples), (other, shuffled))
@@ -96,7 +99,8 @@ def test_the_names_of_groups_and_where_they_stand_do_not_matter(model, samples_o
         )
         for s in samples
     ]
-    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    one = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     Trainer(one, WHOLE_GRADIENT, GRPO).step(samples)
     Trainer(other, WHOLE_GRADIENT, GRPO).step(renamed)
     assert float((gradient(one) - gradient(other)).norm() / gradient(one).norm()) < 1e-5
@@ -172,7 +176,8 @@ def test_more_minibatches_than_groups_left_is_one_per_group(model, samples_of):
 
 def test_gradients_are_scaled_down_to_the_limit(model, samples_of, gradient):
     samples = batch_of(samples_of)
-    free, bound = copy.deepcopy(model), copy.deepcopy(model)
+    free = copy.deepcopy(model)
+    bound = copy.deepcopy(model)
     norm = Trainer(free, WHOLE_GRADIENT, GRPO).step(samples)["actor/grad_norm"]
     limited = Trainer(
         bound, WHOLE_GRADIENT.model_copy(update={"max_grad_norm": norm / 10}), GRPO

@@ -41,7 +41,8 @@ def test_a_tree_holds_each_distinct_beginning_once(sequences):
 def test_the_tree_does_not_depend_on_the_order_of_sequences(sequences, rng):
     shuffled = list(sequences)
     rng.shuffle(shuffled)
-    one, other = build_tree(sequences), build_tree(shuffled)
+    one = build_tree(sequences)
+    other = build_tree(shuffled)
     assert one.ids.tolist() == other.ids.tolist()
     assert one.positions.tolist() == other.positions.tolist()
 

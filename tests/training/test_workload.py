@@ -65,11 +65,13 @@ def test_logical_work_is_that_of_each_sample_alone(samples: list[Sample]):
 
 
 def test_distinct_work_counts_what_is_shared_once(samples: list[Sample]):
-    counter, batch = FlopCounter(_model()), pack(samples, CPU)
+    counter = FlopCounter(_model())
+    batch = pack(samples, CPU)
     counter.trained(samples, batch)
     found = counter.take()
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    nodes, pairs = 6 + 2 + 3 + 2, (6 * 7 // 2) + (7 + 8) + (7 + 8 + 9) + (1 + 2)
+    nodes = 6 + 2 + 3 + 2
+    pairs = (6 * 7 // 2) + (7 + 8) + (7 + 8 + 9) + (1 + 2)
     assert (
         found["trainer/distinct_flops"]
         == 6 * (weights * nodes + 64 * 32 * len(batch.logit_nodes)) + 3 * 2 * 4 * 32 * pairs
@@ -88,7 +90,8 @@ def test_one_sample_is_the_same_either_way(samples: list[Sample]):
 
 
 def test_passes_without_gradient_are_a_third(samples: list[Sample]):
-    counter, batch = FlopCounter(_model()), pack(samples, CPU)
+    counter = FlopCounter(_model())
+    batch = pack(samples, CPU)
     counter.trained(samples, batch)
     trained = counter.take()
     counter.computed(batch)
@@ -195,7 +198,8 @@ def test_preferences_are_a_training_pass_and_one_of_the_reference(
     count."""
     rows = samples_of([[*range(2, 40), *range(20)], [*range(2, 40), *range(30, 55)]], group_size=2)
     pair = Pair("g0", Answer("a", (rows[0],)), Answer("b", (rows[1],)))
-    counter, found = FlopCounter(_model()), {}
+    counter = FlopCounter(_model())
+    found = {}
     batches = micro_batches(rows, micro_batch_tokens, CPU)
     assert len(batches) == (2 if micro_batch_tokens == 64 else 1)
     for indices, batch in batches:

@@ -34,7 +34,8 @@ def names_of(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_verdict_a_note_and_an_edited_reply_are_kept_and_shown(shown: Path) -> None:
-    name, before = names_of(shown)[0], (shown / KEY / "store.sqlite").read_bytes()
+    name = names_of(shown)[0]
+    before = (shown / KEY / "store.sqlite").read_bytes()
 
     async def said() -> list[httpx.Response]:
         async with changing(shown) as client:

@@ -92,7 +92,8 @@ async def happen(store: Store, dice: random.Random, life: int) -> None:
         ["write"] * 4 + ["commit"] * 3 + ["drop", "release", "rewind", "keep", "clear"]
     )
     if what == "write":
-        step, split = last + dice.randint(1, 2), dice.choice(["train", "train", "eval"])
+        step = last + dice.randint(1, 2)
+        split = dice.choice(["train", "train", "eval"])
         made = []
         for _ in range(dice.randint(1, 5)):
             name = f"{split}-{step}/t@{dice.randint(0, 3)}#{dice.randint(0, 9)}"

@@ -24,7 +24,8 @@ def test_pages_come_while_many_listen_and_others_say_half_a_request(tmp_path: Pa
     with dashboard(tmp_path) as url, contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(timeout=ANSWERED_S, trust_env=False))
         assert client.get(url).status_code == 303
-        root, place = url.partition("/?")[0], urlsplit(url)
+        root = url.partition("/?")[0]
+        place = urlsplit(url)
         cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
         sockets = []
         for number in range(120):

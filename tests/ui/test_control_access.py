@@ -29,7 +29,8 @@ router = APIRouter()
 
 @router.post("/runs/{run}/try")
 async def change_it(request: Request, run: str) -> Response:
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     if not change.is_sure:
         return ask_again(request, change, "Really?", "It stops.", back="/runs/lake")
 

@@ -171,7 +171,8 @@ def test_what_was_set_aside_says_why_and_how_it_is_tried_again(
 
 
 def test_what_was_set_aside_is_listed_page_by_page(pages: dict[str, httpx.Response]) -> None:
-    first, second = aside_of(pages["aside"]), aside_of(pages["aside 2"])
+    first = aside_of(pages["aside"])
+    second = aside_of(pages["aside 2"])
     assert "poisoned" in first and "lost" not in first
     assert "lost" in second and "poisoned" not in second
     assert link_of(pages["aside"], "start") is None

@@ -54,7 +54,8 @@ def test_a_committed_step_is_on_open_pages_within_two_seconds(
     shutil.copytree(runs_folder / "lake", tmp_path / "runs" / "lake")
     (tmp_path / "runs" / "lake" / "summary.json").unlink()
     with dashboard(tmp_path / "runs") as url:
-        now, listed = visit(url), visit(url)
+        now = visit(url)
+        listed = visit(url)
         now.go("/runs/lake")
         now.page.wait_for_selector("figure.chart canvas")
         listed.go("/")
@@ -165,7 +166,8 @@ def test_a_click_on_a_curve_leads_to_the_groups_of_its_step(shown_url: str, visi
     drag(page, curve, 0.6, 0.99)  # looks closer, and leads nowhere
     until_read(page, 0.01, "step 2 ")
     area = curve.bounding_box()
-    right, middle = area["x"] + area["width"] - 20, area["y"] + area["height"] / 2
+    right = area["x"] + area["width"] - 20
+    middle = area["y"] + area["height"] / 2
     page.mouse.dblclick(right, middle)  # goes back, and leads nowhere
     until_read(page, 0.01, "step 1 ")
     page.wait_for_timeout(500)

@@ -47,7 +47,8 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_starts_at_once_keep_the_limit(sleeping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "MAX_RUNNING", 2)
     monkeypatch.setattr(starting, "BUSY_S", 60.0)
-    barrier, said = threading.Barrier(8), list[str]()
+    barrier = threading.Barrier(8)
+    said = list[str]()
 
     def begin(number: int) -> None:
         one = wanted_from([sleeping], "train", "coins", "", f"new-{number}")
@@ -174,7 +175,8 @@ def test_streams_are_counted_as_they_are_let_in(
 
 def test_the_oldest_confirmations_are_forgotten_and_asked_again() -> None:
     async def used() -> tuple[list[str], Confirmations]:
-        known, done = Confirmations(), list[str]()
+        known = Confirmations()
+        done = list[str]()
 
         async def work() -> str:
             done.append("x")

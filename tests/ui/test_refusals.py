@@ -70,7 +70,8 @@ async def addresses(client: httpx.AsyncClient) -> dict[str, set[str]]:
 
 def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None:
     before = contents(shown)
-    old, ours = Access(token="old", control="old"), Access(token=TOKEN, control=CONTROL)
+    old = Access(token="old", control="old")
+    ours = Access(token=TOKEN, control=CONTROL)
     cookies = [
         "",
         f"{ours.cookie}=; {ours.control_cookie}=",
@@ -133,7 +134,8 @@ def test_looking_and_refused_forms_change_nothing(shown: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nonsense_in_forms_and_addresses_is_a_sentence(seed: int, shown: Path) -> None:
-    before, draw = contents(shown), random.Random(seed)
+    before = contents(shown)
+    draw = random.Random(seed)
 
     def word(name: str) -> bytes:
         return str(draw.choice(HARD + WORDS.get(name, []))).encode("utf-8", "surrogatepass")
@@ -172,7 +174,9 @@ def test_the_stream_of_news_tells_only_who_may_look(query: str, shown: Path) -> 
 
     async def read(cookie: str) -> tuple[int, bytes]:
         app, shared = make_app(Sources([str(shown)]), known)
-        status, body, over = [0], bytearray(), asyncio.Event()
+        status = [0]
+        body = bytearray()
+        over = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             await over.wait()

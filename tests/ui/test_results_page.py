@@ -154,7 +154,8 @@ def test_a_sweep_is_a_link_above_the_list(folder: Path, get: Get) -> None:
 def test_an_evaluation_under_way_shows_newer_attempts_by_itself(
     folder: Path, visit: Callable[..., Any]
 ) -> None:
-    whole, summary = (folder / RESULTS).read_text(), (folder / SUMMARY).read_text()
+    whole = (folder / RESULTS).read_text()
+    summary = (folder / SUMMARY).read_text()
     (folder / SUMMARY).unlink()
     (folder / RESULTS).write_text("".join(whole.splitlines(keepends=True)[:10]))
     with dashboard(folder.parent) as url:

@@ -175,7 +175,8 @@ def test_who_leaves_takes_nothing_from_those_who_wait(
 ) -> None:
     async def scenario() -> None:
         async with visitors(lake, 2) as (memory, (first, second), _):
-            app, go = memory.app, asyncio.Event()
+            app = memory.app
+            go = asyncio.Event()
 
             async def slow(scope: Any, receive: Any, send: Any) -> None:
                 await go.wait()

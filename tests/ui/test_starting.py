@@ -91,7 +91,8 @@ def test_no_run_begins_within_a_run_or_where_no_folder_is_shown(tmp_path: Path) 
 
 
 def test_what_is_shown_of_a_start_is_no_link_and_no_pipe(tmp_path: Path) -> None:
-    outside, id = tmp_path / "outside", "0" * 32
+    outside = tmp_path / "outside"
+    id = "0" * 32
     outside.mkdir()
     (outside / "log.txt").write_text("secret")
     (outside / "start.json").write_text("{}")

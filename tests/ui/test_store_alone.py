@@ -49,7 +49,8 @@ def test_every_page_answers_and_the_file_stays(
     runs_folder: Path, tmp_path: Path, get: Callable[..., httpx.Response]
 ) -> None:
     shutil.copy(runs_folder / "lake" / "store.sqlite", tmp_path / "alone.sqlite")
-    url, headers = f"sqlite:///{tmp_path / 'alone.sqlite'}", {"hx-request": "true"}
+    url = f"sqlite:///{tmp_path / 'alone.sqlite'}"
+    headers = {"hx-request": "true"}
     before = hashlib.sha256((tmp_path / "alone.sqlite").read_bytes()).digest()
     assert "alone.sqlite" in get("/", url).text
     page = get("/runs/alone.sqlite", url).text

@@ -66,14 +66,16 @@ def test_every_trained_token_has_its_entropy_and_how_far_it_moved(
 ) -> None:
     rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     step = next(row for row in rows if row["step"] == STEP and "actor/entropy" in row)
-    entropies, moves = [], []
+    entropies = []
+    moves = []
     for one in trained:
         moved, entropy = measured(view_of(run_folder), one, STEP)
         for turn in one.turns:
             assert len(moved[turn.index]) == len(turn.completion_ids) == len(entropy[turn.index])
         entropies += [*entropy.values()]
         moves += [*moved.values()]
-    all_entropies, all_moves = np.concatenate(entropies), np.concatenate(moves)
+    all_entropies = np.concatenate(entropies)
+    all_moves = np.concatenate(moves)
     assert len(all_entropies) == step["trainer/trained_tokens"]
     assert all_entropies.mean() == pytest.approx(step["actor/entropy"], rel=0.01)
     assert abs(all_moves).max() == pytest.approx(step["actor/logprob_diff_max"], abs=0.002)

@@ -43,7 +43,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_are_found_below_and_links_are_not_followed(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "runs", tmp_path / "elsewhere"
+    inside = tmp_path / "runs"
+    outside = tmp_path / "elsewhere"
     make_run(inside / "a" / "b")
     make_run(outside / "secret")
     (inside / "link").symlink_to(outside)

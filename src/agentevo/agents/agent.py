@@ -170,7 +170,8 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
         by_agent: Mapping[Any, Any] = returned.agents
         returned = msgspec.structs.replace(returned, agents={})
     elif isinstance(returned, Mapping) and not returned.keys().isdisjoint(agents):
-        by_agent, returned = returned, None
+        by_agent = returned
+        returned = None
     else:
         by_agent = {}
         if isinstance(returned, Mapping):
@@ -232,7 +233,8 @@ def _of_turns(rewards: Mapping[Any, Any]) -> Outcome:
 
 
 def _plain(outcome: Outcome) -> Outcome:
-    reward, turn_rewards = outcome.reward, outcome.turn_rewards
+    reward = outcome.reward
+    turn_rewards = outcome.turn_rewards
     if not isinstance(turn_rewards, Mapping):
         raise TypeError(
             f"the agent's turn_rewards is {shown(turn_rewards)}: give a mapping from turns to "

@@ -54,7 +54,9 @@ class AttemptFiles:
 
     def __init__(self, task: Task, policy: Policy, limit: int) -> None:
         """Raises ConfigError for files of a task that have another form."""
-        self._given, self._policy, self._limit = given_files(task), policy, limit
+        self._given = given_files(task)
+        self._policy = policy
+        self._limit = limit
         self._are_there = False
         self._left_out: set[str] = set()
 
@@ -107,7 +109,8 @@ class AttemptFiles:
         """Returns how many were left out."""
         sizes = await sandbox.files()
         kept = {path: one for path, one in self._policy.files.items() if path not in changed}
-        left_out, size = set[str](), sum(map(len, kept.values()))
+        left_out = set[str]()
+        size = sum(map(len, kept.values()))
         for path in changed:
             if path not in sizes:
                 continue  # deleted

@@ -90,7 +90,8 @@ class Reader:
     """Summaries for one attempt. Calls may overlap."""
 
     def __init__(self, browse: Browse, policy: Policy) -> None:
-        self._browse, self._policy = browse, policy
+        self._browse = browse
+        self._policy = policy
         self._counts: Counter[str] = Counter()
 
     @property

@@ -166,7 +166,8 @@ class CodeAgent:
         self, history: History, policy: Policy, python: _Interpreter, progress: _Progress
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
-        section, num_tokens = self._section, 0
+        section = self._section
+        num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
                 reply = await history.answered(policy.generate, policy)

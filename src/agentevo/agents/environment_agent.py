@@ -145,7 +145,9 @@ class EnvironmentAgent:
     def __init__(
         self, section: EnvironmentAgentSection, make: Callable[[], TextEnvironment]
     ) -> None:
-        self._make, self._section, self._pace = make, section, Pace()
+        self._make = make
+        self._section = section
+        self._pace = Pace()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run: plays the environment that `task.seed` makes."""
@@ -218,7 +220,8 @@ class EnvironmentAgent:
     ) -> None:
         """Takes the actions of one answer."""
         actions = parse_answer(text, self._section)
-        reward, broken = 0.0, actions is None
+        reward = 0.0
+        broken = actions is None
         episode.num_format_errors += broken
         for action in actions or []:
             observation, step_reward, terminated, truncated, info = await thread.call(

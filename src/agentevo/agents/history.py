@@ -79,7 +79,8 @@ class History:
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
         """Makes the history shorter; false where nothing is left to cut. `tools` are those that the
         policy is told of. Raises what asking for a summary raises, but RequestTooLongError."""
-        section, keep = self.section, self.section.keep_turns
+        section = self.section
+        keep = self.section.keep_turns
         old = self._rounds[: len(self._rounds) - keep]
         if section.strategy == "full" or not old:
             return False
@@ -108,7 +109,8 @@ class History:
         return self._summary
 
     async def _summary_of(self, rounds: list[Round], policy: Policy, tools: Tools) -> str:
-        now, self._rounds = self._rounds, rounds
+        now = self._rounds
+        self._rounds = rounds
         try:
             asked = [*self.messages, Message("user", self.section.summary_prompt)]
         finally:

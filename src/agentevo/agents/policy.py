@@ -232,7 +232,8 @@ class Policy:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A block in which the attempt waits for its turn: that is no part of its time."""
-        began, before = time.monotonic(), self._waited_s
+        began = time.monotonic()
+        before = self._waited_s
         self._waits_since = began
         try:
             yield
@@ -322,7 +323,8 @@ class Policy:
         for a form that can't be followed, RequestTooLongError when the context is full,
         DeadlineExceededError when the engine is late.
         """
-        conversation, asked = self._single(), _checked(prompt)
+        conversation = self._single()
+        asked = _checked(prompt)
         self._has_replied = True
         turns = await conversation.complete(
             asked,
@@ -380,7 +382,9 @@ class RemoteHandle:
     """A remote model as an agent sees it. Calls may overlap."""
 
     def __init__(self, remote: RemoteConversations, name: str, agent: str) -> None:
-        self._remote, self.name, self.agent = remote, name, agent
+        self._remote = remote
+        self.name = name
+        self.agent = agent
 
     @overload
     async def generate(

@@ -61,7 +61,8 @@ class RewardSums:
     def add(self, rewards: Sequence[PostedReward]) -> None:
         """All of them or none. Raises TypeError or ValueError for rewards that the attempt's
         outcome could not hold with those before them."""
-        parts, turns = dict(self._parts), dict(self._turns)
+        parts = dict(self._parts)
+        turns = dict(self._turns)
         for one in rewards:
             check_posted(one)
             if one.rewards:
@@ -80,7 +81,8 @@ class RewardSums:
                         f"before it sum to {total:g}: give all of those first, or leave one of the "
                         "two kinds out"
                     )
-        self._parts, self._turns = parts, turns
+        self._parts = parts
+        self._turns = turns
 
 
 def outcome_of_rewards(
@@ -97,7 +99,8 @@ def outcome_of_rewards(
         return _outcome([one for one in given if one.agent == agent], turns)
 
     names = dict.fromkeys(one.agent for one in given if one.agent is not None)
-    everybody, agents = outcome(None), {name: outcome(name) for name in names}
+    everybody = outcome(None)
+    agents = {name: outcome(name) for name in names}
     return msgspec.structs.replace(everybody, agents=agents)
 
 

@@ -54,7 +54,9 @@ class ProcessTree:
         self, command: Sequence[str], *, cwd: Path | None, environment: Mapping[str, str], mark: str
     ) -> None:
         """`mark` names the variable of the environment whose value no other process has."""
-        self._command, self._cwd, self._environment = list(command), cwd, dict(environment)
+        self._command = list(command)
+        self._cwd = cwd
+        self._environment = dict(environment)
         self._mark = (mark, self._environment[mark])
         self._stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None

@@ -46,7 +46,8 @@ class ReActFormat:
     """See the module, and ToolFormat."""
 
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._policy, self._schemas = policy, schemas
+        self._policy = policy
+        self._schemas = schemas
         self.tools: Tools = None
 
     def opening(self, messages: list[Message]) -> list[Message]:

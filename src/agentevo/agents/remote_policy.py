@@ -47,8 +47,11 @@ class RemoteConversation:
         name: str,
         calls: AttemptCalls,
     ) -> None:
-        self.name, self.calls = name, calls
-        self._remote, self._model, self._sampling = remote, model, sampling
+        self.name = name
+        self.calls = calls
+        self._remote = remote
+        self._model = model
+        self._sampling = sampling
         self._closed = False
 
     @property
@@ -108,7 +111,8 @@ class RemoteConversation:
 
     def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
-        own, received = self._own, self.received
+        own = self._own
+        received = self.received
         earned = {place: rewards.get(turn, 0.0) for place, turn in enumerate(received)}
         return _views([own[turn] for turn in received], earned)
 

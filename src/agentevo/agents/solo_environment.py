@@ -27,7 +27,9 @@ class SoloEnvironment:
         self, make: Callable[[], TextEnvironment], *, within_s: float, note: Callable[[str], None]
     ) -> None:
         """Raises ConfigError for an environment that can't be made."""
-        self._make, self._within_s, self._note = make, within_s, note
+        self._make = make
+        self._within_s = within_s
+        self._note = note
         self._num_hung = 0
         self._begin()
 

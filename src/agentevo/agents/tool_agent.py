@@ -120,7 +120,8 @@ class ToolAgent:
         progress: _Progress,
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
-        section, num_tokens = self._section, 0
+        section = self._section
+        num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
                 said = await history.answered(form.ask, policy)
@@ -190,6 +191,7 @@ class ToolAgent:
         ):
             left = section.max_tool_calls - progress.num_calls
             why = f"all {section.max_tool_calls} calls are used up: give the final answer"
-        made, others = calls[:left], calls[left:]
+        made = calls[:left]
+        others = calls[left:]
         progress.num_calls += len(made)
         return made, [ToolResult(text=f"Error: {why}", is_error=True) for _ in others]

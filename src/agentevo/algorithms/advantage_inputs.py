@@ -105,7 +105,8 @@ class Inputs:
 def checked(tables: AdvantageTables) -> Inputs:
     """Checks the caller's tables. Raises ValueError for a wrong shape or type, and for NaN or
     infinity at a trained token."""
-    like, shape = tables.token_rewards, tables.token_rewards.shape
+    like = tables.token_rewards
+    shape = tables.token_rewards.shape
     if len(shape) != 2 or not like.is_floating_point():
         raise ValueError(
             f"token_rewards is {like.dtype} {list(shape)}: give floats of shape [sequences, tokens]"
@@ -125,10 +126,12 @@ def checked(tables: AdvantageTables) -> Inputs:
             f"group_ids: the trajectory of row {row} has rows in several groups: give all of its "
             "rows one group id"
         )
-    row_score, row_length = _row_sums("token_rewards", like, trained), row_lengths(trained)
+    row_score = _row_sums("token_rewards", like, trained)
+    row_length = row_lengths(trained)
     length = row_length.new_zeros(num).index_add_(0, trajectory, row_length)
     counts = length > 0.0
-    parts, baseline = tables.reward_parts, tables.baseline_rewards
+    parts = tables.reward_parts
+    baseline = tables.baseline_rewards
     return Inputs(
         mask=trained,
         rewards=like.detach(),

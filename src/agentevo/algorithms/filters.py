@@ -163,11 +163,15 @@ class RLPRStd:
                 f"rlpr_std: record_from={record_from} is not possible: give a step number, at "
                 f"least 1 and below start={start}"
             )
-        self.beta, self.decay, self.record_from, self.start = beta, decay, record_from, start
+        self.beta = beta
+        self.decay = decay
+        self.record_from = record_from
+        self.start = start
         self._step = 1
         self._mean: float | None = None
         self._recorded: list[float] = []
-        self._total, self._count = 0.0, 0
+        self._total = 0.0
+        self._count = 0
 
     @property
     def threshold(self) -> float | None:
@@ -197,7 +201,8 @@ class RLPRStd:
             else:
                 self._mean = self.decay * self._mean + (1.0 - self.decay) * mean
         self._step += 1
-        self._total, self._count = 0.0, 0
+        self._total = 0.0
+        self._count = 0
         if self._mean is None and self._step >= self.start and self._recorded:
             self._mean = math.fsum(self._recorded) / len(self._recorded)
             self._recorded = []

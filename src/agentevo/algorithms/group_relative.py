@@ -150,7 +150,8 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
 
     Source: arXiv 2503.19595.
     """
-    members, score = inputs.members, inputs.score
+    members = inputs.members
+    score = inputs.score
     best = members.highest(score)
     is_best = members.counts & (score == best)
     others = Members(members.group, members.counts & ~is_best)
@@ -178,7 +179,8 @@ def opo(inputs: Inputs) -> Tensor:
 
     Source: OPO, arXiv 2505.23585.
     """
-    members, score = inputs.members, inputs.score
+    members = inputs.members
+    score = inputs.score
     baseline = members.total(inputs.length * score) / members.total(inputs.length).clamp(min=1.0)
     return torch.where(members.differ(score), score - baseline, 0.0)
 

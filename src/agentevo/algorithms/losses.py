@@ -95,7 +95,8 @@ class PolicyLoss:
         if self.importance is not None:
             rollout_logp = inputs.needed("rollout_logp", f"policy loss {self.name} with importance")
             weights = self.importance(inputs.old_logp - rollout_logp, inputs.mask)
-            loss, measured["rollout_is_mean"] = loss * weights, weights
+            loss = loss * weights
+            measured["rollout_is_mean"] = weights
         dtype = tables.logp.dtype
         spread = {
             key: torch.where(inputs.mask, values.detach().to(loss.dtype), 0.0).to(dtype)

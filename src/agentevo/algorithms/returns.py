@@ -76,13 +76,16 @@ def make_stream(inputs: Inputs) -> Stream:
     index = inputs.mask.reshape(-1).nonzero()[:, 0]
     if inputs.turn_ids is None:
         return Stream(index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None)
-    owner, turn = inputs.trajectory[index // width], inputs.turn_ids.reshape(-1)[index]
+    owner = inputs.trajectory[index // width]
+    turn = inputs.turn_ids.reshape(-1)[index]
     if bool(
         ((owner[1:] < owner[:-1]) | ((owner[1:] == owner[:-1]) & (turn[1:] < turn[:-1]))).any()
     ):
         order = turn.argsort(stable=True)
         order = order[owner[order].argsort(stable=True)]
-        index, owner, turn = index[order], owner[order], turn[order]
+        index = index[order]
+        owner = owner[order]
+        turn = turn[order]
     same_owner = owner[1:] == owner[:-1]
     same = same_owner & (turn[1:] == turn[:-1])
     row = index // width
@@ -229,7 +232,8 @@ def bi_level_gae(
     lambda each (RAGEN's: turn_lam = lam).
     """
     assert inputs.values is not None  # `Advantage` checks its `needs`
-    values, last = stream.at(inputs.values), stream.turn.cumsum(0) - 1
+    values = stream.at(inputs.values)
+    last = stream.turn.cumsum(0) - 1
     turn_advantages = estimate(
         turn_rewards(inputs, stream), values[last], stream.num_turns, turn_gamma, turn_lam
     )

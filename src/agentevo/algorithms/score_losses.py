@@ -48,12 +48,14 @@ def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float
     verl.
     """
     logp = inputs.logp.detach()
-    new, old = _probability(logp), _probability(inputs.old_logp)
+    new = _probability(logp)
+    old = _probability(inputs.old_logp)
     new_rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logp, inputs.old_logp))
     divergence = old * (inputs.old_logp - logp) + old_rest * torch.log(
         (old_rest + 1e-8) / (new_rest + 1e-8)
     )
-    up, down = (divergence <= clip_high) | (new <= old), (divergence <= clip_low) | (new >= old)
+    up = (divergence <= clip_high) | (new <= old)
+    down = (divergence <= clip_low) | (new >= old)
     return _dppo(inputs, torch.where(inputs.advantages > 0, up, down), cap)
 
 

@@ -296,7 +296,8 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
 
 def _named(name: str) -> tuple[dict[str, Any], str, None]:
     """A recipe, which has vetted settings, is preferred to an environment of the same name."""
-    recipes, known = sources.recipe_names(), environments.names()
+    recipes = sources.recipe_names()
+    known = environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
         path = sources.find_recipe(name)
         return sources.read_yaml(path), path.stem, None

@@ -39,7 +39,9 @@ class Run:
         agent: AgentFunction | None = None,
         tasks: Sequence[Task] | None = None,
     ) -> None:
-        self.config, self._agent, self._tasks = config, agent, tasks
+        self.config = config
+        self._agent = agent
+        self._tasks = tasks
 
     @property
     def dir(self) -> Path:

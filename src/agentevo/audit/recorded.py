@@ -31,7 +31,8 @@ class RecordedEngine:
     the record ends, it answers no more."""
 
     def __init__(self, trajectory: Trajectory, end_ids: Sequence[int]) -> None:
-        self._trajectory, self._end_ids = trajectory, frozenset(end_ids)
+        self._trajectory = trajectory
+        self._end_ids = frozenset(end_ids)
         self._by_seed: dict[int, list[Turn]] = {}
         for turn in trajectory.turns:  # an agent may give several calls one seed
             self._by_seed.setdefault(turn.seed, []).append(turn)
@@ -212,7 +213,8 @@ class RecordedModel:
     within_s = 0.0
 
     def __init__(self, name: str, models: RecordedModels) -> None:
-        self.name, self._models = name, models
+        self.name = name
+        self._models = models
 
     async def generate(
         self,

@@ -128,7 +128,9 @@ async def replay(
             chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _altered(store, chosen)
         shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
-    replays, chat, context = dict[str, Replay](), None, 1 << 30
+    replays = dict[str, Replay]()
+    chat = None
+    context = 1 << 30
     for policy in sorted({weights_of(config, t.agent) for t in chosen}):
         own = [t for t in chosen if weights_of(config, t.agent) == policy]
         stored = StoredVersions(config, policy)
@@ -246,7 +248,8 @@ async def _draw_again(
         t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
         for t in trajectories
     }
-    chat, context = None, 1 << 30
+    chat = None
+    context = 1 << 30
     section = config.sampling
     filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
     async for version, source in sources:
@@ -306,7 +309,8 @@ async def _play(
         timeout_s=config.engine.timeout_s,
     )
     door = _NoDoor()
-    models, remote = RecordedModels(config.remote_models, trajectory.remote_turns), None
+    models = RecordedModels(config.remote_models, trajectory.remote_turns)
+    remote = None
     if models:
         remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
     policy = Policy(conversation, door, remote, texts=Texts(config.agent.texts))
@@ -378,7 +382,8 @@ def _compare(
 ) -> None:
     """Notes in `result` where the attempt that was played again departs from the record first;
     `played` is None where it broke off."""
-    result.turns, result.remote_turns = engine.num_answered, models.num_answered
+    result.turns = engine.num_answered
+    result.remote_turns = models.num_answered
     for difference in (engine.difference, models.difference):
         if difference is not None:
             _keep_first(result, difference)
@@ -396,7 +401,8 @@ def _compare(
         what = f"the agent ended after {engine.num_answered} turns, the record has {last}"
         _keep_first(result, Difference(kind="end", turn=engine.num_answered, position=0, what=what))
     elif models.num_answered < len(trajectory.remote_turns):
-        num_asked, num_recorded = models.num_answered, len(trajectory.remote_turns)
+        num_asked = models.num_answered
+        num_recorded = len(trajectory.remote_turns)
         what = f"the agent asked remote models {num_asked} times, the record has {num_recorded}"
         _keep_first(result, Difference(kind="end", turn=last, position=0, what=what))
     else:

@@ -165,9 +165,11 @@ def _pieces(trajectory: Trajectory, version: int) -> Iterator[_Piece]:
 
 def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
     """What the penalties of its turn change at each position."""
-    context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
+    context = trajectory.context_ids(piece.turn.index)
+    said = piece.turn.completion_ids
     parts = [(len(context), None), (len(said), piece.turn.penalties)]
-    penalties, ids = TokenPenalties.joined(parts), np.array([*context, *said])
+    penalties = TokenPenalties.joined(parts)
+    ids = np.array([*context, *said])
     assert penalties is not None
     return list(penalties.changes(ids, np.array(piece.positions) + len(context)).values())
 
@@ -176,7 +178,8 @@ def _logits(
     trajectory: Trajectory, piece: _Piece, model: PreTrainedModel, device: torch.device
 ) -> torch.Tensor:
     """[positions, V] float32, what predicts each of them."""
-    context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
+    context = trajectory.context_ids(piece.turn.index)
+    said = piece.turn.completion_ids
     ids = [*context, *said[: piece.positions[-1] + 1]]
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[[len(context) + position for position in piece.positions]] = True
@@ -224,7 +227,8 @@ def _compare(
 ) -> Difference | None:
     """None if the token of the record is within rounding of what is drawn, and has the recorded
     log-prob."""
-    token, version = turn.completion_ids[position], turn.versions[position]
+    token = turn.completion_ids[position]
+    version = turn.versions[position]
     if token >= len(logits):
         what = f"the record has token {token}, the vocabulary only {len(logits)}"
         return Difference(

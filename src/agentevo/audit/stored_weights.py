@@ -36,7 +36,8 @@ class StoredVersions:
     (config/named_agents.py)."""
 
     def __init__(self, config: RunConfig, policy: str = "") -> None:
-        self._config, self._policy = config, policy
+        self._config = config
+        self._policy = policy
         self._has: dict[int, bool] = {}
         self._is_trained = not policy or policy in trained_policies(config)
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
@@ -88,7 +89,8 @@ class PolicyAt:
     """The policy at one version after the other; only one is in memory."""
 
     def __init__(self, config: RunConfig, weights_of: WeightsOf, policy: str = "") -> None:
-        self._config, self._weights_of = with_model_of(config, policy), weights_of
+        self._config = with_model_of(config, policy)
+        self._weights_of = weights_of
 
     def load(self, version: int) -> LoadedModel:
         """Raises CheckpointError or ModelError if it can't be had."""

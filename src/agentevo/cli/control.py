@@ -43,7 +43,8 @@ def control(
 
     if do not in ACTIONS:
         raise ConfigError(f"{do[:40]!r}: a run can {', '.join(ACTIONS)}")
-    folder, id = check_run_folder(run_dir).absolute(), uuid.uuid4().hex
+    folder = check_run_folder(run_dir).absolute()
+    id = uuid.uuid4().hex
     session, why = session_of(folder)
     if session is None:
         raise ConfigError(f"{run_dir}: {why}")

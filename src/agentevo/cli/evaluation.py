@@ -171,7 +171,8 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_heading(measured: Mapping[str, Any]) -> None:
-    tasks, attempts = measured["num_tasks"], measured["attempts"]
+    tasks = measured["num_tasks"]
+    attempts = measured["attempts"]
     drawn = "greedy" if measured["temperature"] == 0 else f"temperature {measured['temperature']:g}"
     rewards = ", ".join(one.get("label") or one["name"] for one in measured["rewards"])
     judged = f", judged by {rewards}" if rewards else ""

@@ -81,7 +81,9 @@ class _Session:
     """Somebody at work."""
 
     def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:
-        self._folder, self._who, self._attempt = folder, who, attempt
+        self._folder = folder
+        self._who = who
+        self._attempt = attempt
         self.num_kept = 0
 
     def ask_attempts(self, names: Sequence[str]) -> None:
@@ -107,7 +109,8 @@ class _Session:
         self, items: Sequence[T], ask: Callable[[T, str], str], take_back: Callable[[T], None]
     ) -> None:
         """`ask` gives `kept`, or one of the words s, u and q."""
-        place, kept = 0, list[int]()
+        place = 0
+        kept = list[int]()
         while place < len(items):
             ended = ask(items[place], f"{place + 1} of {len(items)}")
             if ended == "q":
@@ -148,11 +151,16 @@ class _Session:
         from agentevo.runs.labelling import annotation_of
 
         letter, _, rest = word.partition(" ")
-        verdict, note, reply = "", "", None
+        verdict = ""
+        note = ""
+        reply = None
         if before is not None:
-            verdict, note, reply = before.verdict, before.note, before.reply
+            verdict = before.verdict
+            note = before.note
+            reply = before.reply
         if letter in ("r", "right", "w", "wrong"):
-            verdict, note = ("right" if letter[0] == "r" else "wrong"), rest or note
+            verdict = "right" if letter[0] == "r" else "wrong"
+            note = rest or note
         elif letter in ("n", "note"):
             note = rest or _line("note > ") or note
         elif letter in ("e", "edit"):

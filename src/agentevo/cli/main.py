@@ -167,7 +167,8 @@ def _command(name: str) -> Any:
     if not commands and not groups:
         return typer.main.get_command(app)
     alone = copy.copy(app)
-    alone.registered_commands, alone.registered_groups = commands, groups
+    alone.registered_commands = commands
+    alone.registered_groups = groups
     return typer.main.get_command(alone)
 
 

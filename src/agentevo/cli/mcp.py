@@ -62,7 +62,8 @@ def inspect(
     if prompt is not None:
         section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
     if resource is not None:
-        call, arguments = "read_resource", json.dumps({"uri": resource})
+        call = "read_resource"
+        arguments = json.dumps({"uri": resource})
         section = _with(section, resources=True)
     told = _task(task)
     if task is not None and getattr(section, "url", None) is not None:

@@ -166,7 +166,8 @@ def _explanation_text(explanation: Explanation) -> str:
     from agentevo.config.keys import LISTS
     from agentevo.config.tool_keys import PLACE
 
-    heading, section = explanation.key, explanation.key.split(".")[0]
+    heading = explanation.key
+    section = explanation.key.split(".")[0]
     if explanation.option_of and heading.startswith(f"{PLACE}."):
         heading += f" (with type: {', '.join(explanation.option_of)})"
     elif explanation.option_of:

@@ -169,7 +169,8 @@ def _serve_trained(
     if target.endswith((".yaml", ".yml")):
         trained = load_config(target, overrides, needs_environment=False)
     else:
-        trained, which = run_config(Path(target), overrides), checkpoint or "best"
+        trained = run_config(Path(target), overrides)
+        which = checkpoint or "best"
     from agentevo.processes.serve_model import serve_model
 
     serve_model(trained, checkpoint=which, host=host, port=port, tls=tls, name=name or None)

@@ -161,7 +161,9 @@ def _follow(look: Callable[[], list[RunLine]], every_s: float, console: Any) -> 
 
     from agentevo.observability.top_view import draw
 
-    chosen, calls, lines = 0, False, look()
+    chosen = 0
+    calls = False
+    lines = look()
     with _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
         looked = time.monotonic()
         while True:
@@ -178,7 +180,8 @@ def _follow(look: Callable[[], list[RunLine]], every_s: float, console: Any) -> 
             chosen += KEYS.get(key, 0)
             if time.monotonic() - looked >= every_s:
                 name = lines[chosen].name if 0 <= chosen < len(lines) else ""
-                lines, looked = look(), time.monotonic()
+                lines = look()
+                looked = time.monotonic()
                 names = [line.name for line in lines]
                 chosen = names.index(name) if name in names else chosen
 

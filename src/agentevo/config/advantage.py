@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def advantage_contradictions(config: RunConfig) -> list[str]:
     """Contradictions of the chosen advantage with sections that it does not use and with rewards
     that it can't take."""
-    needs, problems = config.algorithm.needs, []
+    needs = config.algorithm.needs
+    problems = []
     for key, section, need in (
         ("critic", config.critic, "values"),
         ("process_reward", config.process_reward, "process_rewards"),

@@ -28,7 +28,8 @@ PASSWORD, TOKEN = "STORE_PASSWORD", "MCP_AUTH_TOKEN"
 """Environment variables that recipes name for what a script holds."""
 _PASSWORD = re.compile(r"(?<=://)([^:/@]*):([^@/]+)@")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
-_TRUE, _FALSE = {"true", "1", "yes", "y", "t", "on"}, {"false", "0", "no", "n", "f", "off"}
+_TRUE = {"true", "1", "yes", "y", "t", "on"}
+_FALSE = {"false", "0", "no", "n", "f", "off"}
 _LOSSES = {"MINIRL": "minirl", "GRPO": "grpo", "GSPO": "gspo"}
 _DEFAULTS = {
     "agent.max_turns": 25,
@@ -130,7 +131,8 @@ def read_script(text: str, run_name: str) -> dict[str, str]:
             flags[name] = _with(value, known) if has_value else "true"
             name = "" if has_value else name
         elif name:
-            flags[name], name = _with(word, known), ""
+            flags[name] = _with(word, known)
+            name = ""
     return flags
 
 
@@ -194,7 +196,8 @@ class _Reader:
     """Flags with their problems and remarks."""
 
     def __init__(self, flags: Mapping[str, str], tree: _Tree) -> None:
-        self.flags, self.tree = flags, tree
+        self.flags = flags
+        self.tree = tree
         self.remarks: list[str] = []
         self.problems: list[str] = []
         known = {*_FLAGS, *_NO_PART, *_OTHERS}

@@ -278,7 +278,8 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     return num_needed == 2 or has_more or (len(places) > 1 and places[1].name == "policy")
 
 
-_NAMED, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _SHAPES = "make it `run(task)` or `run(task, policy)`, with `def` or `async def`"
 
 

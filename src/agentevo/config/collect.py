@@ -104,7 +104,8 @@ def _rlpr_problems(algorithm: AlgorithmSection) -> list[str]:
             for key in keys
             if getattr(algorithm, key) is not None
         ]
-    record_from, start = algorithm.rlpr_record_from or 6, algorithm.rlpr_start or 11
+    record_from = algorithm.rlpr_record_from or 6
+    start = algorithm.rlpr_start or 11
     if record_from >= start:
         problems.append(
             f"algorithm.rlpr_start={start} leaves no step to record from "

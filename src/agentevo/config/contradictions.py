@@ -54,7 +54,9 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
 
 def _of_the_training(config: RunConfig) -> list[str]:
     """Contradictions of the sampling, the groups and the algorithm that trains on them."""
-    sampling, trainer, problems = config.sampling, config.trainer, list[str]()
+    sampling = config.sampling
+    trainer = config.trainer
+    problems = list[str]()
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
         problems.append(
             "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
@@ -87,7 +89,8 @@ def _of_the_training(config: RunConfig) -> list[str]:
 
 def _of_the_model(config: RunConfig) -> list[str]:
     """Contradictions of the model, its adapters and the lengths that it has room for."""
-    sampling, problems = config.sampling, list[str]()
+    sampling = config.sampling
+    problems = list[str]()
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():
         problems.append(

@@ -48,7 +48,8 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
 def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:
     """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: where inside the
     field's value it is, as pydantic says it."""
-    inside, wanted = "", info
+    inside = ""
+    wanted = info
     for part in rest:
         item = _item_type(wanted.annotation, part)
         if item is None:
@@ -93,7 +94,8 @@ def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
 def _item_type(annotation: Any, part: int | str) -> Any:
     """The type of what a list holds, or a mapping under a name; None for anything else."""
     for kind in alternative_types(annotation):
-        origin, arguments = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
+        arguments = get_args(kind)
         if isinstance(part, int) and origin in LISTS and arguments:
             is_like = origin is not tuple or Ellipsis in arguments
             return arguments[0] if is_like else arguments[min(part, len(arguments) - 1)]

@@ -131,13 +131,15 @@ def _said(annotation: Any) -> InWords | None:
 def _name_of_type(kind: Any) -> str:
     if kind in SIMPLE_TYPES:
         return SIMPLE_TYPES[kind]
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
     if origin in (tuple, list, set, frozenset) and arguments:
         if (words := _said(arguments[0])) is not None:
             return f"list of {words.many}"
-        item, limits = _alternatives(arguments[0]), _range_in_words(_annotated_limits(arguments[0]))
+        item = _alternatives(arguments[0])
+        limits = _range_in_words(_annotated_limits(arguments[0]))
         number = "" if origin is not tuple or Ellipsis in arguments else f"{len(arguments)} "
         return f"list of {number}{PLURALS.get(item, item)}" + (
             f", each {', '.join(limits)}" if limits else ""

@@ -28,7 +28,8 @@ def drop_idle_keys(
     """Takes out of the tree `now` what the recipe `before` says of its own preset and that of `now`
     has no use for; returns the dotted keys. `changed`: the keys that somebody set since, dotted, a
     section for all that it holds. Trees that are wrong are left to be refused."""
-    was, section = before.get("algorithm"), now.get("algorithm")
+    was = before.get("algorithm")
+    section = now.get("algorithm")
     if not isinstance(section, dict) or not (was is None or isinstance(was, Mapping)):
         return []
     name = section.get("name", "grpo")

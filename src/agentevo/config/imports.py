@@ -123,7 +123,8 @@ def _import_file(path: Path) -> None:
         name, path, submodule_search_locations=[str(path.parent)] if package else None
     )
     assert spec is not None and spec.loader is not None
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
     sys.modules[name] = module
     try:
         _executed(str(path), lambda: loader.exec_module(module))

@@ -113,7 +113,8 @@ class Resolver:
         while place < len(text):
             match = (_WITHIN if within else _OUTSIDE).match(text, place)
             assert match is not None
-            token, place = match[0], match.end()
+            token = match[0]
+            place = match.end()
             if token.endswith("${"):
                 num_backslashes = len(token) - 2
                 if num_backslashes > 1:
@@ -173,13 +174,15 @@ class Resolver:
         is_resolved = False
         for part in [*key[: len(key) - num_dots], *parts] if num_dots else parts:
             if not is_resolved and is_interpolation(value):
-                value, is_resolved = self._value(place, value), True
+                value = self._value(place, value)
+                is_resolved = True
             step = int(part) if isinstance(value, list) and _is_index(part) else part
             if not _has(value, step):
                 raise InterpolationError(
                     key, f"Interpolation key {_short(name)!r} not found; {_HINT}"
                 )
-            value, place = value[step], (*place, step)
+            value = value[step]
+            place = (*place, step)
         return value if is_resolved else self._value(place, value)
 
 

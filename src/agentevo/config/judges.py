@@ -71,7 +71,8 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
     try:
         report = read_json_object(path)
         measured = report["measured"]
-        of, values = str(report["digest"]), {name: measured[name]["value"] for name in BARS}
+        of = str(report["digest"])
+        values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
         return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {again}"
     if of != digest:
@@ -90,7 +91,8 @@ def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
     names; None where it could not be."""
     found = []
     for name, (what, at_least) in BARS.items():
-        value, bar = values.get(name), getattr(judge, name)
+        value = values.get(name)
+        bar = getattr(judge, name)
         if value is None:
             if at_least:
                 found.append(f"{what} could not be measured, and {name}={bar:g} is wanted")

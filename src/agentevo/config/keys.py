@@ -145,7 +145,8 @@ class ConfigKeys:
         return f"; did you mean {best}?" if best else ""
 
     def _nearest(self, key: str, chosen: Mapping[str, str], section: bool | None) -> str | None:
-        best, best_score = None, (0.0, 0)
+        best = None
+        best_score = (0.0, 0)
         for name in self.names():
             explanation = self._explanations[name][0]
             if name.startswith(tuple(f"{one}." for one in LISTS)):
@@ -158,7 +159,8 @@ class ConfigKeys:
             closeness = _closeness(key, name) + (0.1 if likely else 0.0)
             score = (closeness, -name.count("."))  # of equals the one that is less deep
             if score > best_score:
-                best, best_score = name, score
+                best = name
+                best_score = score
         return best if best_score[0] >= 0.6 else None
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
@@ -166,10 +168,12 @@ class ConfigKeys:
         value was written."""
         parts = [str(part) for part in error["loc"]]
         if len(parts) > 1 and f"{parts[0]}.{NAME}" in self._explanations:
-            named, anyone = f"{parts[0]}.{parts[1]}", f"{parts[0]}.{NAME}"
+            named = f"{parts[0]}.{parts[1]}"
+            anyone = f"{parts[0]}.{NAME}"
             located = cast(ErrorDetails, {**error, "loc": (anyone, *parts[2:])})
             return self.problem(located, chosen=chosen).replace(anyone, named)
-        kind, value = error["type"], error["input"]
+        kind = error["type"]
+        value = error["input"]
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), value, chosen)
         known = next(
@@ -340,8 +344,10 @@ def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
 def _closeness(key: str, name: str) -> float:
     """0 (unlike) to 1 (equal): mostly the last name, for a right name in a wrong section, and
     partly what stands before it."""
-    wanted_parent, wanted_leaf = _parent(key), _leaf(key)
-    known_parent, known_leaf = _parent(name), _leaf(name)
+    wanted_parent = _parent(key)
+    wanted_leaf = _leaf(key)
+    known_parent = _parent(name)
+    known_leaf = _leaf(name)
     leaves = _ratio(wanted_leaf, known_leaf)
     if leaves < 0.6:
         return 0.0

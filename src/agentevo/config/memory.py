@@ -38,7 +38,8 @@ class MemorySection(Section):
 
 def memory_contradictions(config: RunConfig) -> list[str]:
     """Contradictions within the section, and with the model's device, as 'what: remedy'."""
-    memory, problems = config.memory, []
+    memory = config.memory
+    problems = []
     if memory.offload_activations and memory.checkpointing == "selective":
         problems.append(
             "memory.offload_activations moves nothing of what memory.checkpointing=selective "

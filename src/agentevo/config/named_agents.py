@@ -117,7 +117,8 @@ def with_model_of(config: RunConfig, policy: str) -> RunConfig:
 
 def by_rank(config: RunConfig) -> tuple[str, ...]:
     """All agents but the remote ones, those first that are trained."""
-    trained, remote = trained_agents(config), remote_agents(config)
+    trained = trained_agents(config)
+    remote = remote_agents(config)
     return (
         *trained,
         *(name for name in config.agents if name not in trained and name not in remote),
@@ -188,7 +189,8 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
 
 def _of_one(config: RunConfig, section: NamedAgentSection) -> list[str]:
     """Each begins with the key below the agent's name."""
-    problems, other = [], section.weights_of
+    problems = []
+    other = section.weights_of
     target = None if other is None else config.agents.get(other)
     if section.is_earlier and other is None:
         problems.append(": version and lag are of another agent's weights: add weights_of=NAME")
@@ -214,7 +216,8 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> list[str]:
 
 def _of_the_run(config: RunConfig) -> list[str]:
     """What is made for one policy."""
-    algorithm, problems = config.algorithm, []
+    algorithm = config.algorithm
+    problems = []
     refused = {
         f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY
         and config.tasks.self_play is None,

@@ -88,7 +88,8 @@ class ParallelSection(Section):
 def parallel_contradictions(config: RunConfig) -> list[str]:
     """What can't be trained in parts as trainer.parallel says, however many processes there are, as
     'what: remedy'."""
-    parallel, problems = config.trainer.parallel, list[str]()
+    parallel = config.trainer.parallel
+    problems = list[str]()
     if config.memory.optimizer == "adamw_8bit" and parallel.is_spread:
         problems.append(
             "memory.optimizer=adamw_8bit: moments of 8 bits have one scale for 256 numbers, which "
@@ -105,7 +106,9 @@ def parallel_contradictions(config: RunConfig) -> list[str]:
 
 def _of_stages(config: RunConfig) -> list[str]:
     """What stages of a pipeline don't compute."""
-    parallel, needs, problems = config.trainer.parallel, config.algorithm.needs, list[str]()
+    parallel = config.trainer.parallel
+    needs = config.algorithm.needs
+    problems = list[str]()
     others = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
     if others:
         also = " and ".join(f"{key}={size}" for key, size in others.items())

@@ -75,8 +75,10 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
 
 def preference_contradictions(config: RunConfig) -> list[str]:
     """Contradictions of the algorithm section with other sections, as 'what: remedy'."""
-    section, data = config.algorithm, config.data
-    preference, problems = section.preference(), []
+    section = config.algorithm
+    data = config.data
+    preference = section.preference()
+    problems = []
     if data.pairs is not None and data.pairs_from is not None:
         problems.append(
             "data.pairs and data.pairs_from both say what is trained on: give only one of the two"

@@ -339,7 +339,8 @@ def _read_variant(
 ) -> tuple[pydantic.BaseModel | None, list[ErrorDetails], str | None]:
     """A polymorphic section checked by the model that its `type` names, or what is wrong with its
     options, or with the type."""
-    kind, known = given.get("type"), list(models)
+    kind = given.get("type")
+    known = list(models)
     if not isinstance(kind, str) or kind not in known:
         guess = nearest(kind, known) if isinstance(kind, str) else None
         what = "missing" if "type" not in given else f"got {kind!r}"

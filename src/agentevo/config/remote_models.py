@@ -189,7 +189,8 @@ def name_problems(names: list[str], policy: str) -> list[str]:
 
 def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
     """Helpers of the section `agent` that `remote_models` has not, as 'what: remedy'."""
-    context, browse = getattr(agent, "context", None), getattr(agent, "browse", None)
+    context = getattr(agent, "context", None)
+    browse = getattr(agent, "browse", None)
     asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
     asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
     problems = []

@@ -51,7 +51,8 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
         if not isinstance(options, dict):
             lines.append(f"{place}: got {entry!r}; needs a name, or a mapping with a name")
             continue
-        name, known = options.get("name"), rewards.names()
+        name = options.get("name")
+        known = rewards.names()
         if not isinstance(name, str) or name not in known:
             guess = nearest(name, known) if isinstance(name, str) else None
             hint = f" did you mean {guess}?" if guess else ""

@@ -20,7 +20,8 @@ def with_recording(tree: Any) -> Any:
     where the recipe does not say whether it does; unreadable parts stay as they are."""
     if not isinstance(tree, Mapping):
         return tree
-    trainer, engine = tree.get("trainer"), tree.get("engine", {})
+    trainer = tree.get("trainer")
+    engine = tree.get("engine", {})
     asked = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
     if asked != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
         return tree
@@ -41,7 +42,9 @@ def without_routing(config: RunConfig) -> RunConfig:
 
 def routing_contradictions(config: RunConfig) -> list[str]:
     """Values that can't hold together, as 'what: remedy'."""
-    mode, algorithm, problems = config.trainer.routing_replay, config.algorithm, list[str]()
+    mode = config.trainer.routing_replay
+    algorithm = config.algorithm
+    problems = list[str]()
     if config.engine.routed_experts and config.engine.type != OWN:
         problems.append(
             f"engine.routed_experts: engine.type={config.engine.type} is not asked which experts "

@@ -115,11 +115,13 @@ def with_roles(given: Any) -> Any:
 
 def self_play_contradictions(config: RunConfig) -> list[str]:
     """Contradictions with other sections, as 'what: remedy'."""
-    section, groups = config.tasks.self_play, config.trainer.groups_per_step
+    section = config.tasks.self_play
+    groups = config.trainer.groups_per_step
     if section is None:
         return []
     problems = []
-    names, solver = set(config.agents), config.agents.get(SOLVER)
+    names = set(config.agents)
+    solver = config.agents.get(SOLVER)
     if names != {SOLVER, PROPOSER} or next(iter(config.agents)) != SOLVER:
         problems.append(
             f"agents: tasks.self_play has the agents {SOLVER} and {PROPOSER}, in this order, and "

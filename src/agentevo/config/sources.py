@@ -46,7 +46,8 @@ def packaged_files(ending: str) -> dict[str, Path]:
     A wheel carries the folder `recipes/` inside the package; in a checkout it lies beside `src/`.
     """
     package = Path(__file__).parent.parent
-    inside, beside = package / "recipes", package.parent.parent / "recipes"
+    inside = package / "recipes"
+    beside = package.parent.parent / "recipes"
     paths = list(inside.glob(f"*/*{ending}")) or list(beside.glob(f"*/*{ending}"))
     found = {path.name.removesuffix(ending): path for path in paths}
     return {name: found[name] for name in sorted(found) if "." not in name}
@@ -59,7 +60,8 @@ def recipe_names() -> list[str]:
 
 def find_recipe(recipe: str) -> Path:
     """A YAML path, or the file of a packaged recipe of that name."""
-    path, known = Path(recipe), ", ".join(recipe_names())
+    path = Path(recipe)
+    known = ", ".join(recipe_names())
     if problem := name_problem(recipe):
         raise ConfigError(f"recipe {shortened(recipe)!r}: {problem}")
     if path.suffix in {".yaml", ".yml"}:
@@ -156,9 +158,11 @@ def _merged(
     """`tree` with `addition` on top; a section that is written as `${...}` is that of the tree, and
     one in its short form is written out, whichever of the two it is in: the short form sets its one
     key. `place`: the keys under which `tree` lies in `whole`."""
-    merged, whole = dict(tree), tree if whole is None else whole
+    merged = dict(tree)
+    whole = tree if whole is None else whole
     for name, value in addition.items():
-        below, at = merged.get(name), (*place, name)
+        below = merged.get(name)
+        at = (*place, name)
         if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, whole), dict):
             value = _written_out(at, value, _seen(at, value, whole))
         if isinstance(value, dict) and is_interpolation(below):

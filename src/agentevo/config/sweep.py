@@ -330,7 +330,8 @@ def with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def _is_other_type(base: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> bool:
-    was, now = base.get(key), changes.get(key)
+    was = base.get(key)
+    now = changes.get(key)
     if not (isinstance(was, Mapping) and isinstance(now, Mapping)):
         return False
     return bool(now.get("type", was.get("type")) != was.get("type"))

@@ -171,7 +171,8 @@ def play_problems(
 ) -> list[str]:
     """The problems of a recipe's environment and tasks: it must have one of them, and never
     both."""
-    section, agent = tree.get("tasks"), tree.get("agent")
+    section = tree.get("tasks")
+    agent = tree.get("agent")
     has_tasks = names_tasks(section)
     has_environment = tree.get("environment") is not None
     kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)

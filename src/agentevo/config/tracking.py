@@ -89,7 +89,8 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
     options = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(options, Mapping):
         raise ValueError(f"got {entry!r} at [{index}]; needs a name, or a mapping with a name")
-    name, known = options.get("name"), trackers.names()
+    name = options.get("name")
+    known = trackers.names()
     if not isinstance(name, str) or name not in known:
         guess = nearest(name, known) if isinstance(name, str) else None
         hint = f" did you mean {guess}?" if guess else ""

@@ -108,7 +108,8 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
     if value.get("system"):
         messages.append({"role": "system", "content": value["system"]})
     for number, item in enumerate(_list(value, "conversations"), start=1):
-        speaker, text = item.get("from"), item.get("value")
+        speaker = item.get("from")
+        text = item.get("value")
         if speaker not in _SPEAKERS:
             raise RowError(
                 "wrong_roles", f"message {number} is from {speaker!r}: use {', '.join(_SPEAKERS)}"
@@ -232,7 +233,8 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
         )
     known: set[Any] = set()
     for number in range(start + 1, len(roles)):
-        before, role = roles[number - 1], roles[number]
+        before = roles[number - 1]
+        role = roles[number]
         if role == before == "assistant":
             raise RowError(
                 "wrong_roles",

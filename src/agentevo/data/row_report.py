@@ -46,7 +46,8 @@ class RowError(AgentEvoError):
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,9 @@ def _read_array(path: Path) -> Iterator[Row]:
             f"{path}:{line}: byte {error.start} is not UTF-8: convert the file to UTF-8, or "
             "write JSONL"
         ) from error
-    place, line, counted = skip_blank(text, 0), 1, 0
+    place = skip_blank(text, 0)
+    line = 1
+    counted = 0
     if not text.startswith("[", place):
         raise ConfigError(
             f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file "
@@ -163,7 +165,8 @@ def _read_array(path: Path) -> Iterator[Row]:
         )
     place = skip_blank(text, place + 1)
     while not text.startswith("]", place):
-        line, counted = line + text.count("\n", counted, place), place
+        line = line + text.count("\n", counted, place)
+        counted = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"
         )

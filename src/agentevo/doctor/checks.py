@@ -123,7 +123,8 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Check:
             f"{len(rewards)} finished attempts: nothing to compare",
             "raise trainer.group_size, and see the attempts above",
         )
-    spread, solved = statistics.pstdev(rewards), sum(successes)
+    spread = statistics.pstdev(rewards)
+    solved = sum(successes)
     finding = (
         f"mean {statistics.fmean(rewards):.3g}, spread {spread:.3g} over {len(rewards)} "
         f"attempts, {solved} solved the task"

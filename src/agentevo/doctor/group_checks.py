@@ -269,7 +269,8 @@ def memory_parts(
     )  # a base under adapters is its own reference's too
     beside = engine_weights(config, copy, packed_bytes(model))
     sampling = {} if OWN_WEIGHTS in beside else {"packed weights": packed_bytes(model)}
-    preference, needs = config.algorithm.preference(), config.algorithm.needs
+    preference = config.algorithm.preference()
+    needs = config.algorithm.needs
     if (
         config.algorithm.kl_coef > 0
         or "process_rewards" in needs
@@ -316,7 +317,8 @@ def knobs(
     """Changes that save memory, the cheapest first: 'key=value' -> the recipe with it (and, where
     it is one of degree, with less and less). `section`: the one that trains; `sft` has no engine
     and no critic beside it."""
-    memory, changed = config.memory, {}
+    memory = config.memory
+    changed = {}
     tokens = getattr(config, section).micro_batch_tokens
     while (tokens := tokens // 2) >= 1024:
         changed[f"{section}.micro_batch_tokens={tokens}"] = _changed(

@@ -144,7 +144,8 @@ def trained_of(model: PreTrainedModel) -> Trained:
 
 def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> float:
     """Per token, what one decoder layer keeps until its backward pass."""
-    hidden, element = shape.hidden, shape.element
+    hidden = shape.hidden
+    element = shape.element
     attention = (
         2 * shape.query + 2 * shape.key
     ) * element + shape.num_heads * FLOAT  # q, k, v, output; log-sum-exp
@@ -202,7 +203,8 @@ def pass_bytes(
         2.0 * shape.intermediate * load.tokens * shape.element
     )  # gradients of a layer's inner activations
     matrix = float(shape.vocabulary * shape.hidden)
-    of_output, of_embedding = matrix * FLOAT * trained.output, matrix * FLOAT * trained.embedding
+    of_output = matrix * FLOAT * trained.output
+    of_embedding = matrix * FLOAT * trained.embedding
     all_gradients = FLOAT * float(trained.total)
     per_layer = FLOAT * trained.layers / shape.num_layers
     pending = (
@@ -240,7 +242,8 @@ def pass_bytes(
 def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) -> dict[str, float]:
     """Memory that training takes on the model's device beside the weights and other models, at its
     peak: name -> bytes."""
-    shape, trained = shape_of(model), trained_of(model)
+    shape = shape_of(model)
+    trained = trained_of(model)
     beside = (
         {} if memory.offload_optimizer and not load.on_cpu else optimizer_bytes(trained, memory)
     )

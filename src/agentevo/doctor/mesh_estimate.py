@@ -121,7 +121,8 @@ def sizes_of(config: RunConfig) -> Sizes:
 
 def sizes_of_model(model: PreTrainedModel) -> Sizes:
     """Of a model, whether or not its weights are there."""
-    shape, trained = shape_of(model), trained_of(model)
+    shape = shape_of(model)
+    trained = trained_of(model)
     named = dict(model.named_parameters())
     in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name)
     numbers = sum(p.numel() for p in named.values())
@@ -182,7 +183,8 @@ def stage_parts(
 ) -> dict[str, float]:
     """Bytes that a process of this stage takes, of 0 to pipeline - 1; without stages, each."""
     sizes = _stage_sizes(sizes, parallel, stage)
-    shard, tensor = parallel.shard, parallel.tensor
+    shard = parallel.shard
+    tensor = parallel.tensor
     spread = max(parallel.expert, shard)
     element = sizes.shape.element
 
@@ -262,7 +264,8 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
     """Bytes of the models beside the policy: `copy` of one that is only read, `trained` of one that
     learns."""
-    needs, preference = config.algorithm.needs, config.algorithm.preference()
+    needs = config.algorithm.needs
+    preference = config.algorithm.preference()
     twins = {}
     if (
         config.algorithm.kl_coef > 0
@@ -280,7 +283,8 @@ def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
 def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
     """All meshes of `world` processes that this recipe can train in, those that cost least
     communication first. Raises ConfigError, with the last refusal, where there is none."""
-    found, refusal = [], ""
+    found = []
+    refusal = ""
     for parallel in _meshes(world, sizes):
         trainer = config.trainer.model_copy(update={"parallel": parallel})
         changed = config.model_copy(update={"trainer": trainer})

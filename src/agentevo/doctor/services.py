@@ -82,7 +82,8 @@ def _title(section: ToolSection) -> str:
 
 async def _opened(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
     """A check, and the names of the tools."""
-    title, started = _title(section), time.monotonic()
+    title = _title(section)
+    started = time.monotonic()
     try:
         toolbox = Toolbox([section])
         try:

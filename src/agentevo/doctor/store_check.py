@@ -31,7 +31,8 @@ def check_store_server(config: RunConfig) -> list[Check]:
 
 
 async def _check(config: RunConfig, url: str) -> Check:
-    began, where = time.monotonic(), without_password(url)
+    began = time.monotonic()
+    where = without_password(url)
     try:
         async with await open_run_store(
             url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, tell=_nobody

@@ -52,7 +52,8 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and "-" in operations:
             return -value(node.operand)
         if isinstance(node, ast.BinOp) and NODES.get(type(node.op), "?") in operations:
-            left, right = value(node.left), value(node.right)
+            left = value(node.left)
+            right = value(node.right)
             return OPERATIONS[NODES[type(node.op)]](left, right)
         raise SyntaxError(f"{type(node).__name__} is not arithmetic over {operations}")
 

@@ -122,7 +122,8 @@ class CountdownEnvironment(EpisodicEnvironment):
         return self._solution
 
     def baselines(self, max_actions: int | None = None) -> Baselines:
-        numbers, operations = self.numbers, self.config.operations
+        numbers = self.numbers
+        operations = self.config.operations
         if len(numbers) <= EXACT_NUMBERS:
             return Baselines(
                 random=random_expression_success(numbers, self.target, operations), optimal=1.0

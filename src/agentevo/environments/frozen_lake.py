@@ -56,7 +56,8 @@ class LakeMap(NamedTuple):
     def neighbour(self, tile: int, direction: int) -> int:
         """The tile next to `tile`; `tile` itself at the shore."""
         row, column = divmod(tile, self.size)
-        row, column = row + STEPS[direction][0], column + STEPS[direction][1]
+        row = row + STEPS[direction][0]
+        column = column + STEPS[direction][1]
         return (
             row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
         )
@@ -188,7 +189,8 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         direction = (
             (chosen + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else chosen
         )
-        previous, self._tile = self._tile, self.lake.neighbour(self._tile, direction)
+        previous = self._tile
+        self._tile = self.lake.neighbour(self._tile, direction)
         success = self._tile == self.lake.goal
         return ActionResult(
             reward=float(success),

@@ -205,7 +205,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if move is None:
             return INVALID
         observation, reward, terminated, truncated, info = self._world.step(move)
-        before, self._shown = self._shown, self._show(observation)
+        before = self._shown
+        self._shown = self._show(observation)
         ended_well = terminated and (self.config.success_on == "termination" or float(reward) > 0)
         return ActionResult(
             reward=float(reward),

@@ -192,7 +192,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
     def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
         """(reward, whether the episode is over) of an answer, whose observation is shown from
         here on. Raises EnvironmentFailure for one of another form."""
-        observation, reward = answer.get("observation"), answer.get("reward")
+        observation = answer.get("observation")
+        reward = answer.get("reward")
         done = answer.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise EnvironmentFailure(

@@ -70,7 +70,8 @@ class SuccessTables:
         if self._patient is None:
             value = np.zeros(self._win.shape[1])
             for _ in range(1000):
-                previous, value = value, PATIENCE * self._values(value).max(axis=0)
+                previous = value
+                value = PATIENCE * self._values(value).max(axis=0)
                 if np.abs(value - previous).max() < 1e-9:
                     break
             self._patient = self._values(value)

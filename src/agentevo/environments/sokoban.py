@@ -127,7 +127,8 @@ class SokobanEnvironment(EpisodicEnvironment):
 
     def _sides(self, cell: int) -> str:
         """The four sides of a cell in words."""
-        boxes, width = self._state >> PLAYER_BITS, self.room.width
+        boxes = self._state >> PLAYER_BITS
+        width = self.room.width
         sides = []
         for name, step in zip(ACTIONS, (-width, width, -1, 1), strict=True):
             neighbour = cell + step
@@ -184,7 +185,8 @@ class SokobanEnvironment(EpisodicEnvironment):
         chosen = choose(action, ACTIONS)
         if chosen is None:
             return INVALID._replace(reward=ACTION_REWARD)
-        stored, previous = self._num_stored(), self._state
+        stored = self._num_stored()
+        previous = self._state
         self._state = self.room.step(previous, chosen)
         solved = self.room.solved(self._state)
         reward = ACTION_REWARD + BOX_REWARD * (self._num_stored() - stored) + SOLVED_REWARD * solved

@@ -39,7 +39,8 @@ class Room(NamedTuple):
         """A room with the given floor cells; everything else, and everything outside, is wall."""
 
         def beside(cell: int, action: int) -> int:
-            row, column = cell // width + STEPS[action][0], cell % width + STEPS[action][1]
+            row = cell // width + STEPS[action][0]
+            column = cell % width + STEPS[action][1]
             neighbour = row * width + column
             return (
                 neighbour
@@ -73,7 +74,8 @@ class Room(NamedTuple):
     def before(self, state: int) -> list[int]:
         """The states from which one effective action leads to `state`: the player stepped back, and
         may have pulled a box along."""
-        boxes, player = state >> PLAYER_BITS, state & PLAYER_MASK
+        boxes = state >> PLAYER_BITS
+        player = state & PLAYER_MASK
         states = []
         for action in range(4):
             back = self.neighbours[player][action ^ 1]
@@ -109,7 +111,8 @@ def distances(room: Room, max_actions: int | None = None) -> dict[int, int]:
 
 def carve(height: int, width: int, num_floor: int, rng: random.Random) -> set[int]:
     """`num_floor` connected floor cells inside the outer wall, dug by a random walk."""
-    row, column = rng.randrange(1, height - 1), rng.randrange(1, width - 1)
+    row = rng.randrange(1, height - 1)
+    column = rng.randrange(1, width - 1)
     floor = {row * width + column}
     direction = rng.randrange(4)
     while len(floor) < num_floor:

@@ -136,7 +136,8 @@ class LiveAttempt:
     """Shows calls as they begin and end."""
 
     def __init__(self, attempt: Attempt, show: Callable[[str], None]) -> None:
-        self._attempt, self._show = attempt, show
+        self._attempt = attempt
+        self._show = show
         self._began = time.monotonic()
 
     def told(self, call: RunningCall) -> None:

@@ -210,7 +210,8 @@ def check_word(word: str) -> None:
     try:
         sources.find_recipe(word)
     except UnknownNameError:
-        recipes, models = sources.recipe_names(), [*known_models.names(), TINY]
+        recipes = sources.recipe_names()
+        models = [*known_models.names(), TINY]
         guess = nearest(word, [*recipes, *models])
         raise UnknownNameError(
             f"nothing that could be measured is called {word!r}: "

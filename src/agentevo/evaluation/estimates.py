@@ -74,7 +74,8 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
     if not len(values):
         return None
     column = np.asarray(values, dtype=np.float64)
-    value, count = float(column.mean()), len(column)
+    value = float(column.mean())
+    count = len(column)
     if np.ptp(column) <= SAME * abs(value):
         others = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
         ends = min(bounds[0], value), max(bounds[1], value)
@@ -97,7 +98,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
 
 def _resampled(column: np.ndarray) -> np.ndarray:
     """The means of RESAMPLES draws of as many values with replacement."""
-    generator, count = np.random.default_rng(_SEED), len(column)
+    generator = np.random.default_rng(_SEED)
+    count = len(column)
     rows = max(1, _AT_ONCE // count)
     means = [
         column[generator.integers(0, count, (min(rows, RESAMPLES - done), count))].mean(axis=1)

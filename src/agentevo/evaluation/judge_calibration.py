@@ -135,7 +135,9 @@ class _Measuring:
     def __init__(
         self, found: Calibration, models: RemoteModels, progress: Callable[[str], None]
     ) -> None:
-        self._found, self._models, self._progress = found, models, progress
+        self._found = found
+        self._models = models
+        self._progress = progress
         alone = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
         self._scoring = Scoring([found.judge.model_copy(update=alone)], models=models)
         self._scoring.check([], needed=False)
@@ -320,12 +322,14 @@ def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
         truths, scores, lengths = (np.concatenate(one) for one in zip(*chosen, strict=True))
         return statistics.partial_correlation(scores, lengths, truths)
 
-    value, num = over(columns), len(columns)
+    value = over(columns)
+    num = len(columns)
     if num < 3:
         return {"value": value}
     without = np.array([over(columns[:i] + columns[i + 1 :]) for i in range(num)])
     error = math.sqrt((num - 1) / num * float(((without - without.mean()) ** 2).sum()))
-    low, high = max(-1.0, value - 1.96 * error), min(1.0, value + 1.96 * error)
+    low = max(-1.0, value - 1.96 * error)
+    high = min(1.0, value + 1.96 * error)
     return {"value": value, "low": low, "high": high}
 
 

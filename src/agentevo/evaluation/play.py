@@ -167,7 +167,8 @@ async def play(
 ) -> list[AttemptLine]:
     """Lets the model play what it has not yet (`kept`), and gives all lines, in the order of tasks
     and attempts."""
-    label, found = contestant.label, dict[str, list[AttemptLine]]()
+    label = contestant.label
+    found = dict[str, list[AttemptLine]]()
     for task in what.tasks:
         lines = [kept.get((label, task.id, number)) for number in range(what.attempts)]
         if all(line is not None for line in lines):

@@ -62,7 +62,8 @@ class Teller:
     """Writes events, from any thread."""
 
     def __init__(self, out: IO[bytes]) -> None:
-        self._out, self._lock = out, threading.Lock()
+        self._out = out
+        self._lock = threading.Lock()
         self._encode = msgspec.json.Encoder().encode
 
     def __call__(self, event: words.Event) -> None:
@@ -91,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
 def _own_pipes() -> tuple[IO[bytes], Teller]:
     """The two pipes under numbers of their own: what a recipe's code prints, or would read, is none
     of theirs."""
-    asked, told = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    asked = os.fdopen(os.dup(0), "rb")
+    told = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -213,7 +215,8 @@ class Player:
     """Follows requests. `parts`: orchestration.components.Components."""
 
     def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
-        self._parts, self._tell = parts, tell
+        self._parts = parts
+        self._tell = tell
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         """They are broken off already, and count no more."""

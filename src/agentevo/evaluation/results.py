@@ -31,8 +31,12 @@ from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.types import Status, Task, Trajectory
 
 T = TypeVar("T")
-SETTINGS, TASKS, RESULTS = "eval.json", "tasks.jsonl", "results.jsonl"
-TRAJECTORIES, SUMMARY, LOCK = "trajectories.jsonl", "summary.json", "eval.lock"
+SETTINGS = "eval.json"
+TASKS = "tasks.jsonl"
+RESULTS = "results.jsonl"
+TRAJECTORIES = "trajectories.jsonl"
+SUMMARY = "summary.json"
+LOCK = "eval.lock"
 _BEGUN = f".{SETTINGS}.tmp"
 """What is left of a process that was killed as it wrote SETTINGS."""
 REMEDY = "make room there, or make it writable, and go on with --resume"

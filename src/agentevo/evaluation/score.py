@@ -38,7 +38,8 @@ def score(
     """The summary by the rewards that the overrides name (`rewards=[...]`), else by the tasks' own
     scorers; with `out` a whole new folder. Raises ConfigError."""
     folder = ResultsFolder(source)
-    settings, tasks = folder.settings(), folder.tasks()
+    settings = folder.settings()
+    tasks = folder.tasks()
     # What is played decides nothing here: the environment is one that every installation has.
     config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
     _check(config, tasks)

@@ -113,7 +113,8 @@ def _estimates(lines: Lines, attempts: int) -> dict[str, Any]:
 
 
 def _differences(first: Lines, other: Lines, attempts: int) -> dict[str, Any]:
-    before, after = _by_task(first), _by_task(other)
+    before = _by_task(first)
+    after = _by_task(other)
 
     def of(value: OfTask) -> dict[str, float] | None:
         pairs = [(value(before[task]), value(after[task])) for task in before if task in after]

@@ -46,7 +46,10 @@ from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.document_files import is_document
 from agentevo.task_making.files import DEMONSTRATIONS, write_made
 
-PIPELINE, RECIPE, TASKS, RUN = "evolve.pipeline.yaml", "recipe.yaml", "tasks", "run"
+PIPELINE = "evolve.pipeline.yaml"
+RECIPE = "recipe.yaml"
+TASKS = "tasks"
+RUN = "run"
 _entry: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ToolEntry)
 _MADE_UP = {"id": "none", "query": "none", "answer": "none", "scorer": "contains"}
 
@@ -59,8 +62,10 @@ class Evolution:
         ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
-        self.tree, self.section = tree, section
-        self.name, self.seed = str(run.get("name", "evolve")), int(run.get("seed", 0))
+        self.tree = tree
+        self.section = section
+        self.name = str(run.get("name", "evolve"))
+        self.seed = int(run.get("seed", 0))
         folder = run.get("dir")
         self.folder = (Path(str(folder)) if folder else Path("runs") / self.name).absolute()
         self.source = _source_of(tree, section, home, self.seed)
@@ -229,7 +234,8 @@ def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
     """Those of the recipe's that can be read; the others are told where the recipe is checked."""
-    given, found = tree.get("remote_models"), dict[str, RemoteModelSection]()
+    given = tree.get("remote_models")
+    found = dict[str, RemoteModelSection]()
     for name, one in given.items() if isinstance(given, Mapping) else ():
         with suppress(pydantic.ValidationError):
             found[str(name)] = RemoteModelSection.model_validate(one)

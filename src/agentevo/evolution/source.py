@@ -91,7 +91,9 @@ class ServerSource:
         models: Mapping[str, RemoteModelSection],
     ) -> None:
         """`sections`: the tools; `system`: the agent's system prompt. Raises ConfigError."""
-        self._section, self._system, self._models = section, system, models
+        self._section = section
+        self._system = system
+        self._models = models
         self._tools = [_chosen(one, section) for one in sections]
         self.wanted = _wanted(section, seed)
         check_wanted(self.wanted)
@@ -164,8 +166,11 @@ class DocumentsSource:
     ) -> None:
         """`given`: the recipe's own tools; one of the name `search` says how it looks. Raises
         ConfigError."""
-        self._section, self._paths, self._given = section, paths, given
-        self._seed, self._system = section.tasks.seed or seed, system
+        self._section = section
+        self._paths = paths
+        self._given = given
+        self._seed = section.tasks.seed or seed
+        self._system = system
         self._writer = _writer_of(section, models)
 
     @cached_property
@@ -194,7 +199,8 @@ class DocumentsSource:
         """See Source."""
         if told := self.documents.note():
             note(told)
-        passages, tasks = self.documents.passages, self._section.tasks
+        passages = self.documents.passages
+        tasks = self._section.tasks
         corpus = [_row(one) for one in passages]
         wanted: dict[str, Any] = {"train": tasks.train, "held_out": tasks.held_out}
         wanted |= {"per_passage": tasks.per_passage, "seed": self._seed}

@@ -116,7 +116,8 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
         raise Refusal(f"{unknown[0]!r} is no field of a message that this gateway knows")
     _check_configuration(body)
     schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")
-    choice, tools = _choice(body), _tools(body)
+    choice = _choice(body)
+    tools = _tools(body)
     return ModelRequest(
         prompt=prompt_of(body),
         tools=tools if tools and choice.may_call else None,
@@ -150,7 +151,8 @@ def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _choice(body: Mapping[str, Any]) -> Choice:
     """What this API's tool_choice says."""
     choice = _fields(body, "tool_choice")
-    kind, name = choice.get("type", "auto"), choice.get("name")
+    kind = choice.get("type", "auto")
+    name = choice.get("name")
     parallel = not boolean(choice, "disable_parallel_tool_use")
     if kind in ("auto", "none"):
         return Choice(kind=kind, parallel=parallel)
@@ -260,7 +262,8 @@ def _assistant(content: Any, where: str) -> Message:
 
 
 def _call(block: Mapping[str, Any], where: str) -> ToolCall:
-    given, name = block.get("input"), _field(block, "name", where)
+    given = block.get("input")
+    name = _field(block, "name", where)
     if not name or not isinstance(given, Mapping):
         raise BadRequestError(f"{where} needs a name and, as its input, an object")
     return ToolCall(name, json.dumps(given, ensure_ascii=False), _field(block, "id", where))

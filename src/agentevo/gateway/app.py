@@ -94,9 +94,12 @@ class Routes:
         requests_per_s: float = 0.0,
         more_page: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._sessions, self._model = sessions, model
-        self._timeout_s, self._max_body = timeout_s, max_body
-        self._rate, self._more_page = RateLimit(requests_per_s), more_page
+        self._sessions = sessions
+        self._model = model
+        self._timeout_s = timeout_s
+        self._max_body = max_body
+        self._rate = RateLimit(requests_per_s)
+        self._more_page = more_page
         self._started_at = int(time.time())
         self._metrics = DoorMetrics()
         self._hot = {api.path: self._route(api) for api in APIS}
@@ -165,7 +168,8 @@ class Routes:
         return path if path in self._hot else None
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, begun = self._metrics, time.perf_counter()
+        metrics = self._metrics
+        begun = time.perf_counter()
         metrics.num_under_way += 1
         try:
             response = await self._hot[path](Request(scope, receive))

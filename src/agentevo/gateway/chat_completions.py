@@ -87,13 +87,15 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
     no_other_service(body)
-    wanted, choice = body.get("response_format"), choice_of(body)
+    wanted = body.get("response_format")
+    choice = choice_of(body)
     schema = schema_of(wanted, "response_format")
     tools = tools_of(tools_in(body))
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options is an object")
-    logprobs, top_logprobs = boolean(body, "logprobs"), top_logprobs_of(body, "top_logprobs")
+    logprobs = boolean(body, "logprobs")
+    top_logprobs = top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
         raise Refusal("top_logprobs goes with logprobs: true", param="top_logprobs")
     return ModelRequest(
@@ -220,10 +222,8 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
     """Tokens of the prompt, which is counted once, and of all completions."""
-    prompt, completion = (
-        replies[0].prompt.num_tokens,
-        sum(reply.num_completion_tokens for reply in replies),
-    )
+    prompt = replies[0].prompt.num_tokens
+    completion = sum(reply.num_completion_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

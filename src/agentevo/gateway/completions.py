@@ -66,7 +66,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         raise Refusal("suffix is not supported: the policy goes on behind its prompt alone")
     if whole_number(body, "best_of", n) != n:
         raise Refusal("best_of is not supported: leave it out, and choose among n yourself")
-    logprobs, echo = top_logprobs_of(body, "logprobs", -1), boolean(body, "echo")
+    logprobs = top_logprobs_of(body, "logprobs", -1)
+    echo = boolean(body, "echo")
     if logprobs >= 0 and echo:
         raise Refusal(
             "logprobs with echo is not supported: the engine has no log-probs of a prompt; ask "
@@ -127,7 +128,8 @@ class Stream:
     """See api.Stream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
-        self._request, self._head = request, _head(request)
+        self._request = request
+        self._head = _head(request)
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         return []

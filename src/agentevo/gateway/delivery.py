@@ -37,7 +37,10 @@ class Awaited(Generic[T]):
     def __init__(
         self, work: asyncio.Future[T], client: Connection, within_s: float, who: str
     ) -> None:
-        self._work, self._client, self._within_s, self._who = work, client, within_s, who
+        self._work = work
+        self._client = client
+        self._within_s = within_s
+        self._who = who
         self._error: Exception | None = None
 
     def __enter__(self) -> Self:
@@ -118,7 +121,8 @@ class Heard:
 
     def take(self) -> list[tuple[int, list[Piece]]]:
         """Number and pieces of completions, texts that follow one another in one piece."""
-        taken, self._pieces = self._pieces, []
+        taken = self._pieces
+        self._pieces = []
         joined: dict[int, list[Piece]] = {}
         for number, pieces in taken:
             joined.setdefault(number, []).extend(pieces)
@@ -154,7 +158,8 @@ class WholeAnswer(Response):
 
     def __init__(self, content: bytes, delivery: Delivery, session: Session) -> None:
         super().__init__(content, headers=delivery.headers, media_type="application/json")
-        self._delivery, self._session = delivery, session
+        self._delivery = delivery
+        self._session = session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_delivered = False
@@ -187,8 +192,12 @@ class EventStream(Response):
         super().__init__(headers=delivery.headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self._api, self._heard, self._awaited = api, heard, awaited
-        self._delivery, self._session, self._count = delivery, session, count
+        self._api = api
+        self._heard = heard
+        self._awaited = awaited
+        self._delivery = delivery
+        self._session = session
+        self._count = count
         self._stream = api.stream(asked)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -65,11 +65,15 @@ class Gateway:
     ) -> None:
         """`listener` is where it listens, and `tls` how it encrypts; without a listener the section
         says where."""
-        self._listener, self._tls = listener, tls
+        self._listener = listener
+        self._tls = tls
         self.in_front: InFront | None = None
         """Set before it listens."""
-        self._section, self._model, self._timeout_s = section, model, timeout_s
-        self._note, self._noted = note, False
+        self._section = section
+        self._model = model
+        self._timeout_s = timeout_s
+        self._note = note
+        self._noted = False
         self._sessions: dict[str, Session] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,7 +157,8 @@ class Gateway:
             raise
 
     async def _serve(self, started: Future[str]) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         async with AsyncExitStack() as stack:
             try:
                 started.set_result(await self._listen(stack))

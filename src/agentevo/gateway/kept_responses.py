@@ -72,7 +72,9 @@ def forget(memory: Memory, name: str) -> dict[str, Any]:
 def input_items(memory: Memory, name: str, query: Mapping[str, str]) -> dict[str, Any]:
     """A list of what it was asked, the newest first unless `order` is asc; `after` an item, and
     `limit` of them. Raises Refusal."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    order = query.get("order", "desc")
+    limit = query.get("limit", "20")
+    after = query.get("after")
     is_count = limit.isascii() and limit.isdigit() and len(limit) < 4
     if not is_count or not 1 <= int(limit) <= MAX_LISTED:
         raise Refusal(f"limit is {shown(limit)}: give 1 to {MAX_LISTED}", param="limit")

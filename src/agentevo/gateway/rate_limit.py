@@ -35,7 +35,8 @@ class RateLimit:
     """See the module. `per_s` of 0 is no limit."""
 
     def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s, self._clock = per_s, clock
+        self._per_s = per_s
+        self._clock = clock
         self._refill_s = max(1.0, 1.0 / per_s) if per_s else 0.0
         """From empty to full: a bucket holds at least one request."""
         self._addresses: OrderedDict[str, Allowance] = OrderedDict()

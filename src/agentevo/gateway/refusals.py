@@ -32,7 +32,10 @@ class Refusal(AgentEvoError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code, self.param = status, kind, code, param
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
         self.retry_after_s = retry_after_s
 
 

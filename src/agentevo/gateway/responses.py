@@ -129,7 +129,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     history = _history(body, memory)
     if not system and not history:
         raise BadRequestError("input is empty: give a text or at least one item")
-    choice, tools = choice_of(body), _tools(tools_in(body))
+    choice = choice_of(body)
+    tools = _tools(tools_in(body))
     return ResponseRequest(
         prompt=[*system, *history],
         history=history,
@@ -254,7 +255,8 @@ class _Output:
                 item = {"summary": [], "content": []}
             events.append(self._begin("msg" if kind == "message" else "rs", kind, item))
             events.append(self._of_part("response.content_part.added", part=_part(kind, "")))
-            self._open, self._texts = kind, []
+            self._open = kind
+            self._texts = []
         self._texts.append(text)
         delta = {"delta": text, **({"logprobs": []} if kind == "message" else {})}
         return [*events, self._of_part(f"response.{_part_type(kind)}.delta", **delta)]
@@ -263,7 +265,8 @@ class _Output:
         events = self._close("completed")
         item = {"call_id": call.id, "name": call.name, "arguments": ""}
         events.append(self._begin("fc", "function_call", item))
-        self._open, self._texts = "function_call", []
+        self._open = "function_call"
+        self._texts = []
         return events
 
     def _argued(self, text: str) -> list[Event]:
@@ -274,7 +277,8 @@ class _Output:
         """The item that grows, if there is one, is done."""
         if self._open is None:
             return []
-        kind, text = self._open, "".join(self._texts)
+        kind = self._open
+        text = "".join(self._texts)
         self._open = None
         if kind == "function_call":
             self.items[-1] |= {"arguments": text, "status": status}
@@ -328,8 +332,10 @@ class Stream:
 
     def __init__(self, request: ResponseRequest) -> None:
         answer_id = secrets.token_hex(24)
-        self._request, self._output = request, _Output(answer_id)
-        self._id, self._created_at = f"resp_{answer_id}", int(time.time())
+        self._request = request
+        self._output = _Output(answer_id)
+        self._id = f"resp_{answer_id}"
+        self._created_at = int(time.time())
         self._num_events = 0
 
     def begin(self, prompt: PromptSize) -> list[Event]:
@@ -358,7 +364,8 @@ class Stream:
 
     def whole(self, reply: ModelReply) -> dict[str, Any]:
         """The answer whose items are done; from now on it is kept."""
-        request, turn = self._request, reply.turn
+        request = self._request
+        turn = reply.turn
         texts = [item for item in self._output.items if item["type"] == "message"]
         if request.logprobs and texts:
             texts[-1]["content"][0]["logprobs"] = token_logprobs(reply)
@@ -422,7 +429,8 @@ def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str,
 
 
 def _usage(reply: ModelReply) -> dict[str, Any]:
-    prompt, completion = reply.prompt.num_tokens, reply.num_completion_tokens
+    prompt = reply.prompt.num_tokens
+    completion = reply.num_completion_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": reply.prompt.num_cached, "cache_write_tokens": 0},

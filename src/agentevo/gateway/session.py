@@ -53,7 +53,8 @@ class Listening:
     right after it."""
 
     def __init__(self, answers: Sequence[Answer], hear: Hear) -> None:
-        self._answers, self._hear = answers, hear
+        self._answers = answers
+        self._hear = hear
         self._new: dict[int, list[int]] = {}
         """Completion -> its tokens that have not been passed on."""
         self._loop = asyncio.get_running_loop()
@@ -72,7 +73,8 @@ class Listening:
             self._hear(number, pieces)
 
     def _pass_on(self) -> None:
-        new, self._new = self._new, {}
+        new = self._new
+        self._new = {}
         for number, ids in new.items():
             self.tell(number, self._answers[number].add(ids))
 
@@ -95,7 +97,8 @@ class Session:
         from, and not the recipe. `key` is drawn at random unless it is given. `remote`: of the
         models that a client may name in place of the policy; `remote_agents`: agents that are such
         a model's, and which; that of no name is the policy."""
-        self.remote, self.remote_agents = remote, remote_agents
+        self.remote = remote
+        self.remote_agents = remote_agents
         self.key = secrets.token_urlsafe(32) if key is None else key
         self.conversations = conversations
         self.base = base

@@ -34,7 +34,8 @@ class EngineAddress(NamedTuple):
         url, pin, certificate = text.partition(PIN)
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
+            host = parts.hostname
+            port = parts.port
         except ValueError:
             host = port = None
         if (

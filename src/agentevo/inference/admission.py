@@ -98,7 +98,8 @@ class Connection:
             return False  # what is written to a transport that closes goes nowhere
         if (left := self._num_left()) <= UNNOTICED:
             return True
-        lost, loop = asyncio.Event(), asyncio.get_running_loop()
+        lost = asyncio.Event()
+        loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         self.watch(lost.set)
         try:
@@ -106,7 +107,8 @@ class Connection:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TAKEN_S):
                         await lost.wait()
-                before, left = left, self._num_left()
+                before = left
+                left = self._num_left()
                 if left < before:
                     until = loop.time() + within_s
                 elif left and loop.time() >= until:
@@ -169,7 +171,10 @@ class Admission:
         tls: ssl.SSLContext | None,
         limits: Limits | None = None,
     ) -> None:
-        self._listener, self._config, self._state, self._tls = listener, config, state, tls
+        self._listener = listener
+        self._config = config
+        self._state = state
+        self._tls = tls
         self._limits = limits or Limits(MAX_STRANGERS, MAX_CLIENTS)
         self._loop = asyncio.get_running_loop()
         self._silent: dict[Connection, None] = {}
@@ -229,7 +234,8 @@ class Admission:
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _accept(self) -> None:
-        begun, took_places = time.perf_counter(), False
+        begun = time.perf_counter()
+        took_places = False
         until = self._loop.time() + ADMISSION_S
         for _ in range(ACCEPTED_AT_ONCE):
             try:
@@ -342,7 +348,8 @@ class _Http(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connection = self.app_state["connection"]
-        connection.transport, connection.protocol = transport, self
+        connection.transport = transport
+        connection.protocol = self
         super().connection_made(_Transport(transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:

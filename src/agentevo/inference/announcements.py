@@ -53,7 +53,8 @@ class StoreAnnouncements:
     """See the module. Methods that are not async block, and raise OSError."""
 
     def __init__(self, objects: Objects, secret: RunSecret) -> None:
-        self._objects, self._secret = objects, secret
+        self._objects = objects
+        self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
         """Name of the object -> (its state, when that was first seen by the monotonic clock, what
         it says; None where that is nobody's of this run)."""
@@ -86,7 +87,8 @@ class StoreAnnouncements:
         if len(found) > MOST:
             raise OSError(f"{self._objects.url}/{FOLDER} has {len(found):,} objects: not a run's")
         for name, info in sorted(found.items()):
-            state, before = state_of(info), self._seen.get(name)
+            state = state_of(info)
+            before = self._seen.get(name)
             if before is not None and before[0] == state:
                 seen[name] = before
                 continue
@@ -172,7 +174,8 @@ class Lookout:
     that the store answered."""
 
     def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
-        self._announcements, self._every_s = announcements, every_s
+        self._announcements = announcements
+        self._every_s = every_s
         self.found: list[Announcement] = []
         self.trouble = ""
         """What went wrong with the last look; empty where nothing did."""

@@ -140,7 +140,8 @@ def _rows(
 ) -> Rows:
     """The attention rows of one bucket. `lengths`: keys in each slot after the step."""
     assert callable(tensor)
-    first, last = int(slots[bucket[0]]), int(slots[bucket[-1]])
+    first = int(slots[bucket[0]])
+    last = int(slots[bucket[-1]])
     span = last - first + 1
     dense = span <= 1.25 * len(bucket) + 2 and last < num_slots
     batch = span if dense else len(bucket)
@@ -149,12 +150,15 @@ def _rows(
     )  # row of each sequence; a dense span may hold idle slots between
     width = int(counts[bucket].max())
     tokens = np.zeros((batch, width), dtype=np.int64)
-    queries, keys = np.zeros(batch, dtype=np.int64), np.ones(batch, dtype=np.int64)
+    queries = np.zeros(batch, dtype=np.int64)
+    keys = np.ones(batch, dtype=np.int64)
     steps = np.arange(width)
     tokens[lines] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
-    queries[lines], keys[lines] = counts[bucket], lengths[bucket]
+    queries[lines] = counts[bucket]
+    keys[lines] = lengths[bucket]
     real = steps < counts[bucket, None]  # [n, width]
-    take_rows, take_tokens = (lines[:, None] * width + steps)[real], tokens[lines][real]
+    take_rows = (lines[:, None] * width + steps)[real]
+    take_tokens = tokens[lines][real]
     in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
     stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
     return Rows(

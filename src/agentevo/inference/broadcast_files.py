@@ -132,7 +132,8 @@ class BroadcastFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._asks, self._answers = folder / "asks", folder / "answers"
+        self._asks = folder / "asks"
+        self._answers = folder / "answers"
         self._rounds = folder / "rounds"
 
     def begin(self) -> None:
@@ -213,7 +214,8 @@ class BroadcastFiles:
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
         clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
-        now, found = clock.stat().st_mtime, []
+        now = clock.stat().st_mtime
+        found = []
         for entry in os.scandir(self._asks):
             match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)
             try:

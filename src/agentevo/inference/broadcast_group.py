@@ -79,7 +79,8 @@ class Piece(NamedTuple):
 def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
     """What each bucket has: all bytes of all tensors, in order. Tensors without bytes have a piece
     of none."""
-    bucket, room = list[Piece](), most
+    bucket = list[Piece]()
+    room = most
     for name, spec in specs.items():
         begin = 0
         while True:
@@ -89,7 +90,8 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
             begin = end
             if room == 0:
                 yield bucket
-                bucket, room = [], most
+                bucket = []
+                room = most
             if begin == spec.num_bytes:
                 break
     if bucket:
@@ -209,7 +211,8 @@ def send(
     all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
     OSError for files."""
     with _joined(files, answer, 0, device) as group, opened() as tensors:
-        coming, found = iter(tensors), dict[str, str]()
+        coming = iter(tensors)
+        found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = 0
@@ -249,7 +252,8 @@ def receive(
     """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
     Raises WeightsLostError."""
     with _joined(files, answer, answer.first_rank + place, device) as group:
-        tensors, found = dict[str, torch.Tensor](), dict[str, str]()
+        tensors = dict[str, torch.Tensor]()
+        found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = sum(piece.end - piece.begin for piece in bucket)

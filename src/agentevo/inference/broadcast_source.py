@@ -37,7 +37,8 @@ class BroadcastSource:
     over NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self._files, self._device = BroadcastFiles(folder), device
+        self._files = BroadcastFiles(folder)
+        self._device = device
         self._engine = uuid.uuid4().hex
         self._asked: Ask | None = None
         self._gone_at: float | None = None
@@ -85,7 +86,8 @@ class BroadcastSource:
     def withdraw(self) -> None:
         """See GroupSource.withdraw. A round that is answered already is joined by the thread that
         waits for it."""
-        self._has_ended, ask = True, self._asked
+        self._has_ended = True
+        ask = self._asked
         with suppress(OSError):  # which is stale soon
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
@@ -98,8 +100,10 @@ class BroadcastSource:
             where = f"{socket.gethostname()} {os.getpid()}"
             ask = Ask(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
             self._files.ask(ask)
-            self._asked, self._gone_at = ask, None
-        ends, renewed = time.monotonic() + WAIT_S, time.monotonic()
+            self._asked = ask
+            self._gone_at = None
+        ends = time.monotonic() + WAIT_S
+        renewed = time.monotonic()
         while time.monotonic() < ends:
             if (answer := self._files.answer(ask)) is not None:
                 return answer

@@ -99,7 +99,8 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None) 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
     """Attention weights of scores [..., Q, K], which may be overwritten; float32."""
-    num_keys, kernels = scores.shape[-1], cpu_kernels()
+    num_keys = scores.shape[-1]
+    kernels = cpu_kernels()
     if kernels is not None and scores.device.type == "cpu" and scores.dtype == torch.float32:
         return kernels.softmax_(scores.contiguous())
     if num_keys < FEWEST_KEYS:
@@ -195,7 +196,8 @@ class Rows:
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask [B, 1, Q * repeat, P + K]: causal at the end of each sequence, and `window`
         back; None where every query sees every key. Kept for all layers that are alike."""
-        prefix, num_queries = self.prefix, self.tokens.shape[1]
+        prefix = self.prefix
+        num_queries = self.tokens.shape[1]
         if self.even and (window is None or window >= prefix + self.max_length):
             return None
         if (window, repeat) not in self._masks:
@@ -274,7 +276,8 @@ class CacheAttention:
     ) -> None:
         self.cache = cache
         self.slots, self.places = slots, places  # [T] each: the slot of a token and its place there
-        self.blocks, self.offsets = places // KEY_BLOCK, places % KEY_BLOCK
+        self.blocks = places // KEY_BLOCK
+        self.offsets = places % KEY_BLOCK
         self.rows = rows
         self.routing: Routing | None = None
         """Hears of the experts that are chosen (models/routers.py)."""
@@ -292,7 +295,8 @@ class CacheAttention:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
         #    are told apart by their order: a layer may attend twice, or be passed several times.
-        layer, self._calls = self._calls, self._calls + 1
+        layer = self._calls
+        self._calls = self._calls + 1
         num_tokens, num_heads, dim = q.shape
         groups = k.shape[1]
         repeat = num_heads // groups
@@ -336,7 +340,8 @@ class CacheAttention:
         """The new keys and values [T, Hkv, D] into their slots."""
         rows = self.rows[0]
         if rows.even and rows.first_slot is not None:
-            where, place = slice(rows.first_slot, rows.first_slot + len(k)), rows.max_length - 1
+            where = slice(rows.first_slot, rows.first_slot + len(k))
+            place = rows.max_length - 1
             keys[where, :, place // KEY_BLOCK, :, place % KEY_BLOCK] = k
             values[where, :, place] = v
         else:
@@ -397,8 +402,12 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     by attention. Of a prefix both are matrix products for all readers of a key-value head, and its
     part of the output is the first row of the sum, with weight 1."""
     batch, groups, num, dim = q.shape
-    length, prefix, keys, values = rows.max_length, rows.prefix, layer.keys, layer.values
-    places, q = values.shape[2], q * layer.scaling
+    length = rows.max_length
+    prefix = rows.prefix
+    keys = layer.keys
+    values = layer.values
+    places = values.shape[2]
+    q = q * layer.scaling
     tables = rows.table_rows(groups, num, dim, keys.shape[2], places)
     per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
     scores = weighted_sums(keys.view(-1, KEY_BLOCK), tables.keys, tables.key_starts, per_block)
@@ -481,18 +490,22 @@ def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
 
         (e^l o + e^m p) / (e^l + e^m) = o + sigmoid(m - l) (p - o)
     """
-    length, prefix, where = rows.max_length, rows.prefix, rows.where
+    length = rows.max_length
+    prefix = rows.prefix
+    where = rows.where
     mask = rows.mask(layer.window, q.shape[2] // rows.tokens.shape[1], q.dtype)
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]
     own = None if mask is None else mask[..., prefix:]
-    scaling, softcap = layer.scaling, layer.softcap
+    scaling = layer.scaling
+    softcap = layer.softcap
     out, lse = attention(q, k, v, own, scaling, softcap, rows.segment is not None)
     if rows.segment is None:
         return out
     # The queries of all readers of a key-value head are rows of one matrix product.
     by_head = q.transpose(0, 1).flatten(1, 2)[None]  # [1, G, B * N, D]
-    k, v = rows.segment.keys_of(layer.call)[None], rows.segment.values[layer.call][None]
+    k = rows.segment.keys_of(layer.call)[None]
+    v = rows.segment.values[layer.call][None]
     beyond = None
     if mask is not None and layer.window is not None:
         beyond = mask[..., :prefix].clamp_min(UNSEEN).reshape(1, 1, -1, prefix)

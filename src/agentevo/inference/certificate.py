@@ -37,7 +37,8 @@ class RunCertificate:
     certificate is for, besides HOST: for clients that compare them."""
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()) -> None:
-        self.file, self._hosts = folder / NAME, hosts
+        self.file = folder / NAME
+        self._hosts = hosts
         self.public_file = folder / PUBLIC_NAME
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:

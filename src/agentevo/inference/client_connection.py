@@ -119,7 +119,10 @@ class ClientConnection:
     def __init__(
         self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[State], None]
     ) -> None:
-        self._websocket, self._url, self._every_s, self._hear = websocket, url, every_s, hear
+        self._websocket = websocket
+        self._url = url
+        self._every_s = every_s
+        self._hear = hear
         self._outbox = Outbox()
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Completed | Failed | LostError]] = {}
@@ -217,7 +220,8 @@ class ClientConnection:
     ) -> Completion:
         if self.lost is not None:
             raise LostError(str(self.lost))
-        number, deadline_s = message.id, message.deadline_s
+        number = message.id
+        deadline_s = message.deadline_s
         self._outbox.put(message)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         if streamed is not None:
@@ -312,7 +316,8 @@ class ClientConnection:
 
     def _pass_on(self, tokens: Tokens) -> None:
         """Tells the listener of their request, which ends when that goes wrong."""
-        streamed, future = self._streams.get(tokens.id), self._answers.get(tokens.id)
+        streamed = self._streams.get(tokens.id)
+        future = self._answers.get(tokens.id)
         if streamed is None or future is None or future.done():
             return
         try:

@@ -102,9 +102,13 @@ class Conversation:
         timeout_s: float,
         calls: AttemptCalls | None = None,
     ) -> None:
-        self._engine, self._chat, self._sampling = engine, chat, sampling
-        self._name, self._seed = name, seed
-        self._context_length, self._timeout_s = context_length, timeout_s
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._name = name
+        self._seed = seed
+        self._context_length = context_length
+        self._timeout_s = timeout_s
         self._num_requests = 0
         self._turns: list[Turn] = []
         self._children: dict[int | None, list[int]] = {}
@@ -313,7 +317,8 @@ class Conversation:
             return self._join_ids(cast("Sequence[int]", prompt))
         messages = cast("Sequence[Message]", prompt)
         found = self._histories.find(tools, messages)
-        before, new = self._recorded_of(found), list(messages[found.known :])
+        before = self._recorded_of(found)
+        new = list(messages[found.known :])
         self._check_length(len(before), num_characters(new) + len(tools.as_json))
         added = await self._encoded(found, new)
         parent = None if found.answer is None else found.answer.turn
@@ -327,7 +332,8 @@ class Conversation:
 
     async def _encoded(self, found: Found, new: list[Message]) -> list[int]:
         """Ids of the messages after that answer."""
-        tools, parent = found.root.tools, None if found.answer is None else found.answer.turn
+        tools = found.root.tools
+        parent = None if found.answer is None else found.answer.turn
 
         def encoded() -> list[int]:
             if parent is None:
@@ -390,7 +396,8 @@ class Conversation:
         """Raises BadRequestError for what nothing can be drawn under."""
         if penalties is None:
             return
-        problem, size = penalties.problem, len(self._chat.tokenizer)
+        problem = penalties.problem
+        size = len(self._chat.tokenizer)
         if problem is None and penalties.last_token >= size:
             problem = f"logit_bias names token {penalties.last_token}: the model has {size}"
         if problem is not None:

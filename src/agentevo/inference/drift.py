@@ -164,7 +164,8 @@ class Drift:
 
 def _compared(found: Found, number: int, original: Node) -> _Met:
     """A request up to the message `number`, compared with the history of a recorded answer."""
-    recorded, came = original.path(), list(range(number + 1))
+    recorded = original.path()
+    came = list(range(number + 1))
     first = _common(recorded, came, found)
     if original.tools != found.root.tools:
         texts = original.tools.as_json, found.root.tools.as_json
@@ -181,7 +182,8 @@ def _common(recorded: Sequence[Node], came: Sequence[int], found: Found) -> int:
     """How many messages both begin with."""
     count = 0
     for node, number in zip(recorded, came, strict=False):
-        message, place = found.messages[number], found.places[number]
+        message = found.messages[number]
+        place = found.places[number]
         if not node.means(message, place, serves_clients=found.serves_clients):
             break
         count += 1
@@ -256,7 +258,8 @@ def first_difference(
     position = next((place for place, (a, b) in pairs if a != b), None)
     if position is None:
         return None
-    start, end = max(0, position - NEAR), position + NEAR
+    start = max(0, position - NEAR)
+    end = position + NEAR
     before = text(recorded[start:position])
     there = text(recorded[position:end])
     instead = text(rendered[position:end])

@@ -60,7 +60,8 @@ class PinnedEngine:
     VersionedEngine.serving."""
 
     def __init__(self, engine: TorchEngine, version: int) -> None:
-        self._engine, self._pinned = engine, version
+        self._engine = engine
+        self._pinned = version
 
     @property
     def version(self) -> int:

@@ -166,7 +166,8 @@ def _rewritten(form: Message, came: Message) -> list[Undone]:
 
 def _restyled(form: Message, came: Message) -> list[Undone]:
     """What differs of an assistant's text and reasoning."""
-    recorded, returned = parts_of(form).reasoning, parts_of(came).reasoning
+    recorded = parts_of(form).reasoning
+    returned = parts_of(came).reasoning
     if recorded and not returned:
         return ["reasoning_dropped"]
     if bool(form.reasoning) != bool(came.reasoning):
@@ -183,7 +184,8 @@ def edit(forms: Sequence[Message], came: Message) -> Edit | Undone:
         return "system_changed" if came.role == "system" else "other"
     if came.role != "assistant":
         return _EDITS[came.role]
-    before, now = parts_of(recorded), parts_of(came)
+    before = parts_of(recorded)
+    now = parts_of(came)
     if before.calls != now.calls:
         return "tool_calls_edited"
     if before.content != now.content:

@@ -21,7 +21,8 @@ class EngineGrammars:
     """The grammars of one engine's requests. Nothing is loaded before the first of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._grammars: Grammars | None = None
 
     async def begin(self, sampling: SamplingParams, deadline_s: float) -> GrammarState | None:

@@ -35,7 +35,8 @@ class Node:
     )  # fmt: skip
 
     def __init__(self, tools: ToolSchemas, parent: Node | None = None) -> None:
-        self.tools, self.parent = tools, parent
+        self.tools = tools
+        self.parent = parent
         self.size: int = 0 if parent is None else parent.size + 1
         """Messages up to and including this one."""
         self.forms: list[Message] = []
@@ -185,7 +186,8 @@ class Histories:
         places = places_of(messages)
         answer: Node | None = None
         otherwise: _Step | None = None
-        reached, matched = [_Reached(root)], 0
+        reached = [_Reached(root)]
+        matched = 0
         for number, message in enumerate(messages[:-1]):
             first = reached[0].node
             if len(reached) == len(first.children) == 1 and first.exact(message):
@@ -202,7 +204,8 @@ class Histories:
                 reached = following
             matched = number + 1
             if reached[-1].node.turn is not None:
-                answer, otherwise = reached[-1].node, reached[-1].otherwise
+                answer = reached[-1].node
+                otherwise = reached[-1].otherwise
         return Found(
             answer=answer,
             root=root,
@@ -217,7 +220,8 @@ class Histories:
     def _steps(
         self, reached: _Reached, message: Message, number: int, places: list[int]
     ) -> Iterator[_Reached]:
-        node, before = reached.node, reached
+        node = reached.node
+        before = reached
         exact = node.exact(message)
         for child in exact:
             yield _Reached(child, before.num_alike, before.num_named, before.otherwise)

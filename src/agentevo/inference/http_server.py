@@ -66,7 +66,9 @@ class _Server(uvicorn.Server):
         limits: Limits | None,
     ) -> None:
         super().__init__(config)
-        self._listener, self._tls, self._limits = listener, tls, limits
+        self._listener = listener
+        self._tls = tls
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()

@@ -99,8 +99,10 @@ class KVCache:
                 blocks = num_blocks(length)
                 keys[target, :, :blocks] = old_keys[slot, :, :blocks]
                 values[target, :, :length] = old_values[slot, :, :length]
-            self.keys[layer], self.values[layer] = keys, values
-        self.num_slots, self.capacity = num_slots, capacity
+            self.keys[layer] = keys
+            self.values[layer] = values
+        self.num_slots = num_slots
+        self.capacity = capacity
         return {slot: target for target, (slot, _) in enumerate(used)}
 
     def cut_segment(self, slot: int, ids: list[int], version: int | None = None) -> PrefixSegment:

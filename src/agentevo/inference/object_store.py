@@ -61,7 +61,9 @@ class ObjectStoreWeights(WeightVersions):
         """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
         package is not installed."""
         super().__init__(full_every=full_every)
-        self._id_file, self._look_s, self._config = id_file, look_s, config
+        self._id_file = id_file
+        self._look_s = look_s
+        self._config = config
         self.objects = Objects(url, call_s=call_s)
         self._looked: tuple[float, Latest | None] | None = None
 

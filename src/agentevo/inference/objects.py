@@ -42,7 +42,8 @@ class Objects:
     def __init__(self, url: str, *, call_s: float = CALL_S) -> None:
         """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
         package is not installed."""
-        self.url, self._call_s = url.rstrip("/"), call_s
+        self.url = url.rstrip("/")
+        self._call_s = call_s
         self.files, self._root = _opened(self.url)
         self._hanging: set[threading.Thread] = set()
 
@@ -62,14 +63,16 @@ class Objects:
     def get(self, path: str) -> bytes:
         """What is there. An object that is written anew between the question for its size and the
         download is read again. Raises FileNotFoundError, OSError."""
-        place, info = self._at(path), self.info(path)
+        place = self._at(path)
+        info = self.info(path)
         deadline = time.monotonic() + self._call_s
         while True:
             size = int(info.get("size") or 0)
             content: bytes = self._call(lambda: self.files.cat_file(place), place, size)
             if len(content) == size:
                 return content
-            before, info = state_of(info), self.info(path)
+            before = state_of(info)
+            info = self.info(path)
             if state_of(info) == before:
                 raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
             if time.monotonic() > deadline:

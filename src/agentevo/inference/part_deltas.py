@@ -59,14 +59,17 @@ class PublishedParts:
     ) -> None:
         """`own`: this process's parts of what is published, as they are now; the same names in the
         same order everywhere. `group`: all processes, for tensors on the CPU."""
-        self._own, self._group = own, group
+        self._own = own
+        self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
         """What changed of the boxes that are not given whole."""
 
     def keep(self) -> None:
         """What is there now is what was published."""
-        self._changes, old, self._kept = {}, self._kept, {}
+        self._changes = {}
+        old = self._kept
+        self._kept = {}
         for name, part in self._given().items():
             kept = old.pop(name, None)
             spec = Spec(part.spec.dtype, part.box.sizes)
@@ -79,7 +82,8 @@ class PublishedParts:
     def compare(self) -> PartsDelta | None:
         """On the first process: what changed, unless it can't be said, because nothing was kept or
         other tensors are trained now. None on the others."""
-        own, found = self._own(), self._compared()
+        own = self._own()
+        found = self._compared()
         of_all: list[dict[str, Found] | None] = [found]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
@@ -122,7 +126,8 @@ class PublishedParts:
 
     def _compared(self) -> dict[str, Found] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
-        given, self._changes = self._given(), {}
+        given = self._given()
+        self._changes = {}
         wanted = {name: (p.box, p.spec.dtype) for name, p in given.items()}
         if wanted != {name: (box, kept.dtype) for name, (box, kept) in self._kept.items()}:
             return None

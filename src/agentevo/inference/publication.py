@@ -35,7 +35,10 @@ class Publication:
         keep: int,
         note: Callable[[str], None],
     ) -> None:
-        self._folder, self._model, self._keep, self._note = folder, model, keep, note
+        self._folder = folder
+        self._model = model
+        self._keep = keep
+        self._note = note
         self._version = 0
         """Version of the model's weights."""
         self._latest: Latest | None = None
@@ -79,7 +82,8 @@ class Publication:
                 )
                 self._in_full = True
             else:
-                self._looked_whole, self._verified_at = state, time.monotonic()
+                self._looked_whole = state
+                self._verified_at = time.monotonic()
                 return
         try:
             await self._write()
@@ -95,7 +99,9 @@ class Publication:
         sha256 = await in_thread(
             self._folder.write, self._version, self._model, keep=self._keep, in_full=self._in_full
         )
-        self._latest, self._said, self._in_full = Latest(self._version, sha256), "", False
+        self._latest = Latest(self._version, sha256)
+        self._said = ""
+        self._in_full = False
         if self._folder.advice and not self._advised:
             self._advised = True
             self._note(self._folder.advice)

@@ -145,8 +145,11 @@ class RemoteEngine:
                     "'engines')"
                 )
             secret = RunSecret(engines.folder)
-        self._secret, self._lookout = secret, lookout
-        self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
+        self._secret = secret
+        self._lookout = lookout
+        self._engines = engines
+        self._poll_s = poll_s
+        self._max_age_s = max_age_s
         given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
         self._given = {address.url: address for address in map(EngineAddress.read, given)}
         self._known: dict[str, _Known] = {}
@@ -232,7 +235,8 @@ class RemoteEngine:
             ):
                 raise
             except (LostError, EngineUnavailableError) as error:
-                engine.suspect, self._trouble = True, str(error)
+                engine.suspect = True
+                self._trouble = str(error)
             except EngineError as error:
                 refused[engine.url] = error
         raise EngineUnavailableError(

@@ -36,7 +36,8 @@ class TokenRows:
     They are added to and never changed, so that several may hold the same ones."""
 
     def __init__(self, weights: Weights | None = None) -> None:
-        self.weights, self.count = weights, 0
+        self.weights = weights
+        self.count = 0
         self._rows: np.ndarray | None = None
 
     @property
@@ -131,7 +132,8 @@ def told(sequence: Sequence, request: Request, routers: Routers | None) -> Route
 def drawn_rows(sequence: Sequence, request: Request) -> np.ndarray | None:
     """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that drew
     that; None before anything was drawn."""
-    kept, count = request.drawn_rows, len(sequence.ids) - 1
+    kept = request.drawn_rows
+    count = len(sequence.ids) - 1
     if not request.completion:
         return None
     if kept is None:

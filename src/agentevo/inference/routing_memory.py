@@ -85,7 +85,8 @@ class RoutingMemory:
     def __init__(
         self, routers: Routers, max_bytes: int, serves: Callable[[int | None], int]
     ) -> None:
-        self.routers, self.max_bytes = routers, max_bytes
+        self.routers = routers
+        self.max_bytes = max_bytes
         self._serves = serves
         self._beginnings = 0
         self._paths: dict[str, list[_Path]] = {}

@@ -32,7 +32,8 @@ class RunEngines:
 
     def __init__(self, config: RunConfig) -> None:
         directory = EngineDirectory(config.run_dir / "engines")
-        self._place, self._poll_s = directory.folder, config.rollout.poll_s
+        self._place = directory.folder
+        self._poll_s = config.rollout.poll_s
         secret = RunSecret(directory.folder, config.rollout.engine_secret)
         url = config.rollout.weights.url
         self._engines = RemoteEngine(
@@ -59,7 +60,8 @@ class RunEngines:
         self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
         """Waits until the engines serve the version, or a newer one, or `stop` says so."""
-        began, told = time.monotonic(), False
+        began = time.monotonic()
+        told = False
         looked = began
         await self._engines.refresh()
         while self._engines.version < version and not stop():

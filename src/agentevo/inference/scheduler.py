@@ -72,7 +72,8 @@ class Scheduler:
         routing: RoutingMemory | None = None,
     ) -> None:
         """`routing`: where the engine records which experts it chooses."""
-        self.config, self.routing = config, routing
+        self.config = config
+        self.routing = routing
         self.context_length = context_length
         self._context_advice = f"; {context_advice}" if context_advice else ""
         self.kv_tokens = kv_tokens
@@ -150,7 +151,8 @@ class Scheduler:
     def finish_prefix(self, sequence: Sequence) -> None:
         """A shared prefix is computed: file it, free the slot."""
         assert sequence.request is not None
-        version, size = sequence.request.version, len(sequence.ids)
+        version = sequence.request.version
+        size = len(sequence.ids)
         key = (version, tuple(sequence.ids))
         self.retire(sequence)
         segment = self.cache.cut_segment(sequence.slot, sequence.ids, version)
@@ -268,7 +270,8 @@ class Scheduler:
         wanted = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
         singles = sorted(list(key) for key, count in by_prompt.items() if count == 1)
         for ids in wanted + _shared_beginnings(singles):
-            matched, wanted_key = self._match(version, [*ids, -1]), (version, tuple(ids))
+            matched = self._match(version, [*ids, -1])
+            wanted_key = (version, tuple(ids))
             have = len(matched.ids) if matched else 0
             if (
                 len(ids) - have >= MIN_SHARED_TOKENS
@@ -319,7 +322,8 @@ class Scheduler:
                 known = Known(segment.routed, len(segment.ids))
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
-                sequence.segment, sequence.offset = segment, offset
+                sequence.segment = segment
+                sequence.offset = offset
             else:
                 self.cache.paste_segment(slot, segment, len(segment.ids))
         if known is not None:
@@ -351,7 +355,10 @@ class Scheduler:
                     self._evict(request.session)
                     return self._place(request)
                 return False
-        idle.ids, idle.cached, idle.request, idle.need = list(request.ids), keep, request, need
+        idle.ids = list(request.ids)
+        idle.cached = keep
+        idle.request = request
+        idle.need = need
         if known is not None:
             idle.routed = known.of_resumed(idle.routed, common)
         self.session_hit_tokens += keep
@@ -399,7 +406,8 @@ class Scheduler:
         return True
 
     def _drop_segment(self, segment: PrefixSegment) -> None:
-        group, key = self.segments[len(segment.ids)], (segment.version, tuple(segment.ids))
+        group = self.segments[len(segment.ids)]
+        key = (segment.version, tuple(segment.ids))
         del group[key]
         self.unshareable.add(key)
         if not group:

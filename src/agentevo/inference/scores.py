@@ -63,7 +63,8 @@ def take_scores(
     for sequence, count in batch.scored:
         request = sequence.request
         assert request is not None and request.scored is not None
-        rows, begin = logits[begin : begin + count], begin + count
+        rows = logits[begin : begin + count]
+        begin = begin + count
         done = len(request.logprobs)
         ids = request.scored[done : done + count]
         request.logprobs += given_logprobs(rows, ids, request.params.temperature)

@@ -74,7 +74,9 @@ class ServerConnection:
     def __init__(
         self, websocket: WebSocket, engine: Engine, state: Callable[[], EngineState]
     ) -> None:
-        self._websocket, self._engine, self._state = websocket, engine, state
+        self._websocket = websocket
+        self._engine = engine
+        self._state = state
         self._outbox = Outbox()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._newest_id = -1
@@ -241,13 +243,15 @@ class ServerConnection:
             await asyncio.sleep(min(self._every_s, CHANGE_S))
             if len(self._outbox):
                 continue  # the client has not taken the last one yet
-            now, before = self._state(), self._told
+            now = self._state()
+            before = self._told
             changed = before is None or (before.version, before.asleep) != (now.version, now.asleep)
             if changed or time.monotonic() - self._told_at >= self._every_s:
                 self._tell(now)
 
     def _tell(self, now: EngineState | None = None) -> None:
-        self._told, self._told_at = now if now is not None else self._state(), time.monotonic()
+        self._told = now if now is not None else self._state()
+        self._told_at = time.monotonic()
         self._outbox.put(State(state=self._told, yours=len(self._running), watch=self._watch))
 
     async def _say_good_bye(self, code: int, reason: str) -> None:

@@ -74,7 +74,9 @@ class SglangEngine:
         options = read_options(section)
         keys = check_keys(options)
         check_writable(model)
-        self._options, self._model, self._tokenizer = options, model, tokenizer
+        self._options = options
+        self._model = model
+        self._tokenizer = tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._scratch = Path(tempfile.mkdtemp(prefix="agentevo-sglang-"))
         self._mark = secrets.token_hex(4)
@@ -82,7 +84,8 @@ class SglangEngine:
         self._numbers = itertools.count()
         self._versions: dict[str, int] = {}
         """Label -> version."""
-        self._label, self._version = "", NO_VERSION
+        self._label = ""
+        self._version = NO_VERSION
         self._good: Path | None = None
         """Folder of what the server computes with, where that is known."""
         self._failure: EngineError | None = None
@@ -112,7 +115,8 @@ class SglangEngine:
         self._good = write_version(self._model, self._tokenizer, {}, self._folder / "base")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        key, config = secrets.token_hex(32), self._scratch / "server.yaml"
+        key = secrets.token_hex(32)
+        config = self._scratch / "server.yaml"
         config.write_text(launch_config(key), encoding="utf-8")
         arguments = launch_arguments(
             self._good,
@@ -189,7 +193,8 @@ class SglangEngine:
 
     async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
         """Its result within so many seconds, those of sleep not counted."""
-        begun, slept = time.monotonic(), self.slept_s
+        begun = time.monotonic()
+        slept = self.slept_s
         try:
             while not draw.done():
                 left = deadline_s - (time.monotonic() - begun) + (self.slept_s - slept)
@@ -220,7 +225,8 @@ class SglangEngine:
                 await self._client.relabel(label)
                 if not self.asleep:
                     await self._client.go_on()
-                self._label, self._version = label, version
+                self._label = label
+                self._version = version
                 return
             verified = await in_thread(self.verify, weights)
             await self._swap(version, label, verified)
@@ -285,8 +291,11 @@ class SglangEngine:
             raise
         finally:
             self._swap_s += time.monotonic() - begun
-        before, self._good = self._good, folder
-        self._label, self._version, self._failure = label, version, None
+        before = self._good
+        self._good = folder
+        self._label = label
+        self._version = version
+        self._failure = None
         if before is not None:
             await in_thread(shutil.rmtree, before, ignore_errors=True)
 

@@ -96,7 +96,8 @@ def _check_url(options: SglangOptions, url: str) -> None:
     shown = without_password(url)
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        host = parts.hostname
+        _ = parts.port
     except ValueError:
         host = None
     if not host or parts.scheme not in ("http", "https") or parts.username is not None:

@@ -40,8 +40,12 @@ class SglangRequests:
         versions: dict[str, int],
         check_whole: Callable[[], None],
     ) -> None:
-        self._client, self._mark, self._vocabulary = client, mark, vocabulary
-        self._seeded, self._versions, self._check_whole = seeded, versions, check_whole
+        self._client = client
+        self._mark = mark
+        self._vocabulary = vocabulary
+        self._seeded = seeded
+        self._versions = versions
+        self._check_whole = check_whole
         self._numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
         self.running: set[str] = set()
@@ -108,7 +112,8 @@ class SglangRequests:
         listen: TokenListener | None,
     ) -> Drawn:
         """One request; what it draws is added to `found`. Returns its last piece."""
-        before, last = len(found.ids), None
+        before = len(found.ids)
+        last = None
         async for answer in self._client.answers(body, deadline):
             known = 0 if facts.incremental or not body["stream"] else len(found.ids) - before
             last = read_answer(answer, sampling, facts, self._vocabulary, done=known)

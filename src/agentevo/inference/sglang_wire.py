@@ -214,7 +214,8 @@ def _numbers(
         rows = meta["output_top_logprobs"] if count else []
         top = [[(int(one[1]), float(one[0])) for one in row[:count]] for row in rows]
         return [float(entry[0]) for entry in entries], top
-    masks, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    masks = meta["output_token_sampling_mask"]
+    values = meta["output_token_sampling_logprobs"]
     whole = min(vocabulary, facts.mask_tokens)
     if not sampling.top_k and whole < vocabulary and any(len(mask) >= whole for mask in masks):
         raise EngineError(

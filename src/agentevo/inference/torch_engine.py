@@ -90,7 +90,8 @@ class TorchEngine:
         records = self.config.routed_experts
         self._routing = RoutingMemory.of(model, kv_tokens, self.version_for) if records else None
         self._routers = None if self._routing is None else self._routing.routers
-        length, advice = context_length(model.config), length_advice(model.config)
+        length = context_length(model.config)
+        advice = length_advice(model.config)
         self.scheduler = Scheduler(self.config, length, kv_tokens, advice, self._routing)
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
@@ -177,7 +178,8 @@ class TorchEngine:
     ) -> Completion:
         """Queues the request and waits for its answer. `began`: when the deadline began to run, by
         the monotonic clock, and how long the engine had slept then."""
-        ends, slept_s = began[0] + deadline_s, began[1]
+        ends = began[0] + deadline_s
+        slept_s = began[1]
         future = request.future
         assert future is not None
         self.scheduler.submit(request)
@@ -400,7 +402,8 @@ class TorchEngine:
         except Exception as error:  # noqa: BLE001 (whatever a step raises, every open request has to be answered)
             failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self.failed_steps, self.failure = self.failed_steps + 1, failure
+            self.failed_steps = self.failed_steps + 1
+            self.failure = failure
             for request in scheduler.abort():
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)

@@ -44,7 +44,8 @@ class SharedWeights:
                 f"rollout.transport=shared: the engine {config.engine.type!r} does not compute "
                 "with the trainer's own model: use rollout.transport=copy"
             )
-        self._engine, self._config = engine, config
+        self._engine = engine
+        self._config = config
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""
@@ -78,7 +79,9 @@ class CopiedWeights:
                 "rollout.transport=copy: the engine computes with the trainer's own model, so a "
                 "copy would change nothing: use rollout.transport=shared"
             )
-        self._model, self._engine, self._config = model, engine, config
+        self._model = model
+        self._engine = engine
+        self._config = config
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""

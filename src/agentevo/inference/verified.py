@@ -65,7 +65,8 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
     other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters
     that are not trained may be missing. Changes nothing; any thread may call it."""
     check_shapes(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    own, fitted = dict(model.named_parameters()), dict[str, torch.Tensor]()
+    own = dict(model.named_parameters())
+    fitted = dict[str, torch.Tensor]()
     for name, tensor in weights.items():
         fitted[name] = tensor.detach().to(own[name])
         if not torch.isfinite(fitted[name]).all():

@@ -107,7 +107,8 @@ class VllmEngine:
                 "engine.type=torch"
             )
         self._vllm = load_vllm(options.start_timeout_s)
-        self._like, self._tokenizer = model, tokenizer
+        self._like = model
+        self._tokenizer = tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._context = options.max_model_len or context_length(model.config)
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
@@ -168,7 +169,8 @@ class VllmEngine:
                 "stop strings need a tokenizer: build VllmEngine with one, or use stop_token_ids"
             )
         streams = listen is not None or bool(sampling.stop_strings)
-        drawn, stopped = Drawn(), False
+        drawn = Drawn()
+        stopped = False
         params = drawing(sampling, self._vocabulary, streams=streams)
         async with self._asked(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
@@ -226,7 +228,8 @@ class VllmEngine:
         self._check_room(whole, 1)
         ends = time.monotonic() + deadline_s
         while True:  # once more when new weights have come in the middle
-            began, one = self._version, Drawn()
+            began = self._version
+            one = Drawn()
             async with self._asked(whole, scoring(), ends - time.monotonic()) as (_, outputs):
                 async for answer in outputs:
                     (output,) = answer.outputs
@@ -462,7 +465,8 @@ class VllmEngine:
         ends the request."""
         self.check()
         name = str(next(self._numbers))
-        prompt, adapter = prompt_of(prompt_ids), self._adapter
+        prompt = prompt_of(prompt_ids)
+        adapter = self._adapter
         if adapter is not None:
             adapter = adapter_of(Path(adapter.lora_path), fresh=False)
         self._running.add(name)

@@ -155,13 +155,15 @@ class WeightLoader:
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
 
     def _forget_agentevo_weights(self) -> None:
-        WeightLoader.agentevo_weights, WeightLoader.agentevo_receiving = {}, None
+        WeightLoader.agentevo_weights = {}
+        WeightLoader.agentevo_receiving = None
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """These and, for what is not among them, those of the folder. Raises ValueError for what has no
     place there."""
-    tensors, known = dict(changed), dict[str, list[int]]()
+    tensors = dict(changed)
+    known = dict[str, list[int]]()
     for path in sorted(Path(base).glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -114,7 +114,8 @@ def engine_arguments(
 
     memory: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
     if options.gpu_memory_utilization is None:
-        tokens, a_token = section.kv_cache_tokens, kv_bytes_per_token(model)
+        tokens = section.kv_cache_tokens
+        a_token = kv_bytes_per_token(model)
         limit = tokens * a_token if tokens else section.kv_cache_gb * 2**30
         memory = {"kv_cache_memory_bytes": int(limit)}
     steps: dict[str, Any] = {"max_num_batched_tokens": section.prefill_tokens}
@@ -210,7 +211,8 @@ class Drawn:
         """Takes down the next tokens of a vLLM output; returns how many."""
         told = output.logprobs
         for place, token in enumerate(output.token_ids):
-            begin, end = told.start_indices[place], told.end_indices[place]
+            begin = told.start_indices[place]
+            end = told.end_indices[place]
             greedy = sampling.temperature == 0
             self.ids.append(token)
             self.logprobs.append(0.0 if greedy else told.logprobs[begin])
@@ -224,7 +226,8 @@ class Drawn:
 
     def end(self, output: Any) -> None:
         """Takes down why nothing follows a vLLM output, if nothing does."""
-        self.finish_reason, self.spans = output.finish_reason, output.weight_versions or []
+        self.finish_reason = output.finish_reason
+        self.spans = output.weight_versions or []
 
     def cut(self, count: int) -> None:
         """Keeps so many tokens."""

@@ -151,7 +151,8 @@ class WeightVersions(ABC):
         A model that lies in parts on several processes is gathered tensor by tensor, or, for a
         delta, what each of them finds changed.
         """
-        self.advice, how = "", in_parts(model)
+        self.advice = ""
+        how = in_parts(model)
         if how is not None:
             return self._write_parts(version, how, keep, in_full=in_full)
         trained = {
@@ -178,7 +179,9 @@ class WeightVersions(ABC):
         """`write` of what no process has whole. The others compare, give and keep with this one."""
         if self._parts is None:
             self._parts = PublishedParts(partial(how.own, True), how.group)
-        specs, base, delta = how.specs(only_trained=True), self._parts_base, None
+        specs = how.specs(only_trained=True)
+        base = self._parts_base
+        delta = None
         if base is not None and not in_full and self._may_follow(base, version):
             how.tell("compare")
             delta = self._parts.compare()
@@ -281,9 +284,12 @@ class WeightVersions(ABC):
 
     def _follow(self, latest: Latest, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta: from what is held, or from the full version."""
-        links, held, self._held = manifest.chain, self._held, None
+        links = manifest.chain
+        held = self._held
+        self._held = None
         if held is not None and held.base.latest in links:
-            begin, tensors = links.index(held.base.latest) + 1, held.tensors
+            begin = links.index(held.base.latest) + 1
+            tensors = held.tensors
         else:
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
@@ -291,7 +297,8 @@ class WeightVersions(ABC):
                     f"{self._name(latest.version)} builds on version {full.version}, which is no "
                     "full one: not served"
                 )
-            begin, tensors = 1, self._load(full)
+            begin = 1
+            tensors = self._load(full)
         for number in range(begin, len(links) + 1):
             is_last = number == len(links)
             link = latest if is_last else links[number]

@@ -100,7 +100,8 @@ class ChatPolicy(BaseChatModel):
                 f"the model is called with {', '.join(unknown)}, which the policy does not take: "
                 "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are drawn"
             )
-        prompt, tools = convert_to_openai_messages(messages), options.get("tools")
+        prompt = convert_to_openai_messages(messages)
+        tools = options.get("tools")
 
         def question(policy: Policy) -> Coroutine[Any, Any, ChatResult]:
             return _replied(policy, prompt, tools, self.sampling, stop)

@@ -12,7 +12,8 @@ from agentevo.launch.node import GRACE_S
 from agentevo.launch.plan import NODES_FILE, Launch
 
 FILE = "compose.yaml"
-LAUNCH, RUNS = "/launch", "/runs"
+LAUNCH = "/launch"
+RUNS = "/runs"
 
 
 class ComposeFleet(Fleet):

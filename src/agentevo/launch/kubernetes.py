@@ -18,7 +18,8 @@ from agentevo.launch.node import GRACE_S
 from agentevo.launch.plan import NODES_FILE, Launch
 
 MANIFEST = "manifest.yaml"
-LAUNCH, RUNS = "/launch", "/runs"
+LAUNCH = "/launch"
+RUNS = "/runs"
 USER = 1000
 """Whose group may write to the volume: the image's user."""
 LARGEST_CONFIG = 1_000_000

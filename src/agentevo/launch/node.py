@@ -90,7 +90,9 @@ def run_node(
     config = load_config(words[0], words[1:])
     run_dir = config.run_dir
     beat = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
-    node, watch, trainer = plan.nodes[rank], HeadWatch(beat), None
+    node = plan.nodes[rank]
+    watch = HeadWatch(beat)
+    trainer = None
 
     def ended() -> int | None:
         of_head = watch.poll() if rank else None
@@ -126,7 +128,8 @@ def _look_after(
         time.sleep(LOOK_S)
         return ended() is None and not stop()
 
-    began, is_told = time.monotonic(), False
+    began = time.monotonic()
+    is_told = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
         if is_there and time.monotonic() - began > RECIPE_S:
             break  # who is started now says what differs, and ends
@@ -152,8 +155,10 @@ def _end_of_head(ended: Callable[[], int | None]) -> int | None:
 def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> list[Child]:
     """`is_shared`: other machines ask these engines too."""
     announced = EngineDirectory(run_dir / "engines")
-    agentevo, parent = [sys.executable, "-m", "agentevo"], ["--parent", str(os.getpid())]
-    machine, logs = socket.gethostname(), run_dir / "logs"
+    agentevo = [sys.executable, "-m", "agentevo"]
+    parent = ["--parent", str(os.getpid())]
+    machine = socket.gethostname()
+    logs = run_dir / "logs"
     host = ["--host", "0.0.0.0"] if is_shared else []
 
     def child(
@@ -258,7 +263,8 @@ class Heart:
     """Node 0's: says that it lives, and at its end the trainer's exit code."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._done = path, threading.Event()
+        self._path = path
+        self._done = threading.Event()
         self.code: int | None = STOPPED
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
 
@@ -272,7 +278,8 @@ class Heart:
         self._thread.join()
 
     def _beat(self) -> None:
-        count, is_last = 0, False
+        count = 0
+        is_last = False
         while not is_last:
             is_last = self._done.is_set()
             beat = Beat(count, self.code if is_last else None)
@@ -286,7 +293,9 @@ class HeadWatch:
     """What other nodes know of node 0."""
 
     def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
-        self._path, self._lost_s, self._old_s = path, lost_s, old_s
+        self._path = path
+        self._lost_s = lost_s
+        self._old_s = old_s
         self._seen: Beat | None = None
         self._old: Beat | None = None
         """How node 0 had ended when this node began: perhaps it is about to begin again."""
@@ -299,7 +308,8 @@ class HeadWatch:
             if self._seen is None and beat.code is not None:
                 self._old = beat
             if beat != self._seen:
-                self._seen, self._changed = beat, time.monotonic()
+                self._seen = beat
+                self._changed = time.monotonic()
             is_old = beat == self._old and time.monotonic() - self._changed < self._old_s
             if beat.code is not None and not is_old:
                 return beat.code

@@ -20,7 +20,8 @@ from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, Node, placed
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
-NODES_FILE, RECIPE_FILE = "nodes.yaml", "recipe.yaml"
+NODES_FILE = "nodes.yaml"
+RECIPE_FILE = "recipe.yaml"
 LONGEST_NAME = 50
 """Characters of a job's name: what Kubernetes adds to it must fit into a DNS label of 63."""
 
@@ -76,7 +77,8 @@ class Launch:
     def files(self) -> dict[str, str]:
         """Contents of the folder by name: the recipe with the files that it imports beside it, and
         nodes.yaml. Raises ConfigError for two files of one name, or what can't be read."""
-        found, tree = {}, parse_yaml(to_yaml(self.config))
+        found = {}
+        tree = parse_yaml(to_yaml(self.config))
         imports = []
         for entry in self.config.imports:
             path = Path(entry)

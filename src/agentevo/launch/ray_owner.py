@@ -89,7 +89,8 @@ def own(
     """Runs the launch to its end; blocks. `address` of the cluster, by default RAY_ADDRESS or the
     one on this machine. Returns the trainer's exit code. Raises RayError, ConfigError."""
     ray: Any = load_extra("ray", "ray", "agentevo launch own")
-    plan, fleet = read_plan(path), _fleet(path.parent / SETTINGS)
+    plan = read_plan(path)
+    fleet = _fleet(path.parent / SETTINGS)
     try:
         ray.init(
             address=address or os.environ.get("RAY_ADDRESS") or "auto",
@@ -131,8 +132,12 @@ class _Owner:
         id: str,
         note: Callable[[str], None],
     ) -> None:
-        self._ray, self._plan, self._fleet, self._path = ray, plan, fleet, path
-        self._id, self._note = id, note
+        self._ray = ray
+        self._plan = plan
+        self._fleet = fleet
+        self._path = path
+        self._id = id
+        self._note = note
         self._group: Any = None
         self._keepers: dict[int, Any] = {}
         self._placing: dict[int, Any] = {}
@@ -172,7 +177,8 @@ class _Owner:
         deadline = float("inf")
         while time.monotonic() < deadline:
             if stop() and not asked:
-                asked, deadline = True, time.monotonic() + GRACE_S + SILENT_S
+                asked = True
+                deadline = time.monotonic() + GRACE_S + SILENT_S
                 with suppress(self._ray.exceptions.RayError):  # the next look says what it is
                     self._call(0, "stop")
             for number in list(self._keepers):

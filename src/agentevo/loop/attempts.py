@@ -73,7 +73,8 @@ class _UnderWay:
     """One attempt."""
 
     def __init__(self, new: NewAttempt, policy: Policy) -> None:
-        self.new, self.policy = new, policy
+        self.new = new
+        self.policy = policy
         self.asks: dict[str, asyncio.Task[Answers]] = {}
         self.seen_at = time.monotonic()
         self.num_seen = 0
@@ -107,7 +108,8 @@ class _UnderWay:
         """Whether nothing has been asked for `limit_s`, nor by a client of its own."""
         turns = sum(len(one.turns) for one in self.policy.conversations.values())
         if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
-            self.num_seen, self.seen_at = turns, time.monotonic()
+            self.num_seen = turns
+            self.seen_at = time.monotonic()
         return time.monotonic() - self.seen_at > limit_s
 
 
@@ -124,8 +126,10 @@ class Attempts:
     ) -> None:
         """`make_policy(attempt, name)`; at most `limit` attempts at once; `timeout_s` is the time
         that one may take."""
-        self._make_policy, self._sealer = make_policy, sealer
-        self._limit, self._timeout_s = limit, timeout_s
+        self._make_policy = make_policy
+        self._sealer = sealer
+        self._limit = limit
+        self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(limit)
         self._open: dict[str, _UnderWay] = {}
         self._handles: dict[str, str] = {}
@@ -169,7 +173,8 @@ class Attempts:
             keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
         handle = secrets.token_urlsafe(24)
         attempt.opened = Opened(handle=handle, names=names, keys=keys)
-        self._open[handle], self._handles[new.id] = attempt, handle
+        self._open[handle] = attempt
+        self._handles[new.id] = handle
 
     def session(self, handle: str, agent: str) -> DoorSession:
         """The attempt's session at the gateway, or that of one of several agents alone."""

@@ -39,7 +39,8 @@ class Calls:
         """That event loop is closed."""
         with self._lock:
             self._loop = None
-            left, self._open = self._open, {}
+            left = self._open
+            self._open = {}
             self._tasks = {}
         for future, work in left.items():
             with suppress(RuntimeError):  # its task has swallowed its cancellation
@@ -56,7 +57,8 @@ class Calls:
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of something that is done on that event loop. Cancelled, it is cancelled
         there."""
-        here, answered = asyncio.get_running_loop(), asyncio.Event()
+        here = asyncio.get_running_loop()
+        answered = asyncio.Event()
 
         def tell(_: object) -> None:
             with suppress(RuntimeError):  # who asked has ended with its loop

@@ -64,7 +64,8 @@ PATIENCE_S = 60.0
 """How long a server that can't be reached is waited for."""
 ANSWER_S = 120.0
 """How long one answer may take: the server sends one in time, if only that it is not there yet."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 NAMED_SECTIONS = ("model", "algorithm")
 
 
@@ -157,12 +158,14 @@ class Client:
         """One answer, however long it takes. Raises what the server raised, and
         EngineUnavailableError where it can't be reached."""
         content = None if body is None else await in_thread(encode, body)
-        ends, pause = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        ends = time.monotonic() + self._patience_s
+        pause = FIRST_PAUSE_S
         while True:
             try:
                 answer = await self.http.request(method, PREFIX + path, content=content)
                 if answer.status_code == ASK_AGAIN:
-                    ends, pause = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+                    ends = time.monotonic() + self._patience_s
+                    pause = FIRST_PAUSE_S
                     continue
                 if answer.is_success:
                     return await in_thread(decode, answer.content, kind)
@@ -197,7 +200,9 @@ class _Session:
     """An attempt's session at the server's gateway (DoorSession)."""
 
     def __init__(self, base: str, key: str) -> None:
-        self.base, self.key, self.base_url = base, key, f"{base}/v1"
+        self.base = base
+        self.key = key
+        self.base_url = f"{base}/v1"
         self.reward_url = f"{base}/s/{key}/reward"
         self.posted: list[Any] = []
 
@@ -208,8 +213,10 @@ class _ServedModel:
     def __init__(
         self, client: Client, name: str, sections: Mapping[str, Any], program: ProgramParts
     ) -> None:
-        self._client, self._path = client, f"/{quote(name, safe='')}"
-        self._sections, self._program = dict(sections), program
+        self._client = client
+        self._path = f"/{quote(name, safe='')}"
+        self._sections = dict(sections)
+        self._program = program
         self._seed = 0
 
     async def open_model(self) -> ModelState:

@@ -24,7 +24,8 @@ class RemoteAttempt:
     """What its conversations have in common: one attempt that is under way."""
 
     def __init__(self, connection: Connection, opened: Opened) -> None:
-        self.connection, self.opened = connection, opened
+        self.connection = connection
+        self.opened = opened
         self.settled: Settled | None = None
         """What clients of its own have done; None where there are none."""
         self.ended: Ended | None = None
@@ -47,7 +48,8 @@ class RemoteConversation:
     """What a Policy and an Attempt need of a Conversation."""
 
     def __init__(self, attempt: RemoteAttempt, agent: str) -> None:
-        self.attempt, self.agent = attempt, agent
+        self.attempt = attempt
+        self.agent = agent
         self.calls = AttemptCalls(None, self.name)
         self.broken: BaseException | None = None
         self.slept_s = 0.0
@@ -153,7 +155,9 @@ class RemoteSession:
     """A door's session whose posted rewards are known once the attempt is settled."""
 
     def __init__(self, session: DoorSession, attempt: RemoteAttempt) -> None:
-        self.base, self.base_url, self.key = session.base, session.base_url, session.key
+        self.base = session.base
+        self.base_url = session.base_url
+        self.key = session.key
         self.reward_url = session.reward_url
         self._attempt = attempt
 
@@ -197,7 +201,8 @@ class RemotePolicy(Policy):
             {} if "" in own else own,
             attempt.connection.remote_agents,
         )
-        self._attempt, self._used = attempt, door
+        self._attempt = attempt
+        self._used = door
 
     async def settle(self) -> None:
         """See Policy.settle."""

@@ -62,7 +62,9 @@ class Door:
 
     def __init__(self, server: Server, folder: Path, gateway: Routes) -> None:
         """`folder` holds the key."""
-        self._server, self.secret, self._gateway = server, RunSecret(folder), gateway
+        self._server = server
+        self.secret = RunSecret(folder)
+        self._gateway = gateway
 
     async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py)."""
@@ -184,7 +186,8 @@ async def _quick(work: Awaitable[Any]) -> Any:
 
 async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BODY_S) -> bytes:
     """The whole body. Raises BadRequestError for one that is too long or too slow."""
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     try:
         async with asyncio.timeout(within_s):
             async for piece in request.stream():

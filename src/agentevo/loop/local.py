@@ -44,7 +44,8 @@ class _OnTheRunsLoop:
     """An attempt's RemoteConversations, asked from the program's loop."""
 
     def __init__(self, service: LoopService, own: RemoteConversations) -> None:
-        self._service, self._own = service, own
+        self._service = service
+        self._own = own
         self.models = own.models
 
     @property

@@ -31,7 +31,8 @@ class TrainableModel:
         self, connection: Connection, state: ModelState, rewards: Sequence[RewardConfig] = ()
     ) -> None:
         """`rewards` judge what its rollouts return no reward for."""
-        self.connection, self.rewards = connection, tuple(rewards)
+        self.connection = connection
+        self.rewards = tuple(rewards)
         self._state = state
         self._slots = asyncio.Semaphore(state.max_attempts)
 

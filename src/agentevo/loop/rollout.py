@@ -73,7 +73,8 @@ class Rollout:
             [self._made(model, own, name, number, greedy) for number in range(size)]
             + [self._made(model, own, one, 0, True) for one in beside]
         )
-        members, greedy_ones = made[:size], made[size:]
+        members = made[:size]
+        greedy_ones = made[size:]
         return Group(
             id=name,
             task=own,
@@ -92,7 +93,8 @@ class Rollout:
     ) -> list[Trajectory]:
         """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent
         that is not trained."""
-        trained, scored = model.state.trained_agents, list[Trajectory]()
+        trained = model.state.trained_agents
+        scored = list[Trajectory]()
         unrewarded = set[str]().union(*(one.unrewarded for one in made))
         for of_agent in zip(*(one.trajectories for one in made), strict=True):
             judged = list(of_agent)
@@ -155,7 +157,9 @@ class _Made:
         self, trajectories: list[Trajectory], seals: Mapping[str, str], unrewarded: set[str]
     ) -> None:
         """One trajectory for each agent; `unrewarded`: those whose reward is left to a scorer."""
-        self.trajectories, self.seals, self.unrewarded = trajectories, seals, unrewarded
+        self.trajectories = trajectories
+        self.seals = seals
+        self.unrewarded = unrewarded
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:

@@ -55,7 +55,10 @@ class Server:
     def __init__(
         self, folder: Path, base: str, *, max_models: int, note: Callable[[str], None]
     ) -> None:
-        self.folder, self.base, self._max_models, self._note = folder, base, max_models, note
+        self.folder = folder
+        self.base = base
+        self._max_models = max_models
+        self._note = note
         self._services: dict[str, LoopService] = {}
         self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
         self.sessions: dict[str, Session] = {}
@@ -183,7 +186,8 @@ class _SessionDoor:
 
     def __init__(self, server: Server) -> None:
         """Made on the door's event loop, used on the run's."""
-        self._server, self._loop = server, asyncio.get_running_loop()
+        self._server = server
+        self._loop = asyncio.get_running_loop()
         self._bridge: Bridge | None = None
 
     def open(

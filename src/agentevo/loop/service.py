@@ -107,13 +107,12 @@ class LoopService:
         can't be trained so."""
         check_loop(config, resume=resume)
         self.config = config
-        self._resume, self._door, self._note = (
-            resume and not is_given_up(config.run_dir),
-            door,
-            note,
-        )
+        self._resume = resume and not is_given_up(config.run_dir)
+        self._door = door
+        self._note = note
         self._opened: Future[None] = Future()
-        self._calls, self._is_closing = Calls(self.ended), False
+        self._calls = Calls(self.ended)
+        self._is_closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"agentevo-{config.run.name}", daemon=True

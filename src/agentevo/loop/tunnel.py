@@ -34,7 +34,8 @@ def pinned_context(address: EngineAddress) -> ssl.SSLContext:
     parts = urlsplit(address.url)
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     asking.minimum_version = ssl.TLSVersion.TLSv1_3
-    asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
+    asking.check_hostname = False
+    asking.verify_mode = ssl.CERT_NONE
     try:
         place = (parts.hostname or "", parts.port or 443)
         with (
@@ -63,7 +64,9 @@ class Tunnel:
 
     def __init__(self, address: EngineAddress, context: ssl.SSLContext) -> None:
         parts = urlsplit(address.url)
-        self._host, self._port, self._context = parts.hostname or "", parts.port or 443, context
+        self._host = parts.hostname or ""
+        self._port = parts.port or 443
+        self._context = context
         self._lock = threading.Lock()
         self._base: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,7 +93,8 @@ class Tunnel:
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     async def _serve(self, started: Future[str]) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         try:
             server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
         except OSError as error:

@@ -55,7 +55,8 @@ class CheckpointedLayer(PackedWeights):
     """Stands in for the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module, section: MemorySection) -> None:
-        self.layer, self.section = layer, section
+        self.layer = layer
+        self.section = section
         self.inner: PackedWeights | None = vars(layer).get("forward")
         """The callable that stood in its place before (models/fused.py)."""
 

@@ -78,7 +78,8 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
     """
     if section.adapter is not None:
         return load_adapter(model, section.adapter, trainable=True)
-    library, special = peft(), _special_linears(model)
+    library = peft()
+    special = _special_linears(model)
     for name in section.targets:
         if any(layer == name or layer.endswith(f".{name}") for layer in special):
             raise ModelError(
@@ -125,7 +126,8 @@ def load_adapter(
     Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made
     for another base.
     """
-    library, config = peft(), read_adapter_config(folder)
+    library = peft()
+    config = read_adapter_config(folder)
     check_same(folder, _overrides_of(model))
     if is_adapted(model) and name in adapter_names(model):
         raise ModelError(
@@ -309,7 +311,8 @@ def _check_ties(model: Any) -> None:
     """An adapter on one of two layers that are one matrix could not be merged, nor computed as it
     is saved."""
     inner = model.get_base_model()
-    embedding, output = inner.get_input_embeddings(), inner.get_output_embeddings()
+    embedding = inner.get_input_embeddings()
+    output = inner.get_output_embeddings()
     wrapped = [layer for layer in (embedding, output) if type(layer).__module__.startswith("peft.")]
     if wrapped and getattr(inner.config.get_text_config(), "tie_word_embeddings", False):
         raise ModelError(

@@ -68,7 +68,8 @@ def grammar_of(
             "this model writes its answers in channels, whose form can't be prescribed: ask for "
             "the form in the prompt"
         )
-    rules, ways = [], []
+    rules = []
+    ways = []
     if form.calls == "auto" and form.schema is None:
         ways.append("text")
         rules += _text_with_calls(form, chat, tools or ())
@@ -107,7 +108,8 @@ def _tell_once(line: str) -> None:
 
 def _begin_of_call(chat: ChatFormat) -> re.Match[str] | None:
     """Where the notation's own text begins as a call does."""
-    notation, begins = chat.call_notation, chat.parser.begins
+    notation = chat.call_notation
+    begins = chat.parser.begins
     return re.search(begins, notation.before_name) if notation is not None and begins else None
 
 
@@ -162,7 +164,9 @@ def _text_with_calls(
     form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """The rule `text` and those below it: texts in which nothing begins as a call, and calls."""
-    notation, begins, found = chat.call_notation, chat.parser.begins, _begin_of_call(chat)
+    notation = chat.call_notation
+    begins = chat.parser.begins
+    found = _begin_of_call(chat)
     assert notation is not None and begins and found is not None, "see _enforced"
     others = sorted(
         token

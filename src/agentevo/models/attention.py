@@ -96,7 +96,8 @@ def _attention(
     elif attention_mask is not None:
         raise ModelError(OWN_MASK)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    dim, value_dim = query.shape[-1], value.shape[-1]
+    dim = query.shape[-1]
+    value_dim = value.shape[-1]
     if dim != value_dim:  # DeepSeek's latent attention: zeros add nothing to scores and outputs
         query, key, value = (
             F.pad(x, (0, max(dim, value_dim) - x.shape[-1])) for x in (query, key, value)

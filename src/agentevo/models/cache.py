@@ -187,7 +187,8 @@ def _telling(tell: Progress, words: Callable[[], str]) -> Iterator[None]:
     if is_shown():
         yield
         return
-    over, begun = threading.Event(), time.monotonic()
+    over = threading.Event()
+    begun = time.monotonic()
 
     def say() -> None:
         while not over.wait(TELL_EVERY_S):

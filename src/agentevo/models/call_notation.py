@@ -47,7 +47,8 @@ def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> 
     if alone is None or _CALLS[0].id in one:
         return None
     before_name, before_arguments, after = alone
-    pair, between = _pieces(two, 2), None
+    pair = _pieces(two, 2)
+    between = None
     if pair is not None and (pair[0], pair[1], pair[3], pair[4]) == (
         before_name,
         before_arguments,

@@ -47,7 +47,10 @@ CACHED_MESSAGES = 8192
 """Encodings of messages that are remembered."""
 LONG_TEXT = 50_000
 """Characters that take some 10 ms to encode. Longer texts are not remembered."""
-_FIRST, _SECOND, _ASKED, _SYSTEM = "probefirst", "probesecond", "probequestion", "probesystem"
+_FIRST = "probefirst"
+_SECOND = "probesecond"
+_ASKED = "probequestion"
+_SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
 OPENS_THINKING = re.compile(r"<think>\s*$")
 
@@ -136,7 +139,8 @@ class ChatFormat:
     def plain(self, text: str, *, begins: bool = True) -> list[int]:
         """Ids of a text outside of any chat. One that `begins` a context gets the token that the
         tokenizer puts there, unless the text has it already."""
-        ids, start = self._encode(text), self.tokenizer.bos_token_id
+        ids = self._encode(text)
+        start = self.tokenizer.bos_token_id
         if begins and start is not None and self.tokenizer.encode("")[:1] == [start] != ids[:1]:
             return [start, *ids]
         return ids
@@ -312,8 +316,10 @@ class ChatFormat:
         def render(messages: list[Message], *, prompt: bool) -> str:
             return self._template.render([*start, *messages], prompt=prompt, tools=tools)
 
-        first, second = Message("assistant", _FIRST), Message("assistant", _SECOND)
-        generation, once = render([], prompt=True), render([first, _USER], prompt=True)
+        first = Message("assistant", _FIRST)
+        second = Message("assistant", _SECOND)
+        generation = render([], prompt=True)
+        once = render([first, _USER], prompt=True)
         twice = render([first, _USER, second, _USER], prompt=True)
         header, sentinel, after_first = once.partition(_FIRST)
         if self.parser.name == HARMONY and header.startswith(generation):
@@ -379,7 +385,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
         text = template.render([_USER, Message("assistant", _FIRST), *messages], prompt=prompt)
         return list(tokenizer.encode(_after(_FIRST, text), add_special_tokens=False))
 
-    special, last = special_ids(tokenizer), after_answer([], prompt=False)
+    special = special_ids(tokenizer)
+    last = after_answer([], prompt=False)
     end = next((position for position, token in enumerate(last) if token in special), None)
     if end is None:
         raise ModelError(

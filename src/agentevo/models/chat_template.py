@@ -26,7 +26,8 @@ from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 """What a template may raise: it may do anything with what it meets."""
-_CALL, _ARGUMENT = "probecall", "probeargument"
+_CALL = "probecall"
+_ARGUMENT = "probeargument"
 
 
 @dataclass(frozen=True)

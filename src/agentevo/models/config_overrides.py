@@ -79,7 +79,8 @@ def _made(
 ) -> PretrainedConfig:
     kind = type(saved)
     _check_keys(saved, overrides, where)
-    changed, rope = dict(tree), None
+    changed = dict(tree)
+    rope = None
     for key, value in overrides.items():
         name = kind.attribute_map.get(key, key)
         own = getattr(saved, name, None)
@@ -176,9 +177,11 @@ def _remarks() -> Iterator[list[str]]:
             if _RATIO not in (text := record.getMessage()):
                 told.append(text)
 
-    logger, listener = logging.getLogger("transformers.modeling_rope_utils"), Listener()
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    listener = Listener()
     listener.setLevel(logging.WARNING)
-    level, propagates = logger.level, logger.propagate
+    level = logger.level
+    propagates = logger.propagate
     logger.addHandler(listener)
     logger.setLevel(logging.WARNING)
     logger.propagate = False

@@ -53,7 +53,8 @@ class FusedLayer(PackedWeights):
         self.window: int | None = getattr(attention, "sliding_window", None)
         if isinstance(layer, MistralDecoderLayer):
             self.window = getattr(attention.config, "sliding_window", None)
-        self.attention, self.has_head_norms = attention, hasattr(attention, "q_norm")
+        self.attention = attention
+        self.has_head_norms = hasattr(attention, "q_norm")
         self.epsilon = float(layer.input_layernorm.variance_epsilon)  # type: ignore[union-attr, arg-type]
         self.epsilon_tensor = torch.tensor(self.epsilon)
         self.norm_class = type(layer.input_layernorm)
@@ -143,9 +144,11 @@ class FusedLayer(PackedWeights):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads, of heads [T, all, D], with their rotary position (arXiv 2104.09864);
         cos and sin [1, T, D]."""
-        num_q, num_k = self.num_heads, self.num_rotated - self.num_heads
+        num_q = self.num_heads
+        num_k = self.num_rotated - self.num_heads
         if self.has_head_norms:
-            query, key = heads[:, :num_q], heads[:, num_q : self.num_rotated]
+            query = heads[:, :num_q]
+            key = heads[:, num_q : self.num_rotated]
             heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
         if (kernels := cpu_kernels()) is not None:
             return kernels.rotated(heads, num_q, num_k, cos[0], sin[0])

@@ -47,7 +47,8 @@ class FusedDecoder:
         decoder: Any = self.decoder
         embedded = decoder.embed_tokens(kwargs["input_ids"])
         rotation = decoder.rotary_emb(embedded, position_ids=kwargs["position_ids"])
-        x, plan = embedded[0], kwargs["plan"]
+        x = embedded[0]
+        plan = kwargs["plan"]
         for layer, weights in layers:
             x = layer.of_tokens(x, weights, plan, rotation)
         return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
@@ -55,7 +56,8 @@ class FusedDecoder:
     def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
         """Of ids that there are, in float32 on a CPU: elsewhere no layer packs its weights."""
         decoder: Any = self.decoder
-        ids, embeddings = kwargs.get("input_ids"), decoder.embed_tokens.weight
+        ids = kwargs.get("input_ids")
+        embeddings = decoder.embed_tokens.weight
         return (
             not torch.is_grad_enabled()
             and ids is not None

@@ -47,7 +47,8 @@ class Grammars:
     of the model's logits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._tokens: dict[tuple[int, ...], LLTokenizer] = {}
         """By the tokens that end a text."""
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
@@ -163,7 +164,8 @@ class GrammarState:
     """One completion on its way through a grammar."""
 
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
-        self._matcher, self._num_words = matcher, num_words
+        self._matcher = matcher
+        self._num_words = num_words
         self._digest = hashlib.blake2b(digest_size=16)
 
     def mask(self) -> np.ndarray:

@@ -78,10 +78,8 @@ def _sums_in_order() -> bool:
 def _has_one_swish() -> bool:
     """The numbers of a product, whose activation is computed with it, against `_swish` of them."""
     numbers = torch.Generator().manual_seed(0)
-    weight, x = (
-        torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32),
-        torch.randn(67, 64, generator=numbers, dtype=torch.float32),
-    )
+    weight = torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32)
+    x = torch.randn(67, 64, generator=numbers, dtype=torch.float32)
     alone = _swish(product(x, weight).view(1, -1)).view(67, -1)
     return torch.equal(alone, product(x, weight, None, "swish"))
 
@@ -304,10 +302,13 @@ class FastLinear(nn.Linear, PackedWeights):
         """A layer over the very parameters of `linear`."""
         fast = cls.__new__(cls)
         nn.Module.__init__(fast)
-        fast.in_features, fast.out_features = linear.in_features, linear.out_features
-        fast.weight, fast.bias = linear.weight, linear.bias
+        fast.in_features = linear.in_features
+        fast.out_features = linear.out_features
+        fast.weight = linear.weight
+        fast.bias = linear.bias
         fast.training = linear.training
-        fast._packed, fast._packed_of = None, []
+        fast._packed = None
+        fast._packed_of = []
         return fast
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

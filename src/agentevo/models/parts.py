@@ -109,7 +109,8 @@ class Part:
         place = tensor if parameter is None else parameter
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
-        shape, offset = list(place.shape), [0] * place.dim()
+        shape = list(place.shape)
+        offset = [0] * place.dim()
         if isinstance(place, DTensor):
             offset = list(place.__create_chunk_list__()[0].offsets)
         if cut is not None:
@@ -191,7 +192,8 @@ class Wholes:
         self, parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None
     ) -> None:
         """`group`: of all processes and for tensors on the CPU. They all have the same names."""
-        self._parts, self._group = parts, group
+        self._parts = parts
+        self._group = group
         self._boxes = boxes_of_all(parts, group)
         self._waiting = iter(parts)
         self.specs = {name: part.spec for name, part in parts.items()}
@@ -202,10 +204,12 @@ class Wholes:
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         name = next(self._waiting)
-        part, givers = self._parts[name], self._givers(name)
+        part = self._parts[name]
+        givers = self._givers(name)
         whole = _begun(part)
         self._take(whole, givers)
-        found, wanted = sum(math.prod(box.sizes) for box in givers.values()), whole.numel()
+        found = sum(math.prod(box.sizes) for box in givers.values())
+        wanted = whole.numel()
         if found != wanted:
             raise ModelError(
                 f"{name}: processes have parts of {found} elements of a tensor of {wanted}: this "
@@ -240,7 +244,8 @@ class Wholes:
 
 def give(parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None) -> None:
     """What the other processes do while the first one iterates over `Wholes` of its own parts."""
-    boxes, me = boxes_of_all(parts, group), distributed.get_rank(group)
+    boxes = boxes_of_all(parts, group)
+    me = distributed.get_rank(group)
     for name, part in parts.items():
         if me in givers_of([of_one[name] for of_one in boxes]):
             distributed.send(as_bytes(part.given), group=group, group_dst=0)

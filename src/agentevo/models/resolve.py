@@ -166,7 +166,8 @@ def best_checkpoint(run_folder: Path) -> Path:
     folder = run_folder / "checkpoints"
     try:
         index = read_json_object(folder / "index.json")
-        best, steps = index["best"], index["steps"]
+        best = index["best"]
+        steps = index["steps"]
         step = best["step"] if best is not None else max(steps, default=None)
         path = folder / f"step-{step:06d}" if step is not None else folder
     except (ConfigError, ValueError, KeyError, TypeError) as error:

@@ -91,7 +91,8 @@ class Recording(Chooser):
     """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
 
     def __init__(self, routers: Routers, replay: Replay | None = None) -> None:
-        self.routers, self.replay = routers, replay
+        self.routers = routers
+        self.replay = replay
         self._chosen: dict[int, torch.Tensor] = {}
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
@@ -114,7 +115,8 @@ class Replay(Chooser):
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
         """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
         everywhere."""
-        self.rows, self.apply = rows, apply
+        self.rows = rows
+        self.apply = apply
         self._differs: dict[int, torch.Tensor] = {}
         self._is_divided = False
 
@@ -161,7 +163,9 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
         super().__init__()
-        self.chooser, self.layer, self.number = chooser, layer, number
+        self.chooser = chooser
+        self.layer = layer
+        self.number = number
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +187,8 @@ class _Router:
     """Stands in for the `forward` of one router."""
 
     def __init__(self, router: nn.Module, layer: int) -> None:
-        self.router, self.layer = router, layer
+        self.router = router
+        self.layer = layer
         self.number = 0
         """Which of its calls of topk chooses, from 0; as of `routers`, known once it was tried."""
         self.routers: Routers | None = None

@@ -104,7 +104,8 @@ def copy_sharded(
 ) -> PreTrainedModel:
     """A copy of a sharded model as it is now, sharded alike: each process copies its own part.
     `change` may give it other layers before it has weights; those that the policy has not are 0."""
-    sharding, device = _SHARDED[policy], next(policy.parameters()).device
+    sharding = _SHARDED[policy]
+    device = next(policy.parameters()).device
     twin = copy.deepcopy(sharding.skeleton)
     change(twin)
     buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
@@ -178,6 +179,8 @@ def make_plain(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is FastLinear:
                 plain = nn.Linear(1, 1, bias=child.bias is not None, device="meta")
-                plain.in_features, plain.out_features = child.in_features, child.out_features
-                plain.weight, plain.bias = child.weight, child.bias
+                plain.in_features = child.in_features
+                plain.out_features = child.out_features
+                plain.weight = child.weight
+                plain.bias = child.bias
                 setattr(parent, name, plain)

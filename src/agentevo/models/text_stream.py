@@ -49,7 +49,8 @@ class TextStream:
         whole: Callable[[Sequence[int]], str],
     ) -> None:
         self._whole = whole
-        self._end_ids, self._stop_strings = frozenset(end_ids), tuple(stop_strings)
+        self._end_ids = frozenset(end_ids)
+        self._stop_strings = tuple(stop_strings)
         self._in_pieces = _decodes_in_pieces(tokenizer)
         self._backend: Any = tokenizer.backend_tokenizer if self._in_pieces else None
         self._ids: list[int] = []
@@ -124,11 +125,13 @@ class TextStream:
         if not self._stop_strings:
             return new
         text = self._waiting + new
-        end, self._stopped = len(text), False
+        end = len(text)
+        self._stopped = False
         for stop in self._stop_strings:
             start = _first_beginning(text, stop)
             if start < end:
-                end, self._stopped = start, text.startswith(stop, start)
+                end = start
+                self._stopped = text.startswith(stop, start)
         self._waiting = text[end:]
         return text[:end]
 

@@ -53,7 +53,8 @@ def make_tiny(
 
 def _check_memory(num_parameters: int) -> None:
     """Before anything is allocated."""
-    needed, free = num_parameters * 4, psutil.virtual_memory().available
+    needed = num_parameters * 4
+    free = psutil.virtual_memory().available
     if needed > free:
         raise ModelError(
             f"model 'tiny': {num_parameters:,} parameters take {needed / 2**30:.1f} GiB, and "

@@ -84,7 +84,8 @@ class _SideBySide:
     `before`."""
 
     def __init__(self, tokens: Sequence[_Token], before: _SideBySide | None = None) -> None:
-        self.tokens, self.before = tokens, before
+        self.tokens = tokens
+        self.before = before
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attend(
@@ -100,7 +101,8 @@ class _SideBySide:
         sources = list(self.tokens)
         if self.before is not None:
             old_k, old_v = self.before.kept[len(self.kept) - 1]
-            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
+            k = torch.cat([old_k, k])
+            v = torch.cat([old_v, v])
             sources = [*self.before.tokens, *sources]
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * scaling
@@ -298,7 +300,8 @@ def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     ones around their mean; of scores, where there is one a token."""
     axis = -1 if logits.shape[-1] > 1 else 0
     if axis == -1:
-        logits, wanted = logits.log_softmax(-1), wanted.log_softmax(-1)
+        logits = logits.log_softmax(-1)
+        wanted = wanted.log_softmax(-1)
     spread = (wanted - wanted.mean(axis, keepdim=True)).square().mean().sqrt()
     return float((logits - wanted).square().mean().sqrt() / spread.clamp_min(1e-12))
 

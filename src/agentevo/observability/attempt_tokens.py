@@ -106,7 +106,8 @@ def block_of(
     training: Training,
 ) -> Block:
     place = slice(first, first + size)
-    ids, logprobs = list(turn.completion_ids[place]), list(turn.logprobs[place])
+    ids = list(turn.completion_ids[place])
+    logprobs = list(turn.logprobs[place])
     versions = list(turn.versions[place])
     is_greedy = turn.temperature == 0
     note = ""

@@ -116,7 +116,8 @@ def part_of(
 ) -> Part:
     """`most` turns from the `start`-th of those to show."""
     shown, shared = selected(trajectory.turns, leaf)
-    uses, legend = _uses(trajectory, calls), world_of(trajectory.turns)
+    uses = _uses(trajectory, calls)
+    legend = world_of(trajectory.turns)
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
     views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
@@ -137,7 +138,8 @@ def turn_view(
     uses: dict[tuple[int, int], StoredCall],
     legend: Legend = NO_LEGEND,
 ) -> TurnView:
-    low, high = min(turn.versions, default=None), max(turn.versions, default=None)
+    low = min(turn.versions, default=None)
+    high = max(turn.versions, default=None)
     note = ""
     if turn.parent != before:
         note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
@@ -341,7 +343,8 @@ def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
     for end, words in _ENDS.items():
         if trajectory.metrics.get(f"ended_by_{end}"):
             return words
-    last, most = trajectory.turns[-1], _number(config, "sampling", "max_new_tokens")
+    last = trajectory.turns[-1]
+    most = _number(config, "sampling", "max_new_tokens")
     if last.finish_reason == "length":
         size = len(last.completion_ids)
         if most is None or size < most:

@@ -50,7 +50,8 @@ def compared(names: Sequence[str]) -> list[str]:
 
 def places(view: Measured, axis: Axis) -> Sequence[float]:
     """Where each row of the table stands on the axis."""
-    table, num = view.table, view.num_rows
+    table = view.table
+    num = view.num_rows
     if axis == "time":
         times = list(table.times[:num])
         gaps = [
@@ -74,7 +75,8 @@ def line_of(
     """(x, values) of a metric; None where it was never a number."""
     rows, values = view.table.series(metric)
     number = sum(1 for row in rows if row < view.num_rows)
-    rows, values = rows[:number], values[:number]
+    rows = rows[:number]
+    values = values[:number]
     if not any(map(math.isfinite, values)):
         return None
     where = places(view, axis)
@@ -119,7 +121,8 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
 def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[float]:
     """A line's values at other places; NaN before its first point and behind its last one."""
     known = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
-    xs, values = [x for x, _ in known], [value for _, value in known]
+    xs = [x for x, _ in known]
+    values = [value for _, value in known]
     return np.interp(where, xs, values, left=math.nan, right=math.nan).tolist()
 
 

@@ -20,10 +20,15 @@ import msgspec
 
 from agentevo.errors import CheckpointError
 
-SCORE, SUCCESS = "critic/score/mean", "train/success"
-SPREAD, ZERO_SPREAD = "group/reward_std/mean", "group/zero_std_ratio"
-GRAD_NORM, ENTROPY, LOSS = "actor/grad_norm", "actor/entropy", "actor/pg_loss"
-LENGTH, CLIPPED = "response_length/mean", "response_length/clip_ratio"
+SCORE = "critic/score/mean"
+SUCCESS = "train/success"
+SPREAD = "group/reward_std/mean"
+ZERO_SPREAD = "group/zero_std_ratio"
+GRAD_NORM = "actor/grad_norm"
+ENTROPY = "actor/entropy"
+LOSS = "actor/pg_loss"
+LENGTH = "response_length/mean"
+CLIPPED = "response_length/clip_ratio"
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
@@ -161,7 +166,8 @@ class CollapseMonitor:
             ) from error
 
     def _remember(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        state, limits = self._state, self.limits
+        state = self._state
+        limits = self.limits
         state.step = step
         state.usual_gradient = self._believed(GRAD_NORM)
         for key in SMOOTHED:
@@ -187,7 +193,8 @@ class CollapseMonitor:
                 (state.best_score if state.best_score is not None else score) - state.lowest_score
             )
             if state.best_score is None or score > state.best_score + gain:
-                state.best_score, state.best_score_step = score, step
+                state.best_score = score
+                state.best_score_step = step
         state.highest_spread = max(state.highest_spread, self._believed(SPREAD) or 0.0)
         entropy = self._believed(ENTROPY)
         if entropy is not None:
@@ -212,7 +219,8 @@ class CollapseMonitor:
         return self._state.step - self._state.best_score_step >= self.limits.patience_steps
 
     def _success_words(self) -> str:
-        success, score = self._mean(SUCCESS), self._mean(SCORE)
+        success = self._mean(SUCCESS)
+        score = self._mean(SCORE)
         return (
             f"success is {success:.0%}"
             if success is not None
@@ -271,7 +279,8 @@ class CollapseMonitor:
         )
 
     def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
-        value, usual = _finite(metrics, GRAD_NORM), self._state.usual_gradient
+        value = _finite(metrics, GRAD_NORM)
+        usual = self._state.usual_gradient
         if value is None or not usual or value <= self.limits.gradient_factor * usual:
             return None
         return (
@@ -307,7 +316,8 @@ class CollapseMonitor:
         )
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
-        entropy, start = self._believed(ENTROPY), self._state.start_entropy
+        entropy = self._believed(ENTROPY)
+        start = self._state.start_entropy
         if (
             entropy is None
             or not start
@@ -328,7 +338,8 @@ class CollapseMonitor:
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
-        entropy, low = self._believed(ENTROPY), self._state.lowest_entropy
+        entropy = self._believed(ENTROPY)
+        low = self._state.lowest_entropy
         if (
             entropy is None
             or low is None
@@ -346,7 +357,8 @@ class CollapseMonitor:
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
-        clipped, length = self._believed(CLIPPED), self._mean(LENGTH)
+        clipped = self._believed(CLIPPED)
+        length = self._mean(LENGTH)
         if clipped is None or clipped < self.limits.clip_ratio or self._solved():
             return None
         words = "" if length is None else f" (mean length {length:.0f} tokens)"
@@ -358,10 +370,12 @@ class CollapseMonitor:
         )
 
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
-        state, score = self._state, self._believed(SCORE)
+        state = self._state
+        score = self._believed(SCORE)
         if score is None or state.best_score is None or state.first_score is None:
             return None
-        gained, lost = state.best_score - state.first_score, state.best_score - score
+        gained = state.best_score - state.first_score
+        lost = state.best_score - score
         size = max(abs(state.best_score), abs(score), state.highest_spread)
         if (
             gained <= 0

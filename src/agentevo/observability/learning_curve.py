@@ -33,7 +33,8 @@ def draw_learning_curve(
     success = series(rows, "train/success")
     reward = series(rows, "critic/score/mean")
     evaluations = held_out(rows)
-    rates, rewards = bool(evaluations) or has_numbers(success[1]), has_numbers(reward[1])
+    rates = bool(evaluations) or has_numbers(success[1])
+    rewards = has_numbers(reward[1])
     if not (rates or rewards):
         return False
     figure.set_size_inches(8, 4.6 + (1.8 if rates and rewards else 0))

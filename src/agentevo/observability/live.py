@@ -222,7 +222,8 @@ class LiveView:
 
     def moment(self) -> Moment:
         """What the run does now. For any thread."""
-        state, bar = self._state, self._hidden.newest()
+        state = self._state
+        bar = self._hidden.newest()
         total = None if bar is None else bar.total
         done = None
         if bar is not None and total is not None:
@@ -370,7 +371,8 @@ def sparkline(values: tuple[float, ...]) -> str:
     equal."""
     if not values:
         return ""
-    low, span = min(values), max(values) - min(values)
+    low = min(values)
+    span = max(values) - min(values)
     if span < LEAST_SPAN * max(map(abs, values)):
         span = 0.0
     return "".join(SPARKS[round((value - low) / span * 7) if span else 0] for value in values)
@@ -420,7 +422,9 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
         left,
     )
     facts = step_facts(state.metrics)
-    learning, optimisation, speed = Text(), Text(), Text()
+    learning = Text()
+    optimisation = Text()
+    speed = Text()
     for label in ("success", "reward", "loss", "entropy", "grad", "kl", "clipped", "length"):
         if label in facts:
             line = learning if label in ("success", "reward", "loss") else optimisation

@@ -107,7 +107,8 @@ def read_metrics(path: Path | str) -> list[MetricsRow]:
 def digests_by_step(path: Path) -> dict[int, str]:
     """Step -> sha256 of the file's rows up to the last one of that step, in order. Raises as
     `read_metrics`."""
-    digest, digests = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    digests = {}
     for row, line in _read_rows(path):
         digest.update(line + b"\n")
         digests[int(row["step"] or 0)] = digest.hexdigest()

@@ -176,7 +176,8 @@ def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, A
         [[key for key, *_ in others]] if others else []
     )
     grid = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1] if others else [1])
-    low, high = series(rows, "response_length/min"), series(rows, "response_length/max")
+    low = series(rows, "response_length/min")
+    high = series(rows, "response_length/max")
     if low[0] == high[0] and low[0]:
         grid["main"].fill_between(
             low[0],

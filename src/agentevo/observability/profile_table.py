@@ -68,7 +68,8 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
     allocations: list[tuple[float, int]] = []
     calls: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
-        category, name = event.get("cat"), str(event.get("name"))
+        category = event.get("cat")
+        name = str(event.get("name"))
         if category == "user_annotation" and name.startswith(PREFIX):
             spans.append((event["ts"], event["ts"] + event["dur"], name.removeprefix(PREFIX)))
         elif name == "[memory]" and event["args"]["Device Type"] == (CUDA if gpu else CPU):
@@ -84,7 +85,8 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
 def _phases(
     spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int
 ) -> tuple[Phase, ...]:
-    own, times = _self_times(spans), Counter(name for _, _, name in spans)
+    own = _self_times(spans)
+    times = Counter(name for _, _, name in spans)
     peaks = _peaks(spans, sorted(allocations), base) if allocations else {}
     whole = sum(own.values()) or 1.0
     phases = [

@@ -146,7 +146,8 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
     after = _number(scores.get("after"), last.success)
     random = _number(scores.get("random"), last.random)
     optimal = _number(scores.get("optimal"), last.optimal)
-    cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n"), last.n)
+    cold = _number(scores.get("cold_start_before"))
+    number = _number(scores.get("n"), last.n)
     if before is None or after is None:
         return Result(before, after, random, optimal, "", [])
     low, high = wilson_interval(after, number) if number else (after, after)
@@ -169,7 +170,8 @@ def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[
     """(label, value, unit) of what it took."""
     tokens: Mapping[str, Any] = summary.get("tokens") or {}
     best: Mapping[str, Any] = summary.get("best") or {}
-    wall, best_value = _number(summary.get("wall_s")), _number(best.get("value"))
+    wall = _number(summary.get("wall_s"))
+    best_value = _number(best.get("value"))
     steps = summary.get("steps", max((row["step"] or 0 for row in rows), default=0))
     label = "optimizer steps" if summary.get("command") == "sft" else "RL steps"
     told = [

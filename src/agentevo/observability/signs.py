@@ -35,7 +35,8 @@ class Signs:
     """What the monitor of a run says of its numbers (collapse.py), read on."""
 
     def __init__(self) -> None:
-        self._monitor, self._seen = CollapseMonitor(), 0
+        self._monitor = CollapseMonitor()
+        self._seen = 0
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable) -> None:

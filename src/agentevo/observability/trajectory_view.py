@@ -97,7 +97,8 @@ def outcome(trajectory: Trajectory) -> str:
     result = "success" if trajectory.success else "no success"
     if trajectory.status == "failed":
         result = f"failed: {visible(trajectory.error or 'no reason recorded')}"
-    turns, tokens = len(trajectory.turns), trajectory.num_completion_tokens()
+    turns = len(trajectory.turns)
+    tokens = trajectory.num_completion_tokens()
     drawn = [
         logprobs for turn in trajectory.turns if (logprobs := shown_logprobs(turn)) is not None
     ]
@@ -113,7 +114,8 @@ def outcome(trajectory: Trajectory) -> str:
 def turn_facts(turn: Turn) -> str:
     """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights
     changed in the middle."""
-    low, high = min(turn.versions, default=0), max(turn.versions, default=0)
+    low = min(turn.versions, default=0)
+    high = max(turn.versions, default=0)
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
     greedy = "" if turn.temperature > 0 else " (greedy: without probabilities)"
     return (
@@ -167,12 +169,16 @@ class TokenLines:
         from rich.text import Text
 
         def lines() -> Iterator[tuple[Text, Text]]:
-            top, bottom, used = Text(no_wrap=True), Text(no_wrap=True), 0
+            top = Text(no_wrap=True)
+            bottom = Text(no_wrap=True)
+            used = 0
             for token, logprob, style in self._cells:
                 width = min(max(cell_len(token), len(logprob)) + 1, options.max_width)
                 if used + width > options.max_width:
                     yield top, bottom
-                    top, bottom, used = Text(no_wrap=True), Text(no_wrap=True), 0
+                    top = Text(no_wrap=True)
+                    bottom = Text(no_wrap=True)
+                    used = 0
                 top.append(set_cell_size(token, width), style)
                 bottom.append(set_cell_size(logprob, width), "dim")
                 used += width

@@ -144,7 +144,8 @@ class EarlierVersions:
     swaps them in."""
 
     def __init__(self, config: RunConfig, policies: Mapping[str, AgentPolicy]) -> None:
-        self._config, self._policies = config, policies
+        self._config = config
+        self._policies = policies
         self._loaded: dict[str, int] = {}
 
     async def advance(self, step: int, *, anew: bool) -> None:
@@ -159,7 +160,8 @@ class EarlierVersions:
                 self._keep(folder, step, section.weights_of, (section.lag or 0) + SPARE)
             if not anew and self._loaded.get(name) == version:
                 continue
-            engine, weights = self._policies[name].engine, self._weights(folder, name, version)
+            engine = self._policies[name].engine
+            weights = self._weights(folder, name, version)
             deadline_s = self._config.engine.timeout_s
             if anew:
                 await engine.begin(version, weights, deadline_s=deadline_s)
@@ -191,7 +193,8 @@ class AllWeights:
     """The ways of all trained policies' weights to their engines, as one (WeightSender)."""
 
     def __init__(self, senders: Sequence[WeightSender], earlier: EarlierVersions) -> None:
-        self._senders, self._earlier = senders, earlier
+        self._senders = senders
+        self._earlier = earlier
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""

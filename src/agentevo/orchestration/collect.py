@@ -94,7 +94,9 @@ class Collector:
     between them."""
 
     def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: StepTasks) -> None:
-        self._config, self._attempts, self._tasks = config, attempts, tasks
+        self._config = config
+        self._attempts = attempts
+        self._tasks = tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
         self._solved: dict[str, list[int]] = {}
@@ -103,9 +105,11 @@ class Collector:
         """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as
         it needs and may have."""
         algorithm = self._config.algorithm
-        tasks, refill = self._tasks.train(step), self._tasks.refill(step)
+        tasks = self._tasks.train(step)
+        refill = self._tasks.refill(step)
         wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None
-        gathered, rounds = _Gathered(), 0
+        gathered = _Gathered()
+        rounds = 0
         while tasks:
             last = await self._round(step, tasks, gathered)
             rounds += 1
@@ -182,7 +186,8 @@ class Collector:
         dropped: dict[str, str],
         rounds: int | None,
     ) -> Collected:
-        algorithm, length_max = self._config.algorithm, self._config.length_max
+        algorithm = self._config.algorithm
+        length_max = self._config.length_max
         shaped = shape_by_length(kept, algorithm, length_max)
         measured = [t for t in gathered.greedy if t.status == "completed"]
         baselines = {t.task_id: t.reward for t in shape_by_length(measured, algorithm, length_max)}

@@ -93,7 +93,8 @@ class ConversationBatches:
     samples_rollouts = False
 
     def __init__(self, config: RunConfig, data: SFTData) -> None:
-        self._config, self._data = config, data
+        self._config = config
+        self._data = data
         self.measure: Callable[..., dict[str, float] | None] | None = None
         """SupervisedTrainer.held_out of whoever trains on them."""
         seed = derive_seed(config.run.seed, "sft-order")
@@ -232,7 +233,8 @@ def load_sft_data(
 ) -> SFTData:
     """Reads and encodes everything. Raises ConfigError if no row is left to train on, and
     StopAskedError where `stop()` says so meanwhile. `chat` is needed for demonstrations."""
-    section, conversations = config.data, SFTData()
+    section = config.data
+    conversations = SFTData()
     limit = min(section.max_tokens or context_length, context_length)
     if section.train:
         conversations.train |= _from_files(
@@ -274,7 +276,9 @@ def _from_files(
     view: LiveView,
     stop: Callable[[], bool],
 ) -> Conversations:
-    section, report, conversations = config.data, RowReport(kind), Conversations()
+    section = config.data
+    report = RowReport(kind)
+    conversations = Conversations()
     reports.append(report)
     encoder = AssistantTokens(
         tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
@@ -357,7 +361,8 @@ def best_attempts(
         members.sort(key=lambda t: (-t.reward, t.num_completion_tokens(), t.id))
         kept: list[Any] = []
         for attempt in members:
-            name, answer = f"{where}:{attempt.id}", answer_of(attempt)
+            name = f"{where}:{attempt.id}"
+            answer = answer_of(attempt)
             if any(answer.says(other) for other in kept):
                 report.add(
                     name, RowError("duplicate", f"says what a better attempt at {task} says")

@@ -91,7 +91,8 @@ async def evaluate(
     tasks = parts.tasks.held_out()
     metrics: dict[str, float] = {}
     by_agent: dict[str, float] = {}
-    tokens, num_attempts = 0, 0
+    tokens = 0
+    num_attempts = 0
     errors: list[str | None] = []
     passes = [("greedy", 1, 0.0)] + (
         [("sampled", samples, config.evaluation.temperature)] if samples else []

@@ -36,7 +36,9 @@ class LostAttempts:
     queued again in between."""
 
     def __init__(self, config: RunConfig, store: Store, note: Callable[[str], None]) -> None:
-        self._config, self._store, self._note = config, store, note
+        self._config = config
+        self._store = store
+        self._note = note
         self._counts = Counter[str]()
         self._newest: dict[Status, str | None] = {}
         """Status -> id of the newest trajectory that is counted; None before there is one."""
@@ -95,7 +97,8 @@ class LostAttempts:
                     attempt.num_completion_tokens for attempt in new
                 )
         aside = await self._all_set_aside()
-        first, noted = self._noted is None, self._noted or set()
+        first = self._noted is None
+        noted = self._noted or set()
         new_tasks = [stored for stored in aside if stored.task.id not in noted]
         self._noted = {stored.task.id for stored in aside}
         if not new_tasks:
@@ -127,7 +130,8 @@ class LostAttempts:
             return page[: ids.index(known)] if known in ids else page
 
     async def _check_failed(self) -> None:
-        trainer, agents = self._config.trainer, by_rank(self._config) or ("",)
+        trainer = self._config.trainer
+        agents = by_rank(self._config) or ("",)
         limit = IN_VAIN_STEPS * trainer.groups_per_step * trainer.group_size * len(agents)
         newest = await self._store.summaries(split="train", limit=limit, newest_first=True)
         if (

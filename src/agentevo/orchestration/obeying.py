@@ -42,7 +42,8 @@ async def obey(run: TrainingRun) -> None:
     control = run.control
     if control is None:
         return
-    step, stood_still = run.progress.step, False
+    step = run.progress.step
+    stood_still = False
     while True:
         for request in control.take_saves():
             try:

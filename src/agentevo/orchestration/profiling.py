@@ -67,7 +67,8 @@ class Profiling:
         self.warn = warn
         self.note = note
         parameter = next(p for p in model.parameters() if p.is_floating_point())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device = parameter.device
+        self.dtype = parameter.dtype
         self._kernels = profiled_activity(self.device)
         self.summary: dict[str, Any] = {}
         """The profile's entry in summary.json; empty if nothing was profiled."""
@@ -132,8 +133,10 @@ class Profiling:
             self._ranges = opened.pop_all()
 
     def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        whole, self._whole = self._whole, None
+        profiler = self._profiler
+        self._profiler = None
+        whole = self._whole
+        self._whole = None
         whole.__exit__(None, None, None)
         if profiler is None:
             self._ranges.close()
@@ -169,7 +172,8 @@ class Profiling:
         ]
 
     def _steps(self) -> str:
-        first, last = self._profiled[0], self._profiled[-1]
+        first = self._profiled[0]
+        last = self._profiled[-1]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _safely(self, work: Callable[[], None]) -> None:
@@ -177,7 +181,9 @@ class Profiling:
         try:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
-            self._profiler, self._whole, self._left = None, None, 0
+            self._profiler = None
+            self._whole = None
+            self._left = 0
             with suppress(Exception):  # of what is open for Nsight; the reason is told below
                 self._ranges.close()
             self.warn(

@@ -95,12 +95,10 @@ class Progress(msgspec.Struct):
 
 def summary_of(run: TrainingRun) -> dict[str, Any]:
     """The contents of summary.json."""
-    config, progress, players, plays = (
-        run.parts.config,
-        run.progress,
-        run.players,
-        run.parts.plays,
-    )
+    config = run.parts.config
+    progress = run.progress
+    players = run.players
+    plays = run.parts.plays
 
     def success(metrics: dict[str, float]) -> float | None:
         return headline(metrics) if plays and metrics else None

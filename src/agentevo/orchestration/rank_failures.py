@@ -33,7 +33,9 @@ class Failures:
     """The failures of the processes that train together, of which this is number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int, world: int) -> None:
-        self._store, self.rank, self.world = store, rank, world
+        self._store = store
+        self.rank = rank
+        self.world = world
         self.log: RankLog | None = None
 
     def report(self, error: BaseException) -> BaseException:

@@ -25,7 +25,8 @@ class Stops:
     """Of the processes that train together, of which this is number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+        self._store = store
+        self._rank = rank
 
     def tell(self) -> None:
         """On another process than the first: it was asked to stop."""

@@ -146,7 +146,8 @@ async def _replay_step(run: TrainingRun, step: StepRecord) -> None:
 def _compare(run: TrainingRun, step: StepRecord, trained: dict[str, float]) -> None:
     """Tells if the step has come to something else than when it was committed: on another machine,
     say."""
-    was, now = step.record["metrics"].get("actor/grad_norm"), trained.get("actor/grad_norm")
+    was = step.record["metrics"].get("actor/grad_norm")
+    now = trained.get("actor/grad_norm")
     if (was is None) != (now is None):
         raise TrainingError(
             f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "

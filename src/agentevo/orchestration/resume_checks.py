@@ -46,7 +46,8 @@ class ResumeChecks:
     """The checks of one resume. All raise CheckpointError."""
 
     def __init__(self, config: RunConfig, store: Store) -> None:
-        self._folder, self._store = config.run_dir, store
+        self._folder = config.run_dir
+        self._store = store
         self._url = without_password(config.store_url)
         self._head = read_head(self._folder)
         beside = config.rollout.staleness > 0 or config.rollout.samplers > 0

@@ -73,7 +73,8 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
         corpus=lambda: _texts([*train_lines, *eval_lines]),
         seed=derive_seed(config.run.seed, "model"),
     )
-    tokenizer, seed = loaded.tokenizer, derive_seed(config.run.seed, "rm")
+    tokenizer = loaded.tokenizer
+    seed = derive_seed(config.run.seed, "rm")
     model = classifier_of(loaded.model, tokenizer, seed)
     del loaded
     longest = longest_conversation(model, tokenizer, config.rm.max_tokens)

@@ -232,7 +232,9 @@ class Stream:
     async def _ready(self, step: int, wanted: int) -> Round:
         """The first groups that are ready, whichever tasks they are of."""
         if step != self._step:
-            first, self._step, self._taken = self._step == 0, step, set()
+            first = self._step == 0
+            self._step = step
+            self._taken = set()
             reserved = (
                 dict.fromkeys(
                     group_of_all(row.trajectory.group_id)
@@ -245,7 +247,8 @@ class Stream:
                 return Round(await self._groups(reserved), last=True)
             if first and self._serves_early and await self._served(step):
                 return Round([], last=True)
-        size, limit = self._config.trainer.group_size, len(self._taken) + wanted
+        size = self._config.trainer.group_size
+        limit = len(self._taken) + wanted
 
         async def fresh() -> list[str]:
             beside = len(self._agents) + self._baseline
@@ -312,7 +315,8 @@ class ColocatedRollouts:
     def __init__(
         self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
-        self._parts, self._config = parts, parts.config
+        self._parts = parts
+        self._config = parts.config
         self._sleepers = _sleepers(parts) if parts.config.rollout.sharing == "turns" else []
         """The engines, where they are to sleep while the trainer computes."""
         self._service = SamplerService(
@@ -358,7 +362,8 @@ class ColocatedRollouts:
     def _keep_version(self) -> None:
         """Under `wait`: groups that are under way are drawn from the present weights to their
         end."""
-        rollout, changing = self._config.rollout, self._parts.sampler.engines
+        rollout = self._config.rollout
+        changing = self._parts.sampler.engines
         for engine in dict.fromkeys(
             one for agent, one in changing.items() if version_of(self._config, agent, 0) is not None
         ):
@@ -426,7 +431,9 @@ class DisaggregatedRollouts:
         check: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
-        self._parts, self._stop, self._note = parts, stop, note
+        self._parts = parts
+        self._stop = stop
+        self._note = note
         self._elsewhere = parts.elsewhere
         """The engines that evaluate, where this process has none of its own: they get a step's
         weights before it is committed."""

@@ -136,7 +136,8 @@ async def run_training(
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = _join(config, stack, stop_signals, view)
-        stopped, start = lambda: bool(stop_signals), ResumePoint()
+        stopped = lambda: bool(stop_signals)
+        start = ResumePoint()
         _begin_view(config, view)
         if resume:
             stack.enter_context(only_trainer_here(folder, view, stopped))

@@ -201,7 +201,8 @@ class SubmittedRollouts:
     the trainer changes the weights that it computes with."""
 
     def __init__(self, parts: Components, submissions: Submissions) -> None:
-        self._parts, self.submissions = parts, submissions
+        self._parts = parts
+        self.submissions = submissions
         self._sleepers = [
             engine
             for model, engine in parts.trained

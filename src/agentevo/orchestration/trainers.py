@@ -63,7 +63,8 @@ def make_trainer(
 ) -> tuple[Learner, BatchSource]:
     """Who trains the policy by the recipe's algorithm, and where its batches come from. `leader`:
     of the processes that train it together, where there are several."""
-    config, model = parts.config, parts.model
+    config = parts.config
+    model = parts.model
     if conversations is not None:
         batches = ConversationBatches(config, conversations)
         supervised = (
@@ -97,7 +98,9 @@ def make_trainer(
         )
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
-    tasks, store, note = parts.tasks, parts.store, parts.note
+    tasks = parts.tasks
+    store = parts.store
+    note = parts.note
     return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, note)
 
 

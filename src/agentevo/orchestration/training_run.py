@@ -86,12 +86,16 @@ class TrainingRun:
         """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
         is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
         those of a program's own loop. `ranks`: with whom it trains."""
-        self.parts, self.checkpoints, self.view = parts, checkpoints, view
-        self.is_stopped, self.command = is_stopped, command
+        self.parts = parts
+        self.checkpoints = checkpoints
+        self.view = view
+        self.is_stopped = is_stopped
+        self.command = command
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
-        apart, sampled = processes is not None or command == "learn", conversations is None
+        apart = processes is not None or command == "learn"
+        sampled = conversations is None
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
@@ -118,10 +122,13 @@ class TrainingRun:
         """Of the processes that train together, where there are several."""
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, self.leader)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
-        folder, config = parts.config.run_dir, parts.config
+        folder = parts.config.run_dir
+        config = parts.config
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.players, self.monitor = reference_players(parts), CollapseMonitor()
-        self.progress, self.end = Progress(), End()
+        self.players = reference_players(parts)
+        self.monitor = CollapseMonitor()
+        self.progress = Progress()
+        self.end = End()
         self.head = HeadFile(folder)
         self._recorded = 0
         """So many of the warnings are in the records of committed steps."""
@@ -222,8 +229,10 @@ class TrainingRun:
 
     async def step(self) -> None:
         """One step, committed at its end."""
-        step, source = self.progress.step + 1, self.source
-        rollouts, trainer = self.rollouts, self.trainer
+        step = self.progress.step + 1
+        source = self.source
+        rollouts = self.rollouts
+        trainer = self.trainer
         started = time.perf_counter()
         counters = self.parts.engine_stats()
         self.view.phase(source.activity, f"step {step}")
@@ -291,7 +300,8 @@ class TrainingRun:
         numbers = getattr(self.trainer, "numbers", None)  # only of those that learn from attempts
         if isinstance(numbers, TokenNumbers):
             try:
-                found, folder = numbers.by_attempt(), self.parts.config.run_dir
+                found = numbers.by_attempt()
+                folder = self.parts.config.run_dir
                 await in_thread(write_numbers, folder, step, found)
             except OSError as error:
                 if not self._has_told_of_numbers:
@@ -312,7 +322,8 @@ class TrainingRun:
         `label` tells two of one step apart. Raises StopAskedError when somebody asks to stop
         meanwhile."""
         self.view.phase("evaluating", name)
-        started, step = time.perf_counter(), self.progress.step
+        started = time.perf_counter()
+        step = self.progress.step
         with phase("evaluation"):
             held_out = self.source.evaluate(self.is_stopped)
             played: dict[str, float] = {}
@@ -350,7 +361,8 @@ class TrainingRun:
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
         """Evaluation and checkpoint of the step that has just been computed, when they are due;
         what is known of the latter."""
-        config, step = self.parts.config, self.progress.step
+        config = self.parts.config
+        step = self.progress.step
         value = None
         if last or (config.evaluation.every and step % config.evaluation.every == 0):
             self.progress.after = await self.evaluate(
@@ -361,7 +373,8 @@ class TrainingRun:
                 if self.parts.plays
                 else self.source.value(self.progress.after)
             )
-        every, best = config.checkpoint.every, self.checkpoints.best_value
+        every = config.checkpoint.every
+        best = self.checkpoints.best_value
         due = bool(every) and step % every == 0
         better = bool(every) and value is not None and (best is None or value > best)
         return self.save(value) if last or due or better else None
@@ -371,7 +384,8 @@ class TrainingRun:
         `value` is its evaluation, if any. None where it is written in the background, and no record
         will name it."""
         self.background.settle(wait=True)
-        step, copied = self.progress.step, self.parts.config.checkpoint.background
+        step = self.progress.step
+        copied = self.parts.config.checkpoint.background
         self.view.phase("saving", f"checkpoint of step {step}")
         write = self._writer(value, copied=copied)
         if copied:
@@ -392,8 +406,10 @@ class TrainingRun:
             "source": self.source.state_dict(),
             CHAIN: msgspec.to_builtins(self.end),
         }
-        parts, step = self.parts, self.progress.step
-        saved, beside = {"": parts.model}, parts.saved_beside
+        parts = self.parts
+        step = self.progress.step
+        saved = {"": parts.model}
+        beside = parts.saved_beside
         saved |= {folder: model for folder, (model, _) in beside.items()}
         shared: Contribution | None = None
         copies: dict[str, dict[str, torch.Tensor]] = {}
@@ -434,7 +450,8 @@ class TrainingRun:
 
     def go_on_from(self, progress: Progress) -> None:
         """That much is committed, all its warnings included."""
-        self.progress, self._recorded = progress, len(progress.warnings)
+        self.progress = progress
+        self._recorded = len(progress.warnings)
 
     def stood_still(self, seconds: float) -> None:  # a pause is no part of `wall_s`
         self._clock += seconds

@@ -94,7 +94,8 @@ def _drawable(value: float) -> float:
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """From the lowest to the highest, which differ by LEAST_SPAN at least; -1 to 1 of zeros."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     largest = max(abs(low), abs(high))
     least = max(LEAST_SPAN * largest, TINY) if largest else 1.0
     if high - low < least:
@@ -105,7 +106,8 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 def _lines(points: Sequence[tuple[float, float] | None]) -> str:
     """The path of a line with gaps."""
-    parts, pen_is_down = [], False
+    parts = []
+    pen_is_down = False
     for point in points:
         if point is None:
             pen_is_down = False
@@ -167,7 +169,8 @@ def line_chart(
     if not finite or not x:
         return Markup("")
     low, high = _range(finite)
-    left, span = x[0], (x[-1] - x[0]) or 1.0
+    left = x[0]
+    span = (x[-1] - x[0]) or 1.0
     paths = []
     for number, (_, values) in enumerate(lines):
         every = max(1, math.ceil(len(values) / CHART_POINTS))

@@ -9,7 +9,9 @@ from markupsafe import Markup, escape
 
 from agentevo.pages.words import number
 
-WIDTH, HEIGHT, FOOT = 320, 84, 16
+WIDTH = 320
+HEIGHT = 84
+FOOT = 16
 _BAR = (
     '<a href="{href}" aria-label="{said}"{now}><title>{said}</title>'
     '<rect class="room" x="{x:.2f}" y="0" width="{w:.2f}" height="{all}"/>'
@@ -78,5 +80,6 @@ def _edge(value: float, is_whole: bool, inwards: float) -> str:
 
 
 def _span(bar: Bar, is_whole: bool) -> str:
-    low, high = _edge(bar.low, is_whole, 0.5), _edge(bar.high, is_whole, -0.5)
+    low = _edge(bar.low, is_whole, 0.5)
+    high = _edge(bar.high, is_whole, -0.5)
     return low if low == high else f"{low} to {high}"

@@ -42,7 +42,8 @@ MEANINGS = (
 """Class -> words of a legend that mean it; the first one counts."""
 LEGEND = re.compile(r"^Symbols: (.{1,400})$", re.MULTILINE)
 MAX_SIDE = 40
-MIN_ROWS, MIN_COLUMNS = 2, 3
+MIN_ROWS = 2
+MIN_COLUMNS = 3
 
 
 class Piece(NamedTuple):

@@ -218,5 +218,7 @@ def _lines(file: Path) -> int:
         return sum(1 for line in rows if line.strip())
 
 
-EVALUATE, SCORE = EvaluateStage(), ScoreStage()
-FILTER, PREFERENCES = FilterStage(), PreferencesStage()
+EVALUATE = EvaluateStage()
+SCORE = ScoreStage()
+FILTER = FilterStage()
+PREFERENCES = PreferencesStage()

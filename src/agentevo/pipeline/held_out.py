@@ -51,7 +51,8 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
         if not found:
             continue
         if best is None or found[-1] > best + rule.min_gain:
-            best, without = found[-1], 0
+            best = found[-1]
+            without = 0
         else:
             without += 1
         if without >= rule.rounds_without_gain:

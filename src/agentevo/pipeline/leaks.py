@@ -56,7 +56,8 @@ class Leaks:
         """Takes up a stage's tasks and data, as far as its files are there. Raises LeakError where
         it trains on a task that it or a stage that was seen before holds out, or holds out one that
         was trained on."""
-        held_out, trained = Asked(), Asked()
+        held_out = Asked()
+        trained = Asked()
         if config.tasks.given and _are_there(config.tasks.train):
             source = TaskSource(config, None)
             tasks = source.held_out()

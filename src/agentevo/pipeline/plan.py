@@ -156,7 +156,8 @@ def _needs(
     plan: Plan, one: Instance, config: PipelineConfig, problems: list[str]
 ) -> dict[str, None]:
     """Ids that it waits for, in order; appends what is wrong to `problems`."""
-    place, needs = _place(one.path), dict[str, None]()
+    place = _place(one.path)
+    needs = dict[str, None]()
     try:
         for text in one.stage.when:
             condition(text)
@@ -215,7 +216,8 @@ def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None
 
 def _check_key(target: Instance, reference: Reference) -> None:
     """Raises ReferenceProblem for a key that the stage never has."""
-    kind, key = target.kind, reference.key
+    kind = target.kind
+    key = reference.key
     if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated(target)}:
         made = ", ".join(["folder", *kind.makes, *_stated(target)])
         raise ReferenceProblem(
@@ -310,7 +312,8 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
 
 def _ring(waits: Mapping[str, set[str]]) -> list[str]:
     """One ring of those that wait: each waits for the next."""
-    name, seen = next(iter(waits)), list[str]()
+    name = next(iter(waits))
+    seen = list[str]()
     while name not in seen:
         seen.append(name)
         name = next(need for need in sorted(waits[name]) if need in waits)

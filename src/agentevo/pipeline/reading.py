@@ -135,9 +135,12 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
 def _wrong_value(error: ErrorDetails) -> str:
     """The line about a value of the wrong type or range, of a pipeline or of a stage in it."""
     model: type[pydantic.BaseModel] = PipelineConfig
-    place, loc = "", error["loc"]
+    place = ""
+    loc = error["loc"]
     while len(loc) > 2 and loc[0] == "stages":
-        model, place, loc = StageConfig, f"{place}.stages.{loc[1]}", loc[2:]
+        model = StageConfig
+        place = f"{place}.stages.{loc[1]}"
+        loc = loc[2:]
     line = entry_problem(place, model, {**error, "loc": loc})
     return line.removeprefix(".")
 
@@ -158,7 +161,8 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
 
 def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[str]:
     """`rl.trainer.steps` -> stages.rl.config.trainer.steps."""
-    first, stages = parts[0], tree.get("stages")
+    first = parts[0]
+    stages = tree.get("stages")
     names = list(stages) if isinstance(stages, Mapping) else []
     if first in PipelineConfig.model_fields and first not in names:
         return parts if first != "stages" else _full_key(tree, parts[1:] or [""], override)
@@ -209,7 +213,9 @@ def check_recipes(pipeline: Pipeline) -> None:
     rounds, and compares held-out tasks with what is trained on. What other stages will make stands
     for itself by its future path. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
-    recipes, leaks, problems = pipeline.recipes(seed), Leaks(), list[str]()
+    recipes = pipeline.recipes(seed)
+    leaks = Leaks()
+    problems = list[str]()
     leaked: set[bytes] = set()
     measured = False
     for one in pipeline.plan.instances:
@@ -246,7 +252,8 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
     """The recipe of a stage before anything has run. Raises ConfigError."""
     meaning = _Planned(pipeline, one)
-    kind, stage = one.kind, one.stage
+    kind = one.kind
+    stage = one.stage
     options = read_options(one, replaced(stage.options, meaning))
     model = replaced(stage.model, meaning) if stage.model is not None else None
     if not kind.reads_recipe:
@@ -304,7 +311,8 @@ class _Planned:
     """What references stand for before anything has run."""
 
     def __init__(self, pipeline: Pipeline, one: Instance) -> None:
-        self.pipeline, self.one = pipeline, one
+        self.pipeline = pipeline
+        self.one = one
 
     def __call__(self, reference: Reference) -> str | float:
         if reference.scope == "round":

@@ -32,7 +32,10 @@ class Recipes:
 
     def __init__(self, config: PipelineConfig, where: str, home: Path, seed: int) -> None:
         """`home`: the folder of the pipeline's file."""
-        self.config, self.where, self.home, self.seed = config, where, home, seed
+        self.config = config
+        self.where = where
+        self.home = home
+        self.seed = seed
         self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
 
     def tree(self, one: Instance, model: str | None) -> tuple[dict[str, Any], Path]:

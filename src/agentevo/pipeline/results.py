@@ -56,7 +56,8 @@ def figure(states: Sequence[StageState], name: str) -> Figure | None:
     ends = (f"{name}_low", f"{name}_high")
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
         return Figure(values[0], *(states[0].numbers[end] for end in ends))
-    found, bounds = over_seeds(values), _BOUNDS.get(name)
+    found = over_seeds(values)
+    bounds = _BOUNDS.get(name)
     if found is None or bounds is None or not all("success" in one.numbers for one in states):
         return found
     return Figure(found.value, max(found.low, bounds[0]), min(found.high, bounds[1]))
@@ -141,7 +142,8 @@ class StageRow(NamedTuple):
 
 def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
     """A row for each stage and round, the first model before them. `states`: of each seed."""
-    first, rows = f"{START}@{HELD_OUT}", []
+    first = f"{START}@{HELD_OUT}"
+    rows = []
     for name in states[0].stages:
         if "@" in name and name != first:
             continue

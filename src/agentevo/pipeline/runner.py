@@ -115,7 +115,8 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
 def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
     """Raises ConfigError, before anything is created or deleted."""
     check_alone("a pipeline")
-    folder, config = pipeline.dir, pipeline.config
+    folder = pipeline.dir
+    config = pipeline.config
     holds = is_pipeline_folder(folder)
     if resume and config.overwrite:
         raise ConfigError(
@@ -169,8 +170,11 @@ class _Life:
         lock: int,
         received: Sequence[int],
     ) -> None:
-        self.pipeline, self.standings, self.view = pipeline, standings, view
-        self.lock, self.received = lock, received
+        self.pipeline = pipeline
+        self.standings = standings
+        self.view = view
+        self.lock = lock
+        self.received = received
         self.under_way: list[_UnderWay] = []
         self.servers = Servers(view.note)
         self.failures: list[str] = []
@@ -370,7 +374,8 @@ class _Life:
                 one.write()
 
     def _over_budget(self) -> bool:
-        budget, states = self.pipeline.config.budget, [one.state for one in self.standings]
+        budget = self.pipeline.config.budget
+        states = [one.state for one in self.standings]
         hours = sum(one.wall_s for one in states) / 3600
         used = {
             "hours": (budget.hours, hours),

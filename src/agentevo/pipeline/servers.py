@@ -80,7 +80,8 @@ class Servers:
 
     def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
         """Those that answer from now on, and those that failed with how they did."""
-        ready, failed = [], []
+        ready = []
+        failed = []
         for one in list(self.under_way):
             how = one.process.ended().partition(";")[0]
             limit = one.job.options.start_s

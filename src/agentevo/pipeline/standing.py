@@ -144,7 +144,8 @@ class Standing:
                 self._settle(one)  # as it is: its own time has not come
                 return None
             if state.status != "failed":
-                state.status, state.why = "waiting", f"waits for {failed[0]}"
+                state.status = "waiting"
+                state.why = f"waits for {failed[0]}"
             self._settle(one)
             return None
         try:
@@ -154,7 +155,8 @@ class Standing:
         except NothingThereError as error:
             reason = str(error)
         except ConfigError as error:
-            state.status, state.why = "failed", str(error)
+            state.status = "failed"
+            state.why = str(error)
             self.failures.append(f"{one.id}: {error}")
             self._settle(one)
             return None
@@ -265,7 +267,9 @@ class Standing:
         """Records that the stage's server has ended by itself."""
         state = self.state.stages[decided.one.id]
         state.wall_s += seconds
-        state.status, state.why, state.ended_at = "failed", how, time.time()
+        state.status = "failed"
+        state.why = how
+        state.ended_at = time.time()
         self.running.discard(decided.one.id)
         self.alive.discard(decided.one.id)
         self._settle(decided.one)
@@ -286,7 +290,8 @@ class Standing:
     def _job(self, one: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
         """The stage with every reference resolved, and what it is made of. Raises
         NothingThereError, ConfigError."""
-        stage, folder = one.stage, stage_folder(self.dir, one)
+        stage = one.stage
+        folder = stage_folder(self.dir, one)
         digests = {str(folder): "stage.folder"}
 
         def meaning(reference: Reference) -> str | float:
@@ -401,7 +406,8 @@ class Standing:
 
     def begin(self, decided: Decided) -> Job:
         """Makes the folder and the recipe's file, and records that the stage runs."""
-        one, job = decided.one, decided.job
+        one = decided.one
+        job = decided.job
         if not job.resume and job.folder.exists():
             shutil.rmtree(job.folder)
         with must_write(job.folder):
@@ -429,7 +435,8 @@ class Standing:
     def ended(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
         """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
         and may have ended by the signal itself."""
-        one, state = decided.one, self.state.stages[decided.one.id]
+        one = decided.one
+        state = self.state.stages[decided.one.id]
         state.wall_s += seconds
         self.running.discard(one.id)
         how = ""
@@ -441,14 +448,16 @@ class Standing:
                 how = str(error)
         state.ended_at = time.time()
         if code in (130, 143) or (asked and code < 0):
-            state.status, state.why = "stopped", ""
+            state.status = "stopped"
+            state.why = ""
             self._settle(one)
             return ""
         if code:
             how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         elif not how:
             how = f"ended well, but has not made what a stage of the kind {one.stage.kind} makes"
-        state.status, state.why = "failed", how
+        state.status = "failed"
+        state.why = how
         self._settle(one)
         return how
 
@@ -463,9 +472,14 @@ class Standing:
         state.numbers = dict(made.numbers)
         if one.measures is not None:
             state.numbers |= add_gains(self, one)
-        state.outputs, state.inputs, state.says = outputs, inputs, dict(made.says)
-        state.tokens, state.cost = made.tokens, made.cost
-        state.status, state.why, state.ended_at = "finished", "", time.time()
+        state.outputs = outputs
+        state.inputs = inputs
+        state.says = dict(made.says)
+        state.tokens = made.tokens
+        state.cost = made.cost
+        state.status = "finished"
+        state.why = ""
+        state.ended_at = time.time()
         self._settle(one)
 
     def _within(self, path: Path) -> str:

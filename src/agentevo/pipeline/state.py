@@ -24,7 +24,9 @@ from agentevo.errors import ConfigError
 from agentevo.files import must_write, open_regular, write_atomic
 from agentevo.pipeline.schema import MAX_STAGES
 
-STATE, FILE, LOCK = "pipeline.json", "pipeline.yaml", ".lock"
+STATE = "pipeline.json"
+FILE = "pipeline.yaml"
+LOCK = ".lock"
 Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
 LARGEST = 2**53
 """Of a count."""

@@ -156,4 +156,7 @@ class RewardModelStage(StageKind):
         return {"checkpoint": folder / "model"}
 
 
-TRAIN, SFT, SAMPLE, REWARD_MODEL = TrainStage(), SftStage(), SampleStage(), RewardModelStage()
+TRAIN = TrainStage()
+SFT = SftStage()
+SAMPLE = SampleStage()
+REWARD_MODEL = RewardModelStage()

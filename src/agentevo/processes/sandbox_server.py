@@ -65,7 +65,9 @@ class SandboxServer:
     def __init__(
         self, section: SandboxSection, kind: str, secret: RunSecret, *, idle_s: float
     ) -> None:
-        self.section, self.kind, self.idle_s = section, kind, idle_s
+        self.section = section
+        self.kind = kind
+        self.idle_s = idle_s
         self.free = asyncio.Semaphore(section.max_sandboxes)
         self._secret = secret
         self._closed = asyncio.Event()
@@ -138,7 +140,8 @@ class _Session:
     """One client's sandbox."""
 
     def __init__(self, server: SandboxServer, websocket: WebSocket) -> None:
-        self._server, self._websocket = server, websocket
+        self._server = server
+        self._websocket = websocket
         self._requests: asyncio.Queue[wire.Open | wire.Request] = asyncio.Queue(MAX_WAITING)
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._numbers = itertools.count(1)

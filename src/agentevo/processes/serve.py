@@ -82,7 +82,8 @@ def serve(
     check_memory(config)
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_engine(config.engine)
-    make_engine, source = engines.get(config.engine.type), remote_source(config)
+    make_engine = engines.get(config.engine.type)
+    source = remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         if tls is None:
             tls = not is_this_machine(listener.getsockname()[0])
@@ -191,8 +192,11 @@ class Follower:
         deadline_s: float,
         note: Callable[[str], None],
     ) -> None:
-        self._weights, self._engine, self._in_flight = weights, engine, in_flight
-        self._deadline_s, self._note = deadline_s, note
+        self._weights = weights
+        self._engine = engine
+        self._in_flight = in_flight
+        self._deadline_s = deadline_s
+        self._note = note
         self._refused: object = None
         """State of the source when weights were refused: they are tried again when it changes, or
         after AGAIN_S."""
@@ -253,7 +257,8 @@ class Follower:
         if latest is None:
             return None
         how: _How = {"in_flight": self._in_flight, "deadline_s": self._deadline_s}
-        source, engine = self._weights, self._engine
+        source = self._weights
+        engine = self._engine
         if isinstance(source, GroupSource) and isinstance(engine, ReceivingEngine):
             with self._refusing(state):
                 places = await engine.places(await in_thread(source.specs, latest))
@@ -284,7 +289,8 @@ class Follower:
         except (WeightsNotSentError, WeightsLostError, DeadlineExceededError):
             raise  # nothing is known against them
         except EngineError:
-            self._refused, self._refused_at = state, time.monotonic()
+            self._refused = state
+            self._refused_at = time.monotonic()
             raise
 
     def _verified(self, latest: Latest) -> Weights:

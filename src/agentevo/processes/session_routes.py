@@ -65,7 +65,9 @@ class SessionRoutes:
         next_tasks: NextTasks,
         requests_per_s: float = 0.0,
     ) -> None:
-        self._sessions, self._secret, self._stats = sessions, secret, stats
+        self._sessions = sessions
+        self._secret = secret
+        self._stats = stats
         self._next_tasks = next_tasks
         self._rate = RateLimit(requests_per_s)
         self.bridge: Bridge | None = None
@@ -127,7 +129,8 @@ class SessionRoutes:
         return await self._answered(request, opened)
 
     def _opened(self, session: OutsideSession) -> OpenedSession:
-        door, task = session.door, session.task
+        door = session.door
+        task = session.task
         assert door is not None
         return OpenedSession(
             **msgspec.structs.asdict(session.state()),

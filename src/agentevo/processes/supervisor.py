@@ -77,7 +77,9 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.started, self.announced, self.trouble = time.monotonic(), None, ""
+        self.started = time.monotonic()
+        self.announced = None
+        self.trouble = ""
 
     def look(self) -> int | None:
         """Starts it when it is due. Returns its exit code if it has ended since the last look.
@@ -118,7 +120,9 @@ class Children:
     """See the module. Entering it starts the processes."""
 
     def __init__(self, children: Sequence[Child], note: Callable[[str], None], logs: Path) -> None:
-        self._children, self._note, self._logs = children, note, logs
+        self._children = children
+        self._note = note
+        self._logs = logs
         self._ended = threading.Event()
         self._failure: ChildFailedError | None = None
         self._thread = threading.Thread(target=self._watch, name="children", daemon=True)

@@ -254,7 +254,9 @@ def _ask_to_stop(under_way: Sequence[_UnderWay], *, at_once: bool) -> None:
 
 def _ended(run: _UnderWay, view: SweepView) -> str:
     """Tells how a run ended; what went wrong, or empty."""
-    code, name, seconds = run.process.returncode, run.member.name, time.monotonic() - run.since
+    code = run.process.returncode
+    name = run.member.name
+    seconds = time.monotonic() - run.since
     summary = finished_summary(run.member.config.run_dir)
     if code == 0 and summary is not None:
         before, after = (

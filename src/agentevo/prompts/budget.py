@@ -85,7 +85,9 @@ def comparison(section: OptimizeSection, num_held_out: int) -> int:
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
     """What is left after what the log says."""
     begun = sum(one.number for one in records if isinstance(one, Begun))
-    before, since, last = 0.0, None, 0.0
+    before = 0.0
+    since = None
+    last = 0.0
     for one in records:
         if isinstance(one, Candidate):
             continue

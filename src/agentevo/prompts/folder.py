@@ -33,8 +33,13 @@ from agentevo.parsing import read_json_object
 from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.runs.records import MAX_READ, add_record, read_records
 
-SETTINGS, LOG, RUN = "optimize.json", "log.jsonl", "run"
-TEXTS, SUMMARY, REPORT, LOCK = "texts.yaml", "summary.json", "report.md", "optimize.lock"
+SETTINGS = "optimize.json"
+LOG = "log.jsonl"
+RUN = "run"
+TEXTS = "texts.yaml"
+SUMMARY = "summary.json"
+REPORT = "report.md"
+LOCK = "optimize.lock"
 REMEDY = "make room there, or make it writable, and go on with --resume"
 LONGEST_TALK = 60_000
 """Characters of an attempt's messages that are kept; longer ones teach nothing."""

@@ -319,7 +319,9 @@ async def _compared(
     pairs = [start] if winner.id == start.id else [start, winner]
     means: list[list[float]] = [[] for _ in pairs]
     successes: list[list[float]] = [[] for _ in pairs]
-    failed, problem, some = [0, 0], "", 8
+    failed = [0, 0]
+    problem = ""
+    some = 8
     for first in range(0, len(held_out), some):
         chunk = held_out[first : first + some]
         try:

@@ -44,8 +44,11 @@ class Playing:
         at_once: int,
     ) -> None:
         """`given`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
-        self._sampler, self._folder, self.budget = sampler, folder, budget
-        self._given, self._room = given, asyncio.Semaphore(at_once)
+        self._sampler = sampler
+        self._folder = folder
+        self.budget = budget
+        self._given = given
+        self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, Played]] = {}
         self._lowest = 0.0
         for one in records:

@@ -29,7 +29,8 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
     """For the terminal."""
-    held_out, budget = summary["held_out"], summary["budget"]
+    held_out = summary["held_out"]
+    budget = summary["budget"]
     rows = [("own texts", "before", "success_before"), ("found", "after", "success_after")]
     lines = ["held out     reward                   success"]
     for title, reward, success in rows:

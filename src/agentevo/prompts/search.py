@@ -150,7 +150,8 @@ class Search:
         self.num_tried += 1
         some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
         scores = self.playing.scores(await self.playing.play(child, some))
-        own, before = sum(scores.values()), sum(parent.scores[task.id] for task in some)
+        own = sum(scores.values())
+        before = sum(parent.scores[task.id] for task in some)
         # A parent that fails everywhere there has nothing to lose by an edit that does, too.
         if own < before or (strictly and own == before):
             return None
@@ -168,12 +169,14 @@ class Search:
         how = ""
         new: str | None
         if self.kinds[name] == "examples":
-            new, how = await self._examples(parent, before, draw), "examples"
+            new = await self._examples(parent, before, draw)
+            how = "examples"
         elif self.writer is None:
             change = edited(before, self.section.phrases, draw)
             new, how = change if change is not None else (None, "")
         else:
-            new, how = await self._written(self.writer, parent, name, draw), self.method
+            new = await self._written(self.writer, parent, name, draw)
+            how = self.method
         if new is None or new == before:
             return None
         texts = {**parent.texts, name: new}
@@ -182,7 +185,8 @@ class Search:
     async def _written(
         self, writer: Writer, parent: Candidate, name: str, draw: random.Random
     ) -> str | None:
-        before, number = parent.texts[name], draw.getrandbits(32)
+        before = parent.texts[name]
+        number = draw.getrandbits(32)
         tasks = draw.sample(list(self.learning), min(self.section.batch, len(self.learning)))
         played = await self.playing.play(parent, tasks)
         shown = shown_attempts(tasks, [played[task.id] for task in tasks])

@@ -51,7 +51,9 @@ class Writer:
         max_chars: int,
         note: Callable[[str], None],
     ) -> None:
-        self._ask, self._folder, self._note = ask, folder, note
+        self._ask = ask
+        self._folder = folder
+        self._note = note
         self._max_chars = max_chars
         self._known = {
             one.key: one.text for one in records if isinstance(one, Written) and not one.error

@@ -24,7 +24,8 @@ class ReplyCache:
 
     def __init__(self, folder: Path, limit: int) -> None:
         """`limit`: the most bytes of answers."""
-        self._folder, self._limit = folder, limit
+        self._folder = folder
+        self._limit = limit
         self._lock = threading.Lock()
         self._since_look = limit
         """Bytes written since the folder was looked at; a new process looks at its first answer."""

@@ -48,7 +48,8 @@ class EngineServer:
 
     def __init__(self, name: str, section: RemoteModelSection) -> None:
         """Raises ModelError or UnknownNameError for what names no model. Nothing is loaded."""
-        self._name, self._section = name, section
+        self._name = name
+        self._section = section
         self.url = f"engine:{_identity(section.model)}"
         """What answers are kept by: the model and how it is computed."""
         self.url += f"#{section.dtype}"
@@ -90,7 +91,8 @@ class EngineServer:
     def close(self) -> None:
         """Ends it, and frees its memory."""
         with self._lock:
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
         if loop is None:
             return
         with suppress(Exception):  # whatever it was doing, nobody waits for it any more

@@ -44,7 +44,9 @@ class Unanswered(AgentEvoError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.again, self.may_cost = status, again, may_cost
+        self.status = status
+        self.again = again
+        self.may_cost = may_cost
         self.retry_after_s = retry_after_s
 
 
@@ -70,7 +72,8 @@ class Server:
             headers=headers, verify=trusted_context(), trust_env=not is_loopback(self.url)
         )
         self._name = name
-        self._key, self._key_reference = key, key_reference
+        self._key = key
+        self._key_reference = key_reference
         self._resting_until = 0.0
 
     def rest(self, seconds: float) -> None:
@@ -134,7 +137,9 @@ class Server:
 
     def _events(self, response: httpx.Response, until: float, listen: Listen | None) -> Any:
         """The body that the events amount to."""
-        reader, streamed, data = EventReader(), self._wire.streamed(), b""
+        reader = EventReader()
+        streamed = self._wire.streamed()
+        data = b""
         try:
             for part in self._parts(response, until):
                 for data in reader.feed(part):
@@ -168,7 +173,8 @@ class Server:
         )
 
     def _refused(self, response: httpx.Response, content: bytes) -> Unanswered:
-        status, said = response.status_code, self._shown(content)
+        status = response.status_code
+        said = self._shown(content)
         if status in (401, 403):
             key = self._key_reference or "no key was sent: give api_key"
             return self._failure(

@@ -90,11 +90,14 @@ class Ledger:
     """See the module. Any thread may use it. Without a path it is in memory."""
 
     def __init__(self, path: Path | None, budget: BudgetSection, name: str) -> None:
-        self._path, self._budget, self._name = path, budget, name
+        self._path = path
+        self._budget = budget
+        self._name = name
         self._thread_lock = threading.Lock()
         self._read_to = 0
         self._rest = b""
-        self._used, self._open = Spent(), dict[str, Spent]()
+        self._used = Spent()
+        self._open = dict[str, Spent]()
         self._own = 0
         """Requests of this process that have begun and not ended."""
         self._settled = threading.Condition(self._thread_lock)

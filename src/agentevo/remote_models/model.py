@@ -57,7 +57,8 @@ WIRES = {
     "anthropic": anthropic_messages.WIRE,
     "engine": openai_chat.WIRE,
 }
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
 MARGIN_S = 2.0
 """What a call may take beyond its deadline, where a server keeps its thread busy."""
 
@@ -68,7 +69,8 @@ class RemoteModel:
 
     def __init__(self, name: str, section: RemoteModelSection, folder: Path | None = None) -> None:
         """Raises ConfigError for a key that is not in the environment."""
-        self.name, self.section = name, section
+        self.name = name
+        self.section = section
         self._wire = WIRES[section.api]
         key = key_of_model(name, section)
         self._server: Server | EngineServer
@@ -194,7 +196,8 @@ class RemoteModel:
         """One request, accounted for."""
         if request.until <= time.monotonic():
             raise self._late("it waited for its turn")
-        content, max_new = request.content, request.max_new_tokens
+        content = request.content
+        max_new = request.max_new_tokens
         most_tokens = len(content) + max_new  # a token is a byte at the very least
         most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
         number = self.ledger.begin(most, role=call.role, until=request.until)
@@ -205,17 +208,24 @@ class RemoteModel:
             listen = None if request.listen is None else request.tell
             reply, status = self._server.post(content, left, listen, request.headers)
         except BaseException as error:
-            line.seconds, line.error = time.monotonic() - began, str(error)[:300]
+            line.seconds = time.monotonic() - began
+            line.error = str(error)[:300]
             line.status = getattr(error, "status", 0)
             if getattr(error, "may_cost", True):
-                line.tokens, line.cost, line.is_estimated = most.tokens, most.cost, True
+                line.tokens = most.tokens
+                line.cost = most.cost
+                line.is_estimated = True
             self.ledger.end(line)
             raise
-        line.seconds, line.status, line.state = time.monotonic() - began, status, "completed"
+        line.seconds = time.monotonic() - began
+        line.status = status
+        line.state = "completed"
         usage = reply.usage or Usage(prompt_tokens=len(content), completion_tokens=max_new)
         line.is_estimated = reply.usage is None
-        line.prompt_tokens, line.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        line.completion_tokens, line.tokens = usage.completion_tokens, usage.tokens
+        line.prompt_tokens = usage.prompt_tokens
+        line.cached_tokens = usage.cached_tokens
+        line.completion_tokens = usage.completion_tokens
+        line.tokens = usage.tokens
         line.cost = self._price(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         self.ledger.end(line)
         return msgspec.structs.replace(reply, cost=line.cost)
@@ -375,7 +385,8 @@ class Workers:
 
     def __init__(self, limit: int, name: str) -> None:
         self.ended = threading.Event()
-        self._limit, self._name = limit, name
+        self._limit = limit
+        self._name = name
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()

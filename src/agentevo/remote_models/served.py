@@ -21,7 +21,8 @@ def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
     ConfigError for a server that can't be reached or refuses the key."""
     import httpx
 
-    wire, key = WIRES[section.api], key_of_model(name, section)
+    wire = WIRES[section.api]
+    key = key_of_model(name, section)
     url = _list_url(section)
     try:
         with httpx.stream(

@@ -37,7 +37,8 @@ ANSWER_SCHEMA = "answer_schema"
 recipe's rewards say."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOX, _FRAME = re.compile(r"\\boxed\s{0,9}\{"), re.compile(r"\\fbox\s{0,9}\{")
+_BOX = re.compile(r"\\boxed\s{0,9}\{")
+_FRAME = re.compile(r"\\fbox\s{0,9}\{")
 _JSON = json.JSONDecoder()
 _JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
 """Where an object or array may begin, unlike most braces of TeX."""
@@ -104,7 +105,8 @@ def _in_box(text: str) -> str | None:
     boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
     if not boxes:
         return None
-    begin, depth = boxes[-1].end(), 1
+    begin = boxes[-1].end()
+    depth = 1
     for match in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
@@ -154,12 +156,15 @@ def _last_json(text: str) -> Any:
 def jsons_in(text: str) -> Iterator[Any]:
     """The objects and arrays that stand in a text, in order; of what lies in another only that. A
     text with very many beginnings of some is not read to its end."""
-    place, tries, left = 0, 0, MAX_JSON_READINGS * len(text)
+    place = 0
+    tries = 0
+    left = MAX_JSON_READINGS * len(text)
     while tries < MAX_JSON_TRIES and left > 0 and (start := _JSON_START.search(text, place)):
         try:
             found, place = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
-            place, tries = start.end(), tries + 1
+            place = start.end()
+            tries = tries + 1
             left -= _end_of_try(error, len(text)) - start.start()
         else:
             yield found

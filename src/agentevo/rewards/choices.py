@@ -41,7 +41,8 @@ def options_of(task: Task, key: str | None) -> Options:
         return WITHOUT_TEXTS
     given: Any = task.metadata.get(names[0])
     if isinstance(given, Mapping) and given.keys() == {"label", "text"}:
-        labels, texts = given["label"], given["text"]
+        labels = given["label"]
+        texts = given["text"]
         fit = isinstance(labels, list) and isinstance(texts, list) and len(labels) == len(texts)
         given = dict(zip(labels, texts, strict=True)) if fit else None
     if isinstance(given, (list, tuple)) and 0 < len(given) <= len(ascii_uppercase):

@@ -108,7 +108,8 @@ def _asserts(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
 
 
 def _pairs(given: Mapping[str, Any], function: str, most: int) -> CodeTests:
-    inputs, outputs = given.get("inputs"), given.get("outputs")
+    inputs = given.get("inputs")
+    outputs = given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("tests need inputs and outputs, both lists")
     if len(inputs) != len(outputs):

@@ -116,7 +116,8 @@ class _Testing:
     """Tests of one code in one sandbox."""
 
     def __init__(self, sandbox: Sandbox, code: str, config: CodeTestsConfig) -> None:
-        self._sandbox, self._config = sandbox, config
+        self._sandbox = sandbox
+        self._config = config
         self._code = code.replace("\0", "").encode("utf-8", "replace")
         self._ends = time.monotonic() + config.tests_timeout_s
 
@@ -125,7 +126,8 @@ class _Testing:
 
     async def programs(self, tests: CodeTests) -> int:
         """How many inputs lead to the right output."""
-        passed, is_written = 0, False
+        passed = 0
+        is_written = False
         for given, right in tests.pairs:
             left = self._left_s(self._config.test_timeout_s)
             if left <= 0:

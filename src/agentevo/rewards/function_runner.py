@@ -21,7 +21,8 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
         os.dup2(nothing, handle)
-    mark, limit_s = spec.pop("mark"), spec["limit_s"]
+    mark = spec.pop("mark")
+    limit_s = spec["limit_s"]
 
     def late(*_: object) -> None:
         raise TimeoutError

@@ -74,7 +74,8 @@ class Length:
         """DAPO's soft penalty of overlong replies (https://arxiv.org/abs/2503.14476, equation 13)
         with L_max = max_length + margin and L_cache = margin, and its mirror image for short
         ones."""
-        config, reply = self.config, completion_of(trajectory)
+        config = self.config
+        reply = completion_of(trajectory)
         counts = {
             "tokens": lambda: _num_tokens(trajectory),
             "words": lambda: len(words_of(reply)),

@@ -119,7 +119,8 @@ class _Worker:
     def _answer(self, limit_s: float, what: str) -> dict[str, Any]:
         """The next line. Whatever goes wrong ends the process."""
         assert self._process.stdout is not None
-        until, line = time.monotonic() + limit_s, b""
+        until = time.monotonic() + limit_s
+        line = b""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)

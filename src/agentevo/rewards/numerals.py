@@ -61,7 +61,8 @@ def _is_a_sign(text: str, minus: re.Match[str]) -> bool:
 
 
 def _value(match: re.Match[str]) -> float | None:
-    digits, below = match["digits"], match["below"] or "1"
+    digits = match["digits"]
+    below = match["below"] or "1"
     if digits is None:
         digits = match["european"].replace(".", "").replace(",", ".")
     if max(len(digits), len(below)) > LONGEST:

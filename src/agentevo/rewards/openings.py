@@ -66,7 +66,8 @@ def _box(text: str) -> int | None:
     boxes = list(_BOX.finditer(text))
     if len(boxes) != 1:
         return None
-    begin, depth = boxes[0].end(), 1
+    begin = boxes[0].end()
+    depth = 1
     for match in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:

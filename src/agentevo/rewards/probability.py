@@ -86,7 +86,8 @@ class Placed(NamedTuple):
 def placed(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
     """The answer behind a context and a text that has no ids of its own yet. The ids of that text
     alone are no part of the answer."""
-    ids, skipped = policy.encode(before + answer), 0
+    ids = policy.encode(before + answer)
+    skipped = 0
     while before and skipped < len(ids) - 1:
         if not before.startswith(policy.text(ids[: skipped + 1])):
             break
@@ -97,7 +98,8 @@ def placed(policy: ScoredPolicy, context_ids: list[int], before: str, answer: st
 def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[list[int], str]:
     """The ids that end at or before character `end` of their text, and the characters between
     them and it. Raises ValueError for a tokenizer whose texts do not add up."""
-    low, high = 0, len(ids)
+    low = 0
+    high = len(ids)
     while low < high:  # texts grow with the ids
         middle = (low + high + 1) // 2
         if len(policy.text(ids[:middle])) <= end:

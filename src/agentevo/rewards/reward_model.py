@@ -89,7 +89,8 @@ def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Any:
     """The model's outputs [n, labels] for conversations of any lengths, padded on the right."""
     import torch
 
-    width, pad = max(map(len, rows)), model.config.pad_token_id
+    width = max(map(len, rows))
+    pad = model.config.pad_token_id
     ids = torch.full((len(rows), width), 0 if pad is None else pad)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
@@ -101,7 +102,8 @@ def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Any:
 
 def conversation_of(trajectory: Trajectory) -> list[Message]:
     """The messages up to the last reply, as its turn saw them."""
-    pieces, turn = [], trajectory.turns[-1]
+    pieces = []
+    turn = trajectory.turns[-1]
     while True:
         pieces.append(turn.messages)
         if turn.parent is None:
@@ -163,7 +165,8 @@ class Classifier:
         from agentevo.devices import find
 
         logging.disable_progress_bar()  # the terminal is the live view's
-        name, device = self.config.model, find(self.config.device, "device")
+        name = self.config.model
+        device = find(self.config.device, "device")
         if device.type == "cpu":
             check_threads(torch.get_num_threads())
         path = Path(name).expanduser()

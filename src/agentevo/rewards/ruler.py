@@ -201,7 +201,9 @@ def marks_in(text: str, num: int) -> list[Mark]:
     if entries is None:
         raise UnusableError('there is no JSON object with a list "scores" in it')
     found: dict[int, Mark] = {}
-    twice, unknown, wrong = list[int](), list[str](), list[str]()
+    twice = list[int]()
+    unknown = list[str]()
+    wrong = list[str]()
     for entry in entries:
         number = _whole(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not 1 <= number <= num:

@@ -69,7 +69,8 @@ def expected_of(task: Task, key: str) -> tuple[str | None, list[Expected]]:
     given = task.metadata.get(key)
     if not isinstance(given, Mapping):
         raise ValueError(f"the task {task.id!r} has no {key}: {_FORM}")
-    tables, queries = given.get("tables") or {}, given.get("queries") or []
+    tables = given.get("tables") or {}
+    queries = given.get("queries") or []
     if not isinstance(tables, Mapping) or not isinstance(queries, list):
         raise ValueError(f"{key} of the task {task.id!r}: {_FORM}")
     found = []

@@ -152,11 +152,13 @@ def _common(histories: Sequence[Sequence[_Line]]) -> int:
 def _attempt_lines(histories: Sequence[Sequence[_Line]], common: int, cut_off: bool) -> list[str]:
     lines: list[str] = []
     for number, history in enumerate(histories):
-        shared, earlier = common, 0
+        shared = common
+        earlier = 0
         for index, other in enumerate(histories[:number]):
             same = _common([other, history]) if other != history else len(history)
             if same > shared:
-                shared, earlier = same, index + 1
+                shared = same
+                earlier = index + 1
         if len(histories) > 1:
             head: dict[str, object] = {"history": number + 1, "of": len(histories)}
             if earlier:
@@ -225,7 +227,8 @@ def clipped(text: str | None, longest: int | None) -> str | None:
     """The head and the tail of a text, with how many characters are left out between them."""
     if text is None or longest is None or len(text) <= longest:
         return text
-    head, tail = longest - longest // 2, longest // 2
+    head = longest - longest // 2
+    tail = longest // 2
     left_out = len(text) - longest
     return f"{text[:head]} [... {left_out} characters left out ...] {text[len(text) - tail :]}"
 
@@ -236,7 +239,9 @@ def _within(lines: Sequence[str], longest: int) -> list[str]:
         return list(lines)
     head: list[str] = []
     tail: list[str] = []
-    room, place, end = longest, 0, len(lines)
+    room = longest
+    place = 0
+    end = len(lines)
     while place < end:
         from_head = sum(map(len, head)) <= sum(map(len, tail))
         line = lines[place] if from_head else lines[end - 1]

@@ -50,7 +50,10 @@ class TaskCurriculum:
         self, section: Curriculum, tasks: Sequence[Task], seed: int, groups: int, *, lag: int
     ) -> None:
         """Raises ConfigError where no task may be played at first, or a variant is of none."""
-        self._section, self.tasks, self._seed, self._lag = section, list(tasks), seed, lag
+        self._section = section
+        self.tasks = list(tasks)
+        self._seed = seed
+        self._lag = lag
         self._groups = min(groups, len(self.tasks))
         self._place = {task.id: place for place, task in enumerate(self.tasks)}
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
@@ -145,9 +148,11 @@ class TaskCurriculum:
 
     def _state(self, place: int, step: int) -> tuple[float, bool]:
         """A task's weight, and whether it is retired."""
-        section, before = self._section, self._before(place, step)
+        section = self._section
+        before = self._before(place, step)
         newest = before[-section.window :]
-        solved, attempts = sum(one.solved for one in newest), sum(one.attempts for one in newest)
+        solved = sum(one.solved for one in newest)
+        attempts = sum(one.attempts for one in newest)
         p = (solved + 1) / (attempts + 2)
         last = before[-section.retire_after :] if section.retire_after else []
         is_retired = len(last) == section.retire_after > 0 and all(

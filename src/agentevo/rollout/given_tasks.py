@@ -181,7 +181,8 @@ def _scorer(given: Any) -> str | None:
 def _check_metadata(metadata: dict[str, Any]) -> None:
     """Raises RowError for a place of the answer that is none, an agent that is no name, and checks
     of the state that are none."""
-    place, agent = metadata.get(ANSWER_SCHEMA), metadata.get(AGENT_NAME)
+    place = metadata.get(ANSWER_SCHEMA)
+    agent = metadata.get(AGENT_NAME)
     try:
         if place is not None:
             check_place(place if isinstance(place, str) else repr(place))

@@ -68,12 +68,14 @@ class Attempt:
         show: ShowFailure = lambda name, error, trace: None,
     ) -> None:
         """`show` is told of a failure as it happens, with its traceback."""
-        self.name, self.policy = name, policy
+        self.name = name
+        self.policy = policy
         self._show = show
         self.unrewarded: set[str] = set()
         """Ids of the trajectories whose reward the agent has left to a scorer."""
         self._endings: dict[str, str] = {}
-        self._agent, self._task = agent, task
+        self._agent = agent
+        self._task = task
         self._limit_s = limit_s
         self._scope = TaskScope()
         self._playing: asyncio.Task[Outcome] | None = None
@@ -115,12 +117,14 @@ class Attempt:
         if trajectory.truncated:
             call.note(truncated=True)
         if call.tracing.contents and trajectory.turns:
-            first, last = trajectory.turns[0], trajectory.turns[-1]
+            first = trajectory.turns[0]
+            last = trajectory.turns[-1]
             call.said = Said(asked=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""
-        started, clock = time.time(), time.perf_counter()
+        started = time.time()
+        clock = time.perf_counter()
         self._playing = self._scope.start(self._play())
         self._playing.add_done_callback(_heard)
         if self._cut is not None:
@@ -270,7 +274,9 @@ class Group:
         self.group_id = group_id
         self.members = list(members)
         self.beside = beside
-        self._wanted, self._score, self._ended = wanted, score, ended
+        self._wanted = wanted
+        self._score = score
+        self._ended = ended
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -315,7 +321,8 @@ class Group:
         """The one beside the group is judged alone, and every agent beside itself."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: own for attempt in self.attempts for name, own in attempt.calls.items()}
-        count, scored = len(self.members), list[Trajectory]()
+        count = len(self.members)
+        scored = list[Trajectory]()
         for of_agent in zip(*attempts, strict=True):
             for judged in (of_agent[:count], of_agent[count:]):
                 if judged:

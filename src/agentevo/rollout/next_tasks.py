@@ -28,8 +28,10 @@ class NextTasks:
         self, config: RunConfig, tasks: TaskSource | None, sessions: OutsideSessions, store: Store
     ) -> None:
         """`tasks`: None where the recipe names none."""
-        self._config, self._tasks = config, tasks
-        self._sessions, self._store = sessions, store
+        self._config = config
+        self._tasks = tasks
+        self._sessions = sessions
+        self._store = store
         self._lock = asyncio.Lock()
         self._task: Task | None = None
         self._group, self._left = "", 0
@@ -56,7 +58,8 @@ class NextTasks:
 
     async def _begin(self, tasks: TaskSource) -> None:
         """Begins the group of the next task that nobody has."""
-        config, store = self._config, self._store
+        config = self._config
+        store = self._store
         last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
         done = 0 if last is None else last.step
         if done >= config.trainer.steps:
@@ -88,7 +91,8 @@ class NextTasks:
             task = self._ahead.pop(0)
             if not await self._is_known(task):
                 break
-        self._task, self._left = task, config.trainer.group_size
+        self._task = task
+        self._left = config.trainer.group_size
         self._group = f"next-{secrets.token_hex(4)}"
 
     async def _is_known(self, task: Task) -> bool:

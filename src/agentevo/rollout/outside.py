@@ -90,15 +90,18 @@ class OutsideSession:
 
     def __init__(self, task: Task, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
-        self.task, self.policy = task, policy
+        self.task = task
+        self.policy = policy
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
         """Headers that name its place in a trace."""
         self.door: Session | None = None
         """How its agent reaches the policy, once it has been claimed."""
         self.opened_at = 0.0
-        self.claimed, self.opened = asyncio.Event(), asyncio.Event()
-        self.ended, self.over = asyncio.Event(), asyncio.Event()
+        self.claimed = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.over = asyncio.Event()
         self.failure: str | None = None
         """What its agent has failed with, as that said."""
         self.trajectory: Trajectory | None = None
@@ -129,7 +132,8 @@ class OutsideSession:
     def state(self) -> SessionState:
         """For its agent: how far it is."""
         turns = self.policy.conversation.turns
-        done, ended = self.trajectory, self.over.is_set() or self.ended.is_set()
+        done = self.trajectory
+        ended = self.over.is_set() or self.ended.is_set()
         return SessionState(
             id=self.id,
             state=("ended" if done is None else done.status) if ended else "open",
@@ -163,7 +167,8 @@ class OutsideAgent:
                 await self._until_claimed(session)
             door = policy.session
             assert isinstance(door, Session)
-            session.door, session.opened_at = door, time.time()
+            session.door = door
+            session.opened_at = time.time()
             session.trace = trace_headers()
             session.opened.set()
             await session.ended.wait()
@@ -242,8 +247,12 @@ class OutsideSessions:
         note: Callable[[str], None],
     ) -> None:
         """`sampler` plays with `agent` and draws from `engine`."""
-        self._config, self._sampler, self._agent = config, sampler, agent
-        self._engine, self._store, self._note = engine, store, note
+        self._config = config
+        self._sampler = sampler
+        self._agent = agent
+        self._engine = engine
+        self._store = store
+        self._note = note
         self._groups: dict[str, _Opened] = {}
         """Those under way, by the name that was given."""
         self._sessions: dict[str, tuple[OutsideSession, _Opened]] = {}

@@ -31,8 +31,11 @@ class PolicyScores:
         baselines: Baselines,
         agent: str = "",
     ) -> None:
-        self._config, self._engine, self._chat = config, engine, chat
-        self.baselines, self.agent = baselines, agent
+        self._config = config
+        self._engine = engine
+        self._chat = chat
+        self.baselines = baselines
+        self.agent = agent
 
     async def score(
         self, context_ids: Sequence[int], ids: Sequence[int]

@@ -89,8 +89,10 @@ class SelfPlayAgent(FunctionAgent):
     for the proposer's."""
 
     def __init__(self, solver: FunctionAgent, family: QuestionFamily) -> None:
-        self._solver, self._family = solver, family
-        self.needs_scorer, self.needs_session = solver.needs_scorer, solver.needs_session
+        self._solver = solver
+        self._family = family
+        self.needs_scorer = solver.needs_scorer
+        self.needs_session = solver.needs_session
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. What the family raises, but for ValueError, fails the attempt. The reward

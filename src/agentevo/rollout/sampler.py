@@ -179,7 +179,8 @@ class Sampler:
         names = [one for task in tasks for one in self._group_names(task, labels, step)]
         known = await _with_retries(lambda: self._known(names, split, step), "known groups")
         extra = self._config.rollout.extra_attempts if split == "train" else 0
-        size, counted = attempts + extra + baseline, dict[str, int]()
+        size = attempts + extra + baseline
+        counted = dict[str, int]()
 
         def ended(task: Task, number: int) -> None:
             passed.advance(number - counted.get(task.id, 0))
@@ -252,7 +253,8 @@ class Sampler:
         `shown` is the task as the agent gets it. `engines`: see `policy`. `ended`: see Group.
         `texts`: named texts in the place of the recipe's.
         """
-        name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
+        name = group_name(task.id, label, step)
+        limit = self._config.agent.timeout_s
         name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
         def attempt(group_id: str, number: int, temperature: float) -> Attempt:
@@ -331,7 +333,8 @@ class Sampler:
         names of the agents, empty for a single one; `door`: where clients of its own ask, if not at
         the gateway of this process; `texts`: see `group`."""
         group_id, _, number = name.rpartition("#")
-        run_seed, models = self._config.run.seed, self.remote_models
+        run_seed = self._config.run.seed
+        models = self.remote_models
 
         def conversation(agent: str, own: str) -> Conversation:
             player = self._players.get(agent, self._player)
@@ -356,7 +359,8 @@ class Sampler:
         if models:
             seed = derive_seed(run_seed, main.name)
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
-        others, own = remote_agents(self._config), self.texts(texts)
+        others = remote_agents(self._config)
+        own = self.texts(texts)
         return Policy(main, door or self._gateway, remote, agents, others, own)
 
     def texts(self, given: Mapping[str, str] | None = None) -> Texts:

@@ -191,7 +191,8 @@ class NamedReward:
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
-        own, task = copy_of_trajectory(trajectory), copy_of_task(task)
+        own = copy_of_trajectory(trajectory)
+        task = copy_of_task(task)
 
         async def work() -> Score:
             with self._recorded([trajectory], calls) as note:
@@ -212,7 +213,8 @@ class NamedReward:
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
-        own, task = [copy_of_trajectory(t) for t in trajectories], copy_of_task(task)
+        own = [copy_of_trajectory(t) for t in trajectories]
+        task = copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
             with self._recorded(trajectories, calls) as note:
@@ -252,7 +254,8 @@ class NamedReward:
     async def _within_limit(self, work: Callable[[], Any]) -> Any:
         """What the work gives, or why it gives nothing. A scorer that does not even end when it is
         cancelled is left alone."""
-        limit, scope = self.config.timeout_s, TaskScope()
+        limit = self.config.timeout_s
+        scope = TaskScope()
         working = scope.start(_guarded(work))
         late = False
         try:

@@ -60,7 +60,8 @@ class ProposalTasks:
     """What the proposer is asked, step by step: from the run's seed."""
 
     def __init__(self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int) -> None:
-        self._family, self._seed = family, seed
+        self._family = family
+        self._seed = seed
         self.group_size = groups if section.group_size is None else section.group_size
         self._prompts = groups // self.group_size
 
@@ -178,7 +179,8 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
     for one in attempts:
         if one.status == "completed":
             solved[one.task_id].append(one.success)
-    size, repeats = Counter[str](), Counter[tuple[str, str]]()
+    size = Counter[str]()
+    repeats = Counter[tuple[str, str]]()
     for proposal in proposals.all:
         group = proposal.trajectory.group_id
         size[group] += proposal.trajectory.status == "completed"
@@ -187,7 +189,8 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
     dropped: dict[str, str] = {}
     paid: list[Trajectory] = []
     for proposal in proposals.all:
-        one, task = proposal.trajectory, proposals.task_of(proposal)
+        one = proposal.trajectory
+        task = proposals.task_of(proposal)
         if one.status != "completed":
             paid.append(one)
             continue
@@ -199,7 +202,8 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
             dropped[one.id] = HELD_OUT if proposal.is_held_out else UNTRIED
             paid.append(_with(one, {}, {dropped[one.id].replace("-", "_"): True}))
             continue
-        p, same = fmean(tries), repeats[one.group_id, proposal.cluster]
+        p = fmean(tries)
+        same = repeats[one.group_id, proposal.cluster]
         worth = learnability(p, section.reward)
         taken = min(worth, section.repetition * same / size[one.group_id])
         found = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}

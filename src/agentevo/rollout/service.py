@@ -114,7 +114,9 @@ class SamplerService:
         self._engine = engine
         self._store = store
         self._tasks = tasks
-        self._worker, self._patience_s, self._note = worker, retry_s, note
+        self._worker = worker
+        self._patience_s = retry_s
+        self._note = note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
         self._agents = by_rank(config) or ("",)

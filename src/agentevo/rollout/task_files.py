@@ -22,7 +22,8 @@ from agentevo.rollout.given_tasks import task_of
 from agentevo.store.export import whole_file
 from agentevo.types import Task
 
-TRAIN, HELD_OUT = "train.jsonl", "eval.jsonl"
+TRAIN = "train.jsonl"
+HELD_OUT = "eval.jsonl"
 RENAME = "rename the column that has it to {}"
 """What is to be done with a row that has no such field."""
 GSM8K_SCORER = "numeric"

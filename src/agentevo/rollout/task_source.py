@@ -50,7 +50,8 @@ class TaskSource:
         elif given is None and brings_tasks(config.agent.type):
             self.read = tasks_of_agent(config.agent)
         if given is None and config.tasks.self_play is not None:
-            section, groups = config.tasks.self_play, config.trainer.groups_per_step
+            section = config.tasks.self_play
+            groups = config.trainer.groups_per_step
             family = make_family(section)
             self.proposals = ProposalTasks(section, family, config.run.seed, groups)
         train, self._held_out = self._split(given)
@@ -67,7 +68,8 @@ class TaskSource:
 
     def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
         """What training goes round, of each stage."""
-        seed, groups = self._config.run.seed, self._config.trainer.groups_per_step
+        seed = self._config.run.seed
+        groups = self._config.trainer.groups_per_step
         if not self.stages.stages:
             return [TaskPool(train, seed, groups, self._mixture(train, seed))]
         pools = []
@@ -79,10 +81,12 @@ class TaskSource:
         return pools
 
     def _curriculum_of(self, train: Sequence[Task] | None) -> TaskCurriculum | None:
-        config, section = self._config, self._config.tasks.curriculum
+        config = self._config
+        section = self._config.tasks.curriculum
         if section is None or train is None:
             return None
-        seed, groups = config.run.seed, config.trainer.groups_per_step
+        seed = config.run.seed
+        groups = config.trainer.groups_per_step
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
 
     async def learn(self, store: Store) -> None:

@@ -29,7 +29,8 @@ class TaskStages:
 
     def __init__(self, stages: Sequence[TaskStage], *, lag: int) -> None:
         """`lag`: steps whose tasks are chosen before the one that is trained on."""
-        self.stages, self._lag = tuple(stages), lag
+        self.stages = tuple(stages)
+        self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
         """Of each committed step; None where no attempt was completed."""
@@ -139,7 +140,8 @@ def _meets(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, Mapping):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        least, most = wanted.get("min"), wanted.get("max")
+        least = wanted.get("min")
+        most = wanted.get("max")
         return (least is None or value >= least) and (most is None or value <= most)
     if isinstance(wanted, (list, tuple)):
         return any(_meets(value, one) for one in wanted)

@@ -74,7 +74,8 @@ async def export_annotations(
         tasks = {trajectory.task_id for trajectory in attempts.values()}
         for task in tasks:
             evaluated |= {one.id for one in await store.summaries(task_id=task, split="eval")}
-    count, left_out = 0, Counter[str]()
+    count = 0
+    left_out = Counter[str]()
     with whole_file(path) as file:
         for row in _rows(found, attempts, evaluated, form, read):
             if isinstance(row, LeftOutError):

@@ -20,7 +20,8 @@ from agentevo.observability.curves import wilson_interval
 from agentevo.runs.records import add_record, read_records
 
 ANNOTATIONS = "annotations.jsonl"
-RIGHT, WRONG = "right", "wrong"
+RIGHT = "right"
+WRONG = "wrong"
 MAX_NOTE = 10_000
 MAX_REPLY = 200_000
 """Characters."""

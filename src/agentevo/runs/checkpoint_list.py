@@ -40,7 +40,8 @@ class KeptCheckpoints:
 
 def kept_checkpoints(folder: Path, config: Mapping[str, Any]) -> KeptCheckpoints:
     """Of a run with this configuration, as it was written. Looks at disks: on a thread."""
-    steps, needs_model = [], False
+    steps = []
+    needs_model = False
     inside = os.path.realpath(folder) + os.sep
     try:
         with os.scandir(folder / "checkpoints") as entries:

@@ -31,7 +31,8 @@ from agentevo.errors import ConfigError
 from agentevo.files import create_atomic, open_regular, write_atomic
 from agentevo.runs.records import CHANGES, add_record
 
-SESSION, REQUESTS = "control.json", "control"
+SESSION = "control.json"
+REQUESTS = "control"
 LOOK_S = 0.5
 END_S = 3.0
 LARGEST = 100_000
@@ -119,7 +120,10 @@ class RunControl:
         note: Callable[[str], None] = lambda text: None,
         look_s: float = LOOK_S,
     ) -> None:
-        self._folder, self._stop, self._note, self._look_s = folder, stop, note, look_s
+        self._folder = folder
+        self._stop = stop
+        self._note = note
+        self._look_s = look_s
         self._session = Session(
             id=uuid.uuid4().hex,
             host=socket.gethostname(),
@@ -151,13 +155,15 @@ class RunControl:
     def take_saves(self) -> list[Request]:
         """Requests to save, each given once; `answer` them."""
         with self._lock:
-            taken, self._saves = self._saves, []
+            taken = self._saves
+            self._saves = []
         return taken
 
     def paused(self, step: int) -> None:
         """The run stands still from now on, after that step."""
         with self._lock:
-            asked, self._pauses = self._pauses, []
+            asked = self._pauses
+            self._pauses = []
             is_new = not self._session.is_paused
             self._session = msgspec.structs.replace(self._session, is_paused=True)
         for request in asked:
@@ -198,7 +204,8 @@ class RunControl:
         self._look()  # what was asked meanwhile gets its answer
         with self._lock:
             left = [*self._saves, *self._pauses]
-            self._saves, self._pauses = [], []
+            self._saves = []
+            self._pauses = []
             self._session = msgspec.structs.replace(self._session, has_ended=True, is_paused=False)
         for request in left:
             self.answer(request, "the run has ended", is_done=False)
@@ -234,9 +241,11 @@ class RunControl:
             self._stop()
             self.answer(request, "it stops after this step, or within this evaluation")
         elif request.do == "resume":
-            was_asked, self._is_pause_asked = self._is_pause_asked, False
+            was_asked = self._is_pause_asked
+            self._is_pause_asked = False
             with self._lock:
-                given_up, self._pauses = self._pauses, []
+                given_up = self._pauses
+                self._pauses = []
             for pause in given_up:
                 self.answer(pause, "it was asked to go on before it stood still", is_done=False)
             self.answer(request, "it goes on" if was_asked else "it was not paused")

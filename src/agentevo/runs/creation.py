@@ -45,8 +45,10 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
     Refuses to mix two runs, or to replace one that is being trained.
     """
     check_folder(config)
-    folder, replaced = config.run_dir.absolute(), None
-    exists, final = (folder / "config.yaml").is_file() or was_killed_early(folder), False
+    folder = config.run_dir.absolute()
+    replaced = None
+    exists = (folder / "config.yaml").is_file() or was_killed_early(folder)
+    final = False
     with only_trainer(folder) if exists else nullcontext():
         prepare_store(config)
         if exists:

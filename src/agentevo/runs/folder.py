@@ -118,7 +118,8 @@ def queued_group_size(path: Path) -> int | None:
     from agentevo.config import TrainerSection
 
     try:
-        rollout, trainer = _section(path, "rollout"), _section(path, "trainer")
+        rollout = _section(path, "rollout")
+        trainer = _section(path, "trainer")
     except ConfigError:
         return None
     if command_of(path) == "loop":
@@ -172,7 +173,8 @@ def traced_run(path: Path) -> RunFacts:
     """What the spans of a run say of it, but for its id."""
     from agentevo.tracing.spans import RunFacts
 
-    name, model = _section(path, "run").get("name"), _section(path, "model").get("name")
+    name = _section(path, "run").get("name")
+    model = _section(path, "model").get("name")
     samplers = _section(path, "rollout").get("samplers", 0)
     is_remote = isinstance(samplers, int) and samplers > 0
     return RunFacts(str(name or path.resolve().name), "", str(model or "policy"), is_remote)

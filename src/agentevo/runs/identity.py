@@ -85,7 +85,8 @@ def _take_over(
     """Gives a folder that is there, and is no trainer's, this recipe where the object store of its
     run has it by now; raises ConfigError where that has another. False if `stop` came before the
     answer."""
-    changed, shared = changes(config), SharedConfig.of(config)
+    changed = changes(config)
+    shared = SharedConfig.of(config)
     if shared is None or _is_trainers(config.run_dir) or "rollout.weights.url" in changed:
         return True
     known = _is_known(config, shared, within_s, stop, note)
@@ -101,7 +102,9 @@ async def confirm_run(
     """Of the one process that has the run's lock: that its folder has this configuration still, or
     with `resume` may change to it. Returns what brings the run's object store to it, which a kill
     may have left with another. Raises ConfigError, also where another run is there."""
-    folder, shared, changed = config.run_dir, SharedConfig.of(config), changes(config)
+    folder = config.run_dir
+    shared = SharedConfig.of(config)
+    changed = changes(config)
     differing: dict[str, tuple[Any, Any]] = {}
     if not resume:
         _refuse_others(changed, short(folder), _remedy(folder))

@@ -73,7 +73,8 @@ def pairs_to_compare(
         if len(members) < 2:
             continue
         ranked = sorted(members, key=lambda one: (one.reward, one.attempt))
-        first, second = ranked[-1], ranked[0]
+        first = ranked[-1]
+        second = ranked[0]
         if frozenset((first.id, second.id)) not in said.pairs:
             most = max(surprise[one.id] for one in members)
             # The better one is not always shown first: that would be its hint.

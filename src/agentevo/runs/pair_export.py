@@ -34,7 +34,8 @@ async def export_pairs(
         for name, members in groups.items():
             members.sort(key=lambda one: (-one.reward, one.id))
             for place in range(min(per_group, len(members) // 2)):
-                better, worse = members[place], members[-1 - place]
+                better = members[place]
+                worse = members[-1 - place]
                 report.rows += 1
                 try:
                     row = await _row(store, better, worse, margin, read)

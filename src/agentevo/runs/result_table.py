@@ -23,7 +23,8 @@ from agentevo.parsing import read_text
 from agentevo.runs.comparison import setting_of
 from agentevo.runs.folder import SWEEP_FILE, check_run_folder, finished_summary, is_sweep_folder
 
-BEGIN, END = "<!-- table -->", "<!-- /table -->"
+BEGIN = "<!-- table -->"
+END = "<!-- /table -->"
 LEGEND = (
     "Success is greedy, on held-out tasks. With several seeds: the mean ± the standard "
     "deviation over them; time is that of one run."

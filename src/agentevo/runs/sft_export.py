@@ -175,7 +175,10 @@ class _Rows:
     """The rows of a file that is being written."""
 
     def __init__(self, file: IO[bytes], report: RowReport, read: Read, model: str | None) -> None:
-        self._file, self._report, self._read, self._model = file, report, read, model
+        self._file = file
+        self._report = report
+        self._read = read
+        self._model = model
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:

@@ -109,12 +109,15 @@ class LocalSandbox:
     def __init__(
         self, kind: LocalKind, section: SandboxSection, tools: Mapping[str, SandboxTool]
     ) -> None:
-        self._kind, self._section, self._tools = kind, section, dict(tools)
+        self._kind = kind
+        self._section = section
+        self._tools = dict(tools)
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._launch: Launch | None = None
         self._failure: Failure | None = None
-        self._num_requests, self._num_calls = 0, 0
+        self._num_requests = 0
+        self._num_calls = 0
         self._has_lost = False
         self._is_closed = False
         self._longest = longest_message(section)
@@ -125,7 +128,9 @@ class LocalSandbox:
         try:
             async with asyncio.timeout(self._section.start_timeout_s):
                 process, launch, ours = await asyncio.shield(spawning)
-                self._process, self._launch, self._failure = process, launch, None
+                self._process = process
+                self._launch = launch
+                self._failure = None
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
                 self._write(dict(launch.settings))
                 await self._read()
@@ -395,7 +400,8 @@ class LocalSandbox:
                 await asyncio.wait([calling], timeout=1.0)
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        number, name = message.get("number"), message["call"]
+        number = message.get("number")
+        name = message["call"]
         answer: dict[str, Any]
         try:
             answer = {"result": await self._call(name, message.get("arguments"))}
@@ -455,7 +461,9 @@ class LocalSandbox:
 
     async def _end(self) -> None:
         """Ends all processes, deletes its files. Not interrupted by a cancellation."""
-        process, launch, self._process = self._process, self._launch, None
+        process = self._process
+        launch = self._launch
+        self._process = None
         if process is None or launch is None:
             return
         watch.remove(process.pid)

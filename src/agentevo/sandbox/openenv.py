@@ -60,7 +60,8 @@ class OpenEnvSandbox(CodeOnlySandbox):
 
     async def start(self) -> None:
         """Raises SandboxError."""
-        url, ends_at = self.section.url, time.monotonic() + self.section.wait_timeout_s
+        url = self.section.url
+        ends_at = time.monotonic() + self.section.wait_timeout_s
         while True:
             try:
                 await self._connect()
@@ -106,7 +107,8 @@ class OpenEnvSandbox(CodeOnlySandbox):
     async def close(self) -> None:
         """See Sandbox.close."""
         await super().close()
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             try:
                 async with asyncio.timeout(2 * CLOSE_S):
@@ -115,7 +117,8 @@ class OpenEnvSandbox(CodeOnlySandbox):
                 connection.transport.abort()
 
     def _end(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.transport.abort()
 

@@ -111,7 +111,9 @@ def _program(command: str, folder: Path | None) -> str:
 def _own_folders(program: str) -> list[str]:
     """What a program needs of its own: the virtual environment that it lies in, or its file; and
     likewise what it is a link to, and the interpreter that its first line names."""
-    found, waiting, seen = set[str](), [program], set[str]()
+    found = set[str]()
+    waiting = [program]
+    seen = set[str]()
     while waiting:
         path = waiting.pop()
         if path in seen or not os.path.exists(path):

@@ -77,7 +77,8 @@ class RemoteSandbox:
     """See Sandbox, and the module."""
 
     def __init__(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> None:
-        self._section, self._tools = section, dict(tools)
+        self._section = section
+        self._tools = dict(tools)
         self._lock = asyncio.Lock()
         self._connection: ClientConnection | None = None
         self._ids = itertools.count(1)
@@ -187,7 +188,8 @@ class RemoteSandbox:
     async def close(self) -> None:
         """See Sandbox.close."""
         self._is_closed = True
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             try:
                 async with asyncio.timeout(2 * CLOSE_S):
@@ -266,7 +268,8 @@ class RemoteSandbox:
                 await asyncio.wait([calling], timeout=1.0)
 
     async def _answer(self, call: wire.Call) -> None:
-        tool, error = self._tools.get(call.name), ""
+        tool = self._tools.get(call.name)
+        error = ""
         try:
             if tool is None:
                 raise SandboxError(f"there is no tool {storable(call.name, 100)!r}")
@@ -318,7 +321,8 @@ class RemoteSandbox:
 
     def _end(self) -> None:
         """At once, without a word to the other side."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.transport.abort()
 

@@ -54,7 +54,8 @@ class Watched:
             self._look_at_folder(tree)
 
     def _look_at_folder(self, tree: list[int]) -> None:
-        num_files, num_bytes = 0, 0
+        num_files = 0
+        num_bytes = 0
         if self.folder is not None:
             for what in _entries(self.folder, self.max_files + 100):
                 num_files += 1

@@ -103,7 +103,8 @@ def pack_turns(
     ]
     columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name in TURN_COLUMNS}
     half = len(columns["logprobs"]) // 2
-    noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
+    noise = columns["logprobs"][:half]
+    columns["logprobs"] = columns["logprobs"][half:]
     packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
     more = [
         zlib.compress(part, _LEVEL) if given else b""
@@ -142,7 +143,9 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         name: from_bytes(code, _from_planes(data))
         for (name, code), data in zip(TURN_COLUMNS.items(), columns, strict=True)
     }
-    turns, prompt, completion = [], 0, 0
+    turns = []
+    prompt = 0
+    completion = 0
     for index, (
         parent,
         num_prompt,
@@ -175,7 +178,8 @@ def unpack_turns(blob: bytes) -> list[Turn]:
             routed_experts=routed[index],
         )
         turns.append(turn)
-        prompt, completion = prompt + num_prompt, new.stop
+        prompt = prompt + num_prompt
+        completion = new.stop
     return turns
 
 

@@ -49,7 +49,8 @@ class CallFilter(TypedDict, total=False):
 
 def checked_call_filters(filters: CallFilter) -> tuple[str | None, CallState | None, int | None]:
     """(trajectory id, state, limit). Refuses a state that does not exist and a negative limit."""
-    state, limit = filters.get("state"), filters.get("limit")
+    state = filters.get("state")
+    limit = filters.get("limit")
     if state is not None and state not in get_args(CallState):
         raise StoreError(
             f"calls: state={state!r} is unknown: use one of {', '.join(get_args(CallState))}"

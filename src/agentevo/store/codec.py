@@ -50,7 +50,8 @@ _METRICS = msgspec.json.Decoder(dict[str, float])
 _TASK = msgspec.json.Decoder(Task)
 _HISTORY = msgspec.json.Decoder(list[TaskEvent])
 _RECORD = msgspec.json.Decoder(dict[str, Any])
-_STATUSES, _FINISH_REASONS = get_args(Status), get_args(FinishReason)
+_STATUSES = get_args(Status)
+_FINISH_REASONS = get_args(FinishReason)
 
 _UNSTORABLE = (
     TypeError,
@@ -309,7 +310,8 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         "truncated": bool(trajectory.truncated),
         "metrics": JSON.encode({name: float(value) for name, value in measured.items()}).decode(),
     }
-    remote, files = "", trajectory.files
+    remote = ""
+    files = trajectory.files
     if trajectory.remote_turns:
         _check_finite({"the cost of a remote turn": sum(t.cost for t in trajectory.remote_turns)})
         remote = JSON.encode(trajectory.remote_turns).decode()

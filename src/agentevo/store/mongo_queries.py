@@ -46,9 +46,13 @@ class Queries:
     """The collections of a database, in a transaction."""
 
     def __init__(self, database: Any, session: Any) -> None:
-        self.database, self.session = database, session
-        self.tasks, self.trajectories = database["tasks"], database["trajectories"]
-        self.tokens, self.steps, self.meta = database["tokens"], database["steps"], database["meta"]
+        self.database = database
+        self.session = session
+        self.tasks = database["tasks"]
+        self.trajectories = database["trajectories"]
+        self.tokens = database["tokens"]
+        self.steps = database["steps"]
+        self.meta = database["meta"]
 
     async def take_turn(self) -> None:
         """Orders transactions: if two take a turn at the same time, one of them begins again."""

@@ -185,7 +185,8 @@ class MongoDBStore(MongoCalls):
     async def _begin_again(self, now: Now) -> None:
         """Shortens leases and delays that are too long since the clock was set back: see
         clock.py."""
-        tasks, longest = self._database["tasks"], now.steady + self._retries.max_delay_s
+        tasks = self._database["tasks"]
+        longest = now.steady + self._retries.max_delay_s
         late = {"state": "leased", "lease_started_at": {"$gt": now.steady + CLOCK_TOLERANCE_S}}
         for document in await tasks.find(late).to_list():
             length = document["lease_expires_at"] - document["lease_started_at"]
@@ -199,7 +200,8 @@ class MongoDBStore(MongoCalls):
         )
 
     async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
-        length, now = lease.lease_s if lease_s is None else lease_s, await self._now()
+        length = lease.lease_s if lease_s is None else lease_s
+        now = await self._now()
         expires_at = await self._run(
             "renew", lambda rows: rows.renew(lease, now=now, lease_s=length)
         )
@@ -234,7 +236,8 @@ class MongoDBStore(MongoCalls):
         lease: Lease | None = None,
     ) -> int:
         encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
-        first, now = await self._numbers("trajectories", len(encoded)), await self._now()
+        first = await self._numbers("trajectories", len(encoded))
+        now = await self._now()
 
         async def work(rows: Rows) -> int:
             if lease is not None:
@@ -357,7 +360,8 @@ class MongoDBStore(MongoCalls):
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """The server keeps the space of what was deleted for what comes next: `bytes` is what its
         files shrank by, if at all."""
-        before, now = await self.size_bytes(), await self._now()
+        before = await self.size_bytes()
+        now = await self._now()
         async with self._deadline("gc"):
             done = {
                 "leases": await self._run(

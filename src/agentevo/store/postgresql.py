@@ -99,8 +99,10 @@ class PostgreSQLStore(SQLStore):
             pool_timeout=timeout_s,
         )
         super().__init__(url.render_as_string(), timeout_s=timeout_s, retries=retries)
-        self._engine, self._clock = engine, clock
-        self.schema, self._read_only = schema, read_only
+        self._engine = engine
+        self._clock = clock
+        self.schema = schema
+        self._read_only = read_only
         self._is_open = False
 
     @classmethod

@@ -94,7 +94,8 @@ def _stored(
 
 
 def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, Place], step: int) -> list[str]:
-    move, moving = f"reserved for step {step}", []
+    move = f"reserved for step {step}"
+    moving = []
     for name, row in _stored(ids, rows, move):
         if row.split != "train":
             reason = f"its split is {row.split!r}, only 'train' is trained on"
@@ -132,7 +133,8 @@ def must_commit(
 
 
 def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str) -> list[str]:
-    move, moving = f"dropped ({reason})", []
+    move = f"dropped ({reason})"
+    moving = []
     for name, row in _stored(ids, rows, move):
         if row.state == "committed":
             raise _refusal(name, move, f"step {row.trained_step} was trained on it")

@@ -66,7 +66,8 @@ class SQLStore(Streaming):
 
     def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where
-        self._timeout_s, self._away_s = timeout_s, min(timeout_s, AWAY_S)
+        self._timeout_s = timeout_s
+        self._away_s = min(timeout_s, AWAY_S)
         self._retries = retries
 
     @abstractmethod
@@ -240,7 +241,8 @@ class SQLStore(Streaming):
         ids: Iterable[str] | None = None,
         dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
     ) -> int:
-        text, wanted = encode_record(step, record), None if ids is None else list(ids)
+        text = encode_record(step, record)
+        wanted = None if ids is None else list(ids)
 
         async def work(connection: AsyncConnection) -> int:
             now = (await self._now(connection)).wall

@@ -141,7 +141,8 @@ class SQLiteStore(SQLStore):
     ) -> None:
         """`engine` comes from `_engine`, and the file has been checked."""
         super().__init__(str(path), timeout_s=timeout_s, retries=retries)
-        self.path, self._read_only = path, read_only
+        self.path = path
+        self._read_only = read_only
         self._engine = engine
         self._is_still = False
         """Whether the file is read as one that nobody writes to."""
@@ -217,7 +218,8 @@ class SQLiteStore(SQLStore):
             return 0
 
     def _read_as(self, *, still: bool) -> None:
-        before, self._is_still = self._engine, still
+        before = self._engine
+        self._is_still = still
         self._engine = _engine(self.path, self._timeout_s, "still" if still else "ro")
         before.dispose()
 

@@ -51,7 +51,8 @@ async def whole_groups(
     """
     ready: list[str] = []
     states: dict[str, list[str]] = {}
-    after, length = 0, max(64, 2 * size * min(limit, CHUNK))
+    after = 0
+    length = max(64, 2 * size * min(limit, CHUNK))
     while len(ready) < limit:
         rows = await page(after, length)
         new = list(dict.fromkeys(group for _, group in rows if group not in states))

@@ -73,7 +73,9 @@ def read_documents(given: Sequence[Path]) -> Documents:
     read, and where there is nothing to read."""
     left_out = Counter[str]()
     files = _named(given, left_out)
-    passages, digests, problems = list[Passage](), dict[str, str](), list[str]()
+    passages = list[Passage]()
+    digests = dict[str, str]()
+    problems = list[str]()
     for path in files:
         if not _is_utf8(str(path)):
             problems.append(f"{str(path)!a}: its name is no UTF-8: rename it")
@@ -108,7 +110,8 @@ def _named(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
     """The files with the names that passages have: within its folder, and after the folder's own
     name where another one has the same. A file that is given twice, by whatever path, counts
     once."""
-    files, seen = dict[Path, str](), set[Path]()
+    files = dict[Path, str]()
+    seen = set[Path]()
     for one in given:
         found = _files_in(one, left_out) if one.is_dir() else {one: one.name}
         taken = set(files.values())

@@ -31,7 +31,8 @@ from agentevo.task_making.document_files import SENTENCE
 from agentevo.task_making.scenario import CONTENT, is_held_out
 from agentevo.tools.corpus import Passage
 
-LONGEST_ANSWER, LONGEST_QUESTION = 120, 1_000
+LONGEST_ANSWER = 120
+LONGEST_QUESTION = 1_000
 WORDS = (6, 50)
 """Of a sentence that is asked for."""
 AT_ONCE = 8
@@ -82,7 +83,8 @@ def tasks_from(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Read:
     """Sentences with gaps. `asked`: questions that are not asked again."""
-    made, order = Read(asked=set(asked)), _shuffled(passages, seed)
+    made = Read(asked=set(asked))
+    order = _shuffled(passages, seed)
     on_both = _on_both_sides(passages)
     for passage in order:
         if not _is_wanted(made, passage, train, held_out):
@@ -113,9 +115,11 @@ async def asked_from(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Read:
     """Questions of a model. Raises AgentEvoError where it answers nothing at all."""
-    made, reasons = Read(asked=set(asked)), Counter[str]()
+    made = Read(asked=set(asked))
+    reasons = Counter[str]()
     on_both = _on_both_sides(passages)
-    failures, num_asked = list[AgentEvoError](), 0
+    failures = list[AgentEvoError]()
+    num_asked = 0
     order = _shuffled(passages, seed)
 
     async def one(number: int, passage: Passage) -> list[dict[str, Any]]:
@@ -275,7 +279,8 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
             continue
         for match in [*_NUMBER.finditer(sentence), *_NAME.finditer(sentence)]:
             answer = match.group().rstrip(".,")
-            before, after = sentence[: match.start()], sentence[match.start() + len(answer) :]
+            before = sentence[: match.start()]
+            after = sentence[match.start() + len(answer) :]
             if not _stands_in(answer, before + after):
                 yield sentence, f"{before}{GAP}{after}", answer
 

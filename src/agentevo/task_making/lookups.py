@@ -38,7 +38,8 @@ async def looked_up(
     if not count:
         return [], 0
     texts = {one.id: " ".join(one.text.split()) for one in passages}
-    world, found = World(sections), list[dict[str, Any]]()
+    world = World(sections)
+    found = list[dict[str, Any]]()
     try:
         async with world.open(0) as tools:
             specs = list(tools.schemas)

@@ -149,18 +149,24 @@ class _Maker:
         parents: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
     ) -> None:
-        self._world, self._known, self._wanted = world, known, wanted
-        self._progress, self._reasons = progress, Counter[str]()
+        self._world = world
+        self._known = known
+        self._wanted = wanted
+        self._progress = progress
+        self._reasons = Counter[str]()
         self._used = Coverage()
-        self._taken, self._queries = set(taken), set[str]()
+        self._taken = set(taken)
+        self._queries = set[str]()
         self._made = Made(known=known)
         self._graded = Counter[int]()
-        self._misses, self._patience = 0, MAX_MISSES // 2
+        self._misses = 0
+        self._patience = MAX_MISSES // 2
         self._parents = parents
 
     async def make(self) -> Made:
         """See make_tasks."""
-        made, wanted = self._made, self._wanted
+        made = self._made
+        wanted = self._wanted
         number = 0
         while self._misses < MAX_MISSES and (
             len(made.train) < wanted.train or len(made.held_out) < wanted.held_out
@@ -192,11 +198,14 @@ class _Maker:
         """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
         have learnt counts in it, so that walks beside it change nothing."""
         draw = self._draw(number, "walk")
-        wanted, parent = self._wanted, ""
-        world, start = draw.randrange(wanted.worlds), list[Step]()
+        wanted = self._wanted
+        parent = ""
+        world = draw.randrange(wanted.worlds)
+        start = list[Step]()
         if self._parents:
             row = draw.choice(self._parents)
-            start, world = steps_of(row), int(row.get("world", 0))
+            start = steps_of(row)
+            world = int(row.get("world", 0))
             parent = str(row["id"])
         fewest = 2 if self._has_enough(1) else 1
         most = max(fewest, wanted.max_calls)
@@ -223,7 +232,8 @@ class _Maker:
         if planned.kind not in self._wanted.kinds and not takes_open:
             self._reasons["of a kind that is not wanted"] += 1
             return None
-        least, most = self._wanted.min_difficulty, self._wanted.max_difficulty
+        least = self._wanted.min_difficulty
+        most = self._wanted.max_difficulty
         if not least <= planned.difficulty <= most:
             self._reasons["of a difficulty that is not wanted"] += 1
             return None
@@ -247,7 +257,8 @@ class _Maker:
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
         """Whether it becomes a task."""
         wanted = self._wanted
-        language, persona = draw.choice(wanted.languages), draw.choice(wanted.personas)
+        language = draw.choice(wanted.languages)
+        persona = draw.choice(wanted.personas)
         query = worded(scenario, self._known.descriptions, language=language, persona=persona)
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
@@ -265,7 +276,9 @@ class _Maker:
 
     def _superfluous(self, scenario: Scenario) -> str:
         """Why nobody needs it, whatever it comes to; empty if somebody does."""
-        made, wanted, content = self._made, self._wanted, scenario.content
+        made = self._made
+        wanted = self._wanted
+        content = scenario.content
         if content in self._taken:
             return "there already"
         is_apart = is_held_out(content)

@@ -114,7 +114,8 @@ def _solved(
 ) -> dict[str, list[bool]]:
     """Task id -> what came of each attempt that did not fail."""
     with tempfile.TemporaryDirectory(prefix="agentevo-grade-") as scratch:
-        played, results = Path(scratch) / "tasks.jsonl", Path(scratch) / "results"
+        played = Path(scratch) / "tasks.jsonl"
+        results = Path(scratch) / "results"
         write_rows(rows, played)
         asked = Evaluation(
             target=target,

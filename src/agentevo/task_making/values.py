@@ -102,7 +102,8 @@ class Values:
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
         """One of those, or where there is none one that is made up."""
-        known, kind = self.known(name, schema), _kind(schema)
+        known = self.known(name, schema)
+        kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)
         if known and not (is_free and draw.random() < MADE_UP):
             return draw.choice(known)
@@ -235,12 +236,14 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 def _number(schema: Mapping[str, Any], draw: random.Random) -> int | float:
     def bound(key: str, step: int) -> float | None:
-        value, beyond = schema.get(key), schema.get(f"exclusive{key.capitalize()}")
+        value = schema.get(key)
+        beyond = schema.get(f"exclusive{key.capitalize()}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_beyond = isinstance(beyond, (int, float)) and not isinstance(beyond, bool)
         return value if is_number else beyond + step if is_beyond else None  # type: ignore[operator]
 
-    least, most = bound("minimum", 1), bound("maximum", -1)
+    least = bound("minimum", 1)
+    most = bound("maximum", -1)
     least = least if least is not None else min(1, most - SMALL) if most is not None else 1
     most = min(most, least + 10**6) if most is not None else least + SMALL - 1
     return draw.randint(int(least), max(int(least), int(most)))

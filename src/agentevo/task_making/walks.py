@@ -71,7 +71,9 @@ async def walk(
     call that is refused may name values, which are taken in this world before all others; after
     REFUSALS it ends."""
     heard: list[Answered] = []
-    steps, named, refusals = list(start), dict[str, list[Any]](), 0
+    steps = list(start)
+    named = dict[str, list[Any]]()
+    refusals = 0
     while len(steps) < len(start) + num_calls and refusals < REFUSALS:
         names = known.usable
         before = steps[-1].tool if steps else None

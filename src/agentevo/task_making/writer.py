@@ -43,7 +43,8 @@ async def reworded(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The tasks in the model's words, and why texts of it were not taken -> how many. Raises
     AgentEvoError where the model answers nothing at all."""
-    room, reasons = asyncio.Semaphore(AT_ONCE), Counter[str]()
+    room = asyncio.Semaphore(AT_ONCE)
+    reasons = Counter[str]()
     failures: list[AgentEvoError] = []
 
     async def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:

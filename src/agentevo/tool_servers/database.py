@@ -108,10 +108,14 @@ class Database:
     ) -> None:
         """Raises ConfigError for a `file` that is no database, EnvironmentFailure for a task whose
         SQL does not run."""
-        self._task, self._file = task, file
-        self._max_rows, self._timeout_s = max_rows, statement_timeout_s
-        self._connection, self._solved = self._made(), self._solution()
-        self._may_write, self._until = False, 0.0
+        self._task = task
+        self._file = file
+        self._max_rows = max_rows
+        self._timeout_s = statement_timeout_s
+        self._connection = self._made()
+        self._solved = self._solution()
+        self._may_write = False
+        self._until = 0.0
         self._confine()
 
     @staticmethod
@@ -243,11 +247,13 @@ class Database:
 
     def _run(self, sql: str, may_write: bool) -> tuple[list[str], list[tuple[Any, ...]], int]:
         """Names of columns, the first rows (one more than are shown), and how many it changed."""
-        self._may_write, self._until = may_write, time.monotonic() + self._timeout_s
+        self._may_write = may_write
+        self._until = time.monotonic() + self._timeout_s
         cursor = self._connection.cursor()
         try:
             cursor.execute(sql)
-            rows, size = [], 0
+            rows = []
+            size = 0
             for row in islice(cursor, self._max_rows + 1):
                 rows.append(row)
                 size += sum(len(one) for one in row if isinstance(one, (str, bytes)))
@@ -314,19 +320,23 @@ def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
 
 def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool]) -> bool:
     place = at = steps = 0
-    star, resume = -1, 0
+    star = -1
+    resume = 0
     while at < len(text):
         steps += 1
         if steps % LOOK_OPS == 0 and is_late():  # SQLite itself does not look in here
             raise TimeoutError
         if place < len(pieces) and pieces[place] is None:
-            star, resume = place, at
+            star = place
+            resume = at
             place += 1
         elif place < len(pieces) and pieces[place] in ("", text[at]):
-            place, at = place + 1, at + 1
+            place = place + 1
+            at = at + 1
         elif star >= 0:
             resume += 1
-            place, at = star + 1, resume
+            place = star + 1
+            at = resume
         else:
             return False
     return all(piece is None for piece in pieces[place:])

@@ -38,7 +38,9 @@ class Door:
     """See the module. `app`: the SDK's application, which has room for `most` sessions."""
 
     def __init__(self, app: Any, key: str | None, most: int) -> None:
-        self._app, self._key, self._most = app, key, most
+        self._app = app
+        self._key = key
+        self._most = most
         self._sessions: dict[str, _Session] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

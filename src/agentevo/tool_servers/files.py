@@ -32,7 +32,8 @@ MAX_FILES = 1000
 """Files and folders that an attempt makes in a folder of its own."""
 MAX_TOTAL = 16 * 2**20
 """Bytes that an attempt writes into a folder of its own, as its files stand."""
-MAX_PATH, MAX_PARTS = 500, 16
+MAX_PATH = 500
+MAX_PARTS = 16
 MAX_LISTED = 200
 MAX_LOOKED_AT = 20_000
 """Files and folders that one call looks at."""
@@ -49,7 +50,8 @@ class Files:
     def __init__(self, task: Task, root: str | None = None, read_only: bool = False) -> None:
         """Raises ConfigError for a `root` that is no folder, EnvironmentFailure for a task whose
         files can't be written."""
-        self._task, self._read_only = task, False
+        self._task = task
+        self._read_only = False
         self._own: str | None = None
         if root is None:
             self._own = tempfile.mkdtemp(prefix="agentevo-files-")

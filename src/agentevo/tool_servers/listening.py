@@ -95,7 +95,8 @@ class _Guarded:
     """The application behind the admission of connections; see the module."""
 
     def __init__(self, app: Any, key: str | None) -> None:
-        self._app, self._key = app, key
+        self._app = app
+        self._key = key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
@@ -137,7 +138,8 @@ class _Guarded:
 
 async def _read(receive: Any) -> list[Any]:
     """The messages of a request's body, all of them unless it is longer than BODY_BYTES."""
-    messages, size = [], 0
+    messages = []
+    size = 0
     while True:
         message = await receive()
         messages.append(message)

@@ -42,7 +42,9 @@ class Retriever:
     as a bearer token."""
 
     def __init__(self, index: Index, *, top_k: int = 3, key: str | None = None) -> None:
-        self._index, self._top_k, self._key = index, top_k, key
+        self._index = index
+        self._top_k = top_k
+        self._key = key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
@@ -50,9 +52,11 @@ class Retriever:
             await _ended(scope, receive, send)
             return
         try:
-            status, answer = 200, await self._answer(scope, receive)
+            status = 200
+            answer = await self._answer(scope, receive)
         except _Refusal as error:
-            status, answer = error.status, {"error": {"message": str(error)}}
+            status = error.status
+            answer = {"error": {"message": str(error)}}
         body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -63,7 +63,9 @@ class ToolServer:
         """Raises MissingExtraError without the SDK, ConfigError for tools that can't be made."""
         load_extra("mcp", "mcp", "mcp serve")
         self._tools = FunctionTools(section)
-        self._section, self._task, self._seed = section, task, seed
+        self._section = section
+        self._task = task
+        self._seed = seed
         self._open: dict[str, _Opened] = {}
         self._told = set[str]()
 
@@ -149,7 +151,8 @@ class ToolServer:
                     is_error = False
                 else:
                     result = await session.call(name, arguments)
-                    text, is_error = result.text, result.is_error
+                    text = result.text
+                    is_error = result.is_error
         except ToolArgumentsError as error:
             raise MCPError(INVALID_PARAMS, str(error)) from None
         except ToolError as error:

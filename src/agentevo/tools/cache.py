@@ -21,7 +21,8 @@ class ResultCache:
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self.hits = 0
-        self._max_chars, self._num_chars = max_chars, 0
+        self._max_chars = max_chars
+        self._num_chars = 0
         self._results: OrderedDict[Hashable, ToolResult] = OrderedDict()
         self._running: dict[Hashable, asyncio.Event] = {}
 

@@ -187,7 +187,9 @@ class _Object:
     instructions = ""
 
     def __init__(self, item: Any, signatures: Mapping[str, Signature], thread: OwnThread) -> None:
-        self._item, self._signatures, self._thread = item, signatures, thread
+        self._item = item
+        self._signatures = signatures
+        self._thread = thread
         self.specs = [one.spec for one in signatures.values()]
 
     async def prepare(self) -> None:

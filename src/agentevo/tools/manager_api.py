@@ -54,7 +54,8 @@ class ManagerAPI:
     """See the module. All calls come from one event loop."""
 
     def __init__(self, name: str, key: str | None) -> None:
-        self._name, self._key = name, key
+        self._name = name
+        self._key = key
         self._idle: list[httpx.AsyncClient] = []
         """Clients with a connection each: a pool of many looks through all for every request."""
 
@@ -62,7 +63,8 @@ class ManagerAPI:
         """The tools of a node's servers, of all unless some are named. A node that does not answer
         yet is asked again. Raises ToolUnavailableError, and ConfigError for a server that it does
         not have."""
-        pause, problem = 0.5, "it has not answered"
+        pause = 0.5
+        problem = "it has not answered"
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -125,7 +127,8 @@ class ManagerAPI:
             raise ToolArgumentsError(f"the arguments can't be sent as JSON: {error}") from None
         url = f"{node}/tool/{quote(tool, safe='')}"
         answer = await self._json("POST", url, content)
-        status, detail = answer.get("status_code"), answer.get("detail")
+        status = answer.get("status_code")
+        detail = answer.get("detail")
         if isinstance(status, int) and status >= 400:
             return _failed(detail if isinstance(detail, str) else json.dumps(detail))
         return _result(answer.get("content"))
@@ -166,7 +169,8 @@ class ManagerAPI:
 
     async def close(self) -> None:
         """Closes its connections."""
-        idle, self._idle = self._idle, []
+        idle = self._idle
+        self._idle = []
         with suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_S):
                 await asyncio.gather(*(one.aclose() for one in idle))

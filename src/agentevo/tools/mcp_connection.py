@@ -327,7 +327,8 @@ class _Tail(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._bytes = b""
-        self._is_open, self._ended = False, asyncio.Event()
+        self._is_open = False
+        self._ended = asyncio.Event()
 
     @property
     def text(self) -> str:

@@ -80,7 +80,8 @@ class _Session:
     def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
-        self._api, self._section = api, section
+        self._api = api
+        self._section = section
         self._opening = asyncio.Lock()
         self._url = section.url if section.image is None else None
         """Of its node's API, once there is one."""
@@ -91,7 +92,8 @@ class _Session:
     async def learn_tools(self) -> list[ToolSpec]:
         """What the node's servers can do. Raises ToolUnavailableError and ConfigError."""
         await self.prepare()
-        url, section = self._url or "", self._section
+        url = self._url or ""
+        section = self._section
         return await _loop.run(
             lambda: self._api.tools(url, section.servers, section.start_timeout_s)
         )
@@ -152,7 +154,9 @@ class _Session:
             self._releasing = asyncio.create_task(self._released(node))
 
     async def _release(self) -> None:
-        node, self._node, self._url = str(self._node), None, None
+        node = str(self._node)
+        self._node = None
+        self._url = None
         await _loop.run(lambda: self._released(node))
 
     async def _released(self, node: str) -> None:

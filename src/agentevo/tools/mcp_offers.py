@@ -16,7 +16,8 @@ MAX_LISTED = 1000
 MAX_PAGES = 100
 MAX_PROMPT = 100_000
 """Characters of a prompt."""
-LIST_RESOURCES, READ_RESOURCE = "list_resources", "read_resource"
+LIST_RESOURCES = "list_resources"
+READ_RESOURCE = "read_resource"
 RESOURCE_TOOLS = (
     ToolSpec(
         name=LIST_RESOURCES,

@@ -40,7 +40,8 @@ class MCPServer:
         """Raises MissingExtraError without the SDK."""
         check_package()
         self.name = server.name
-        self._server, self._section = server, section
+        self._server = server
+        self._section = section
         self._known: _Known | None = None
         self._room = asyncio.Semaphore(section.max_sessions)
         self._shared: _Session | None = None
@@ -88,7 +89,8 @@ class _Session:
     def __init__(self, server: Server, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
-        self._server, self._section = server, section
+        self._server = server
+        self._section = section
         self._connection: Connection | None = None
         self._broken_off: list[Connection] = []
         """Those whose opening was cancelled: they may be ending still."""
@@ -107,7 +109,8 @@ class _Session:
         if known is None:
             await self.prepare()
         else:
-            self.specs, self.instructions = self._shown(known.specs), known.instructions
+            self.specs = self._shown(known.specs)
+            self.instructions = known.instructions
         return _Known(self._all, self.instructions)
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:

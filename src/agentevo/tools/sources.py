@@ -65,7 +65,8 @@ def _server_of(section: MCPServerSection) -> Server:
     key = _key(section.api_key, where)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     words = [str(section.command), *section.args]
-    command, args = section.command, list(section.args)
+    command = section.command
+    args = list(section.args)
     if section.sandbox is not None and command is not None:
         try:
             command, *args = sandboxed(command, args, section.sandbox, section.cwd)

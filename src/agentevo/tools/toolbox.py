@@ -89,7 +89,8 @@ class Toolbox:
                 f"agent.tools: {taken!r} is a part of every reward that tools say: give the entry "
                 "another name"
             )
-        self._tell, self._told = tell, set[tuple[str, type]]()
+        self._tell = tell
+        self._told = set[tuple[str, type]]()
         self._cache = ResultCache()
         self.has_outcome = any(one.toolset.has_outcome for one in self._offers)
         """Whether an attempt's tools say what it is worth."""
@@ -132,7 +133,8 @@ class _Offer:
     """An entry of `agent.tools`, what it gives, and what holds for it in a process."""
 
     def __init__(self, section: ToolSection, toolset: Toolset) -> None:
-        self.section, self.toolset = section, toolset
+        self.section = section
+        self.toolset = toolset
         self.room = asyncio.Semaphore(section.max_concurrent)
 
     def has(self, spec: ToolSpec) -> bool:
@@ -167,7 +169,9 @@ class AttemptTools:
     ) -> None:
         """`checks`: what the task says of the state that is to be left. Raises ConfigError for
         tools that can't be told apart, and where there are none."""
-        self._sessions, self._cache, self._show = sessions, cache, show
+        self._sessions = sessions
+        self._cache = cache
+        self._show = show
         self._checks = checks
         _check_included(sessions)
         self._tools = _named(
@@ -236,13 +240,16 @@ class AttemptTools:
 
     async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
         """The result of a call that is not the policy's, and whether a tool gave it."""
-        metrics, condense = self.metrics, self.condense
-        self.metrics, self.condense = Counter(), None
+        metrics = self.metrics
+        condense = self.condense
+        self.metrics = Counter()
+        self.condense = None
         try:
             result = await self._answered(call)
             was_answered = not any(self.metrics[name] for name in UNANSWERED)
         finally:
-            self.metrics, self.condense = metrics, condense
+            self.metrics = metrics
+            self.condense = condense
         return result, was_answered
 
     async def _answered(self, call: ToolCall) -> ToolResult:
@@ -316,7 +323,9 @@ class AttemptTools:
     async def _tried(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
         """The call, again where its server could not be reached."""
         limit = asyncio.timeout(None)
-        section, tries, pause = bound.offer.section, 0, RETRY_PAUSE_S
+        section = bound.offer.section
+        tries = 0
+        pause = RETRY_PAUSE_S
         while True:
             try:
                 await bound.session.prepare()

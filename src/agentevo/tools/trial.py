@@ -51,7 +51,8 @@ async def tried(
     try:
         async with toolbox.open(task, seed=0) as tools:
             for call in calls or [made_call(schema) for schema in tools.schemas]:
-                before, started = dict(tools.metrics), time.monotonic()
+                before = dict(tools.metrics)
+                started = time.monotonic()
                 (result,) = await tools.call([call])
                 rose = {key for key, n in tools.metrics.items() if n > before.get(key, 0)}
                 status: Literal["answered", "error", "refused", "broken"] = (
@@ -107,7 +108,8 @@ def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
 
 def _of_kind(kind: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Any:
     if kind == "object":
-        known, needed = schema.get("properties") or {}, schema.get("required") or []
+        known = schema.get("properties") or {}
+        needed = schema.get("required") or []
         if depth >= DEPTH or not isinstance(known, Mapping) or not isinstance(needed, list):
             return {}
         return {name: made_value(known.get(name, {}), whole, depth + 1) for name in needed}

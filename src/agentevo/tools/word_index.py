@@ -20,7 +20,8 @@ class WordIndex:
     """Passages by their words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        self._passages, self._lock = passages, threading.Lock()
+        self._passages = passages
+        self._lock = threading.Lock()
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
         self._database.execute(
             "CREATE VIRTUAL TABLE passages "

@@ -38,7 +38,9 @@ class MLflowServer:
     """An exporter to a tracking server."""
 
     def __init__(self, uri: str, experiment: str, source: Source) -> None:
-        self._uri, self._experiment, self._source = uri.rstrip("/"), experiment, source
+        self._uri = uri.rstrip("/")
+        self._experiment = experiment
+        self._source = source
         self._otlp: OTLP | None = None
 
     def open(self) -> None:
@@ -110,7 +112,8 @@ class MLflowDatabase:
                 f"{where} needs the package 'mlflow': pip install mlflow, or give "
                 "tracing.endpoint=http://HOST:PORT of a server"
             )
-        self._uri, self._experiment = uri, experiment
+        self._uri = uri
+        self._experiment = experiment
         self._client: Any = None
         self._experiment_id = ""
 
@@ -153,10 +156,8 @@ class MLflowDatabase:
 
 
 def _authorization() -> dict[str, str]:
-    user, password = (
-        os.environ.get("MLFLOW_TRACKING_USERNAME"),
-        os.environ.get("MLFLOW_TRACKING_PASSWORD"),
-    )
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    password = os.environ.get("MLFLOW_TRACKING_PASSWORD")
     if user and password:
         return {"Authorization": f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"}
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")

@@ -25,7 +25,9 @@ from agentevo.tracing.tracer import Exporter, Limits, Tracer
 
 FOLDER = "tracing"
 """In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
-LENGTH, QUEUE, BATCH = 16384, 4096, 512
+LENGTH = 16384
+QUEUE = 4096
+BATCH = 512
 FILE_DELAY_MS, DELAY_MS = 1000, 5000
 """The longest that a span waits for others: a file is near, and for the rest it is OpenTelemetry's
 default, as each request costs milliseconds."""

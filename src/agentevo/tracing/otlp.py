@@ -39,8 +39,10 @@ class OTLP:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Raises ConfigError for what the environment's variables say wrong."""
-        self._source, self._url = source, settings.trace_url(endpoint)
-        self._where, self._timeout_s = settings.shown_url(self._url), settings.timeout_s()
+        self._source = source
+        self._url = settings.trace_url(endpoint)
+        self._where = settings.shown_url(self._url)
+        self._timeout_s = settings.timeout_s()
         packing = settings.compression()
         self._pack = _PACKED[packing]
         self._client = settings.client(
@@ -77,7 +79,8 @@ class OTLP:
 
     def _refusal(self, body: bytes) -> str:
         """Sends a request. Why it was refused; empty where it was not."""
-        until, said = time.monotonic() + self._timeout_s, b""
+        until = time.monotonic() + self._timeout_s
+        said = b""
         with self._client.stream("POST", self._url, content=body) as answer:
             for piece in answer.iter_raw():
                 said += piece

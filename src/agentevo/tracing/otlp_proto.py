@@ -22,7 +22,8 @@ _ERROR = 2
 _IS_LOCAL, _IS_REMOTE = 0x100, 0x300
 """Flags of a parent or link: it is known whether that is another process's; it is one."""
 _MAX_UINT64 = 2**64 - 1
-_double, _fixed64 = struct.Struct("<d").pack, struct.Struct("<Q").pack
+_double = struct.Struct("<d").pack
+_fixed64 = struct.Struct("<Q").pack
 _fixed32 = struct.Struct("<I").pack
 
 

@@ -63,7 +63,8 @@ def shown_url(url: str) -> str:
 
 def variable(name: str) -> str:
     """What the environment says for traces, or for everything."""
-    general, own = f"OTEL_EXPORTER_OTLP_{name}", f"OTEL_EXPORTER_OTLP_TRACES_{name}"
+    general = f"OTEL_EXPORTER_OTLP_{name}"
+    own = f"OTEL_EXPORTER_OTLP_TRACES_{name}"
     return (os.environ.get(own) or os.environ.get(general) or "").strip()
 
 
@@ -72,7 +73,8 @@ def headers() -> dict[str, str]:
     found = {}
     for pair in filter(str.strip, variable("HEADERS").split(",")):
         key, separator, value = pair.partition("=")
-        name, value = unquote(key.strip()).lower(), unquote(value.strip())
+        name = unquote(key.strip()).lower()
+        value = unquote(value.strip())
         if not separator or not _NAME.fullmatch(name):
             raise ConfigError(
                 "OTEL_EXPORTER_OTLP_HEADERS has a piece that is not KEY=VALUE (pieces are "
@@ -114,7 +116,8 @@ def compression() -> str | None:
 def client(sent: dict[str, str]) -> httpx.Client:
     """A client that sends these headers, and goes through the proxy that the environment names. It
     keeps its connection from one batch to the next."""
-    trusted, own = variable("CERTIFICATE"), variable("CLIENT_CERTIFICATE")
+    trusted = variable("CERTIFICATE")
+    own = variable("CLIENT_CERTIFICATE")
     context: ssl.SSLContext | bool = True
     if trusted or own:
         try:

@@ -48,7 +48,9 @@ class Spans:
     """Makes spans of calls. `contents`: they hold what was said."""
 
     def __init__(self, run: RunFacts, texts: Texts, *, contents: bool) -> None:
-        self._run, self._texts, self._contents = run, texts, contents
+        self._run = run
+        self._texts = texts
+        self._contents = contents
         self._attempt = lru_cache(4096)(self._attempt_facts)
         self._described = lru_cache(1024)(self._described_once)
         self._span_of = lru_cache(4096)(span_of)
@@ -73,11 +75,13 @@ class Spans:
         is_known = call.kind != "tool" or not call.name.startswith("open ")
         name, kind, described = self._described(call.kind if is_known else "", call.name)
         own = self._own(call, said)
-        attempt, keys = self._attempt(call.trajectory_id), own.keys()
+        attempt = self._attempt(call.trajectory_id)
+        keys = own.keys()
         shared: tuple[Shared, ...] = (attempt, described)
         if not (keys.isdisjoint(attempt.attributes) and keys.isdisjoint(described.attributes)):
             # A fact has the name of one that is shared.
-            own, shared = {k: v for one in shared for k, v in one.attributes.items()} | own, ()
+            own = {k: v for one in shared for k, v in one.attributes.items()} | own
+            shared = ()
         ended_at = call.started_at if call.ended_at is None else call.ended_at
         is_error = call.status == "failed"
         message = self._texts.shown(call.error or "") if is_error else ""
@@ -106,7 +110,8 @@ class Spans:
         """The span's name and kind, and what the conventions say of all calls of a kind and name.
         Without a kind it is the opening of a tool."""
         model = self._run.model
-        spoken, is_client = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip(), False
+        spoken = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip()
+        is_client = False
         attributes: dict[str, Value] = {}
         if kind == "attempt":
             spoken = f"{names.INVOKE_AGENT} {name}"
@@ -118,7 +123,8 @@ class Spans:
             }
         elif kind in ("policy", "remote"):
             model = name if kind == "remote" else model
-            spoken, is_client = f"{names.CHAT} {model}", kind == "remote" or self._run.is_remote
+            spoken = f"{names.CHAT} {model}"
+            is_client = kind == "remote" or self._run.is_remote
             attributes = {
                 names.OPERATION: names.CHAT,
                 names.PROVIDER_NAME: names.PROVIDER,

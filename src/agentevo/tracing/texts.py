@@ -70,7 +70,8 @@ class Texts:
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
         """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
         newest messages are kept, and of a long message head and tail."""
-        left, told = self.longest, list[msgspec.Raw]()
+        left = self.longest
+        told = list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):
             if left <= _MARGIN:
                 note = _note(f"{number + 1} earlier messages are left out")

@@ -42,7 +42,8 @@ class Record:
 
     def __init__(self, path: Path | None) -> None:
         """None: nothing is kept, as for a run that is never resumed."""
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         self._entries: dict[str, dict[str, Any]] = {}
         if path is not None and path.is_file():
             try:
@@ -54,7 +55,8 @@ class Record:
     def of(self, name: str) -> tuple[str, int]:
         """(id, last step) of a tracker; ("", -1) if it has never begun."""
         entry = self._entries.get(name, {})
-        known, step = entry.get("id"), entry.get("step")
+        known = entry.get("id")
+        step = entry.get("step")
         is_known = isinstance(known, str) and type(step) is int
         return (str(known), int(step)) if is_known and step is not None else ("", -1)
 
@@ -81,12 +83,16 @@ class Delivery:
     ) -> None:
         """say(text, is_warning)."""
         self.name = name
-        self._make, self._run, self._record, self._say = make, run, record, say
+        self._make = make
+        self._run = run
+        self._record = record
+        self._say = say
         self._first_pause_s = first_pause_s
         self._rows: deque[Row] = deque()
         self._last: list[Callable[[Tracker], None]] | None = None
         self._wake = threading.Condition()
-        self._id, self._step = run.id, run.last_step
+        self._id = run.id
+        self._step = run.last_step
         self._warned = self._given_up = False
         self._left_out = 0
         self._busy: tuple[float, str] | None = None

@@ -34,7 +34,8 @@ class AgentTrainers:
         self, trainers: Mapping[str, RolloutTrainer], policy_of: Callable[[str], str]
     ) -> None:
         """Trainers by the name of their policy, the main one first; `policy_of` an agent."""
-        self.trainers, self._policy_of = dict(trainers), policy_of
+        self.trainers = dict(trainers)
+        self._policy_of = policy_of
         self._main = next(iter(self.trainers))
 
     @property

@@ -102,7 +102,8 @@ class AssistantTokens:
         """The conversation's samples, and whether it lost its oldest turns to become short enough.
         Raises RowError."""
         self._check_texts(conversation)
-        messages, shortened = conversation.messages, False
+        messages = conversation.messages
+        shortened = False
         while True:
             parts = self._parts(messages, conversation.tools)
             longest = max(len(ids) for ids, _ in parts)
@@ -116,7 +117,8 @@ class AssistantTokens:
                     f"{what} has {longest} tokens, the limit is {self.max_tokens} "
                     "(data.max_tokens)",
                 )
-            messages, shortened = rest, True
+            messages = rest
+            shortened = True
 
     def _parts(self, messages: Chat, tools: Chat | None) -> list[tuple[list[int], list[bool]]]:
         """The (ids, mask) of each sample."""
@@ -206,7 +208,8 @@ class AssistantTokens:
         encoding = self._template(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(encoding["input_ids"]), [bool(m) for m in encoding["assistant_masks"]]
+        ids = list(encoding["input_ids"])
+        mask = [bool(m) for m in encoding["assistant_masks"]]
         runs = [
             list(run)
             for trained, run in groupby(range(len(ids)), key=lambda at: mask[at])

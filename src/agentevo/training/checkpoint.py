@@ -52,7 +52,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int, *, alone: bool = False) -> None:
         """`alone`: of several processes that train together only this one calls."""
-        self.folder, self.keep_last, self._alone = folder, keep_last, alone
+        self.folder = folder
+        self.keep_last = keep_last
+        self._alone = alone
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
@@ -322,7 +324,8 @@ class _Shared:
     where it does not come to that. Without others it does nothing."""
 
     def __init__(self, contribution: Contribution | None) -> None:
-        self._contribution, self._done = contribution, contribution is None
+        self._contribution = contribution
+        self._done = contribution is None
         self.weights: Wholes | None = None
         """The model's, one whole tensor after the other; None: the model has them."""
         if contribution is not None and contribution.weights:

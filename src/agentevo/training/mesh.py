@@ -23,8 +23,11 @@ from agentevo.errors import ConfigError
 from agentevo.training.kernels.stages import Stage
 from agentevo.training.parallel import CONTEXT, DATA_PARALLEL, PIPELINE, use_mesh
 
-TENSOR, EXPERT, SHARING = "tp", "ep", "sharing"
-REPLICATE, SHARD = "replicate", "shard"
+TENSOR = "tp"
+EXPERT = "ep"
+SHARING = "sharing"
+REPLICATE = "replicate"
+SHARD = "shard"
 
 
 @dataclass(frozen=True, eq=False)

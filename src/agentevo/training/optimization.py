@@ -110,7 +110,9 @@ class Optimization:
     ) -> None:
         """`key` is the recipe's section that has this learning rate; error messages name it.
         `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
-        self.section, self.memory, self.key = section, memory or MemorySection(), key
+        self.section = section
+        self.memory = memory or MemorySection()
+        self.key = key
         self.peak = section.learning_rate if learning_rate is None else learning_rate
         self.parameters = [p for p in parameters if p.requires_grad]
         self.layouts = layouts

@@ -99,7 +99,8 @@ def _line(text: str, where: str, loss: str) -> PairLine:
         return PairLine(
             where, prompt, answer if given["label"] else None, None if given["label"] else answer
         )
-    chosen, rejected = _answer(given, "chosen", where), _answer(given, "rejected", where)
+    chosen = _answer(given, "chosen", where)
+    rejected = _answer(given, "rejected", where)
     if chosen == rejected:
         raise ConfigError(
             f"{where}: chosen and rejected are the same answer, which says nothing: remove the line"

@@ -210,7 +210,8 @@ class PairData:
     anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
 
     def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
-        self.groups, self.seed = groups, seed
+        self.groups = groups
+        self.seed = seed
         self.per_step = min(per_step, len(groups))
 
     @cached_property

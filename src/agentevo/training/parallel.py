@@ -164,7 +164,8 @@ def sum_gradients(
     parameters = list(parameters)
     if num_processes() == 1 or not parameters:
         return
-    of_all, of_some = [], defaultdict(list)
+    of_all = []
+    of_some = defaultdict(list)
     for parameter in parameters:
         layout = layouts.get(parameter)
         if isinstance(parameter, DTensor):

@@ -79,7 +79,8 @@ class PreferenceTrainer:
         self.algorithm_section = section
         self.algorithm = algorithm
         self.loss = bind_preference_loss(algorithm.loss, algorithm.hyper)
-        self.temperature, self.demonstrations = temperature, demonstrations
+        self.temperature = temperature
+        self.demonstrations = demonstrations
         self.optimization = Optimization(
             model.parameters(), trainer, memory=memory, layouts=layouts_of(model)
         )
@@ -147,7 +148,8 @@ class PreferenceTrainer:
         lr = self.optimization.begin()
         answers = _answers(pairs)
         rows, owners = self._rows(answers)
-        section, device = self.section, device_of(self.model)
+        section = self.section
+        device = device_of(self.model)
         merge = section.prefix_merging
         batches = micro_batches(rows, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(rows, len(batches), device, merge=merge)
@@ -203,7 +205,8 @@ class PreferenceTrainer:
         """Answer name -> summed log-prob under the reference; empty where there is no reference."""
         if self.reference is None:
             return {}
-        reference, answers = self.reference, _answers(pairs)
+        reference = self.reference
+        answers = _answers(pairs)
         rows, owners = self._rows(answers)
 
         def logprobs(batch: PackedBatch) -> dict[str, torch.Tensor]:
@@ -325,7 +328,8 @@ class _Comparison:
 
     def inputs(self, sums: torch.Tensor, loss: str) -> dict[str, Any]:
         """All inputs of the loss that can be made from the sums [N]."""
-        reference, lengths = self.reference.to(sums), self.lengths.to(sums.device)
+        reference = self.reference.to(sums)
+        lengths = self.lengths.to(sums.device)
         if loss == "kto":
             alone = torch.cat([self.chosen, self.rejected]).to(sums.device)
             desirable = torch.arange(len(alone), device=sums.device) < len(self.chosen)

@@ -67,8 +67,11 @@ class Preparation:
         replay: RoutingReplay,
     ) -> None:
         """Raises TrainingError for a replay that no pass of these would record."""
-        self.grammars, self.replay = grammars, replay
-        self.section, self.max_tokens, self.merge = section, max_tokens, merge
+        self.grammars = grammars
+        self.replay = replay
+        self.section = section
+        self.max_tokens = max_tokens
+        self.merge = merge
         algorithm = section.resolved()
         self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
         self.credit = None if section.credit is None else find_credit(section.credit)
@@ -159,7 +162,8 @@ class Preparation:
         )
         if roles.process_reward is None:
             return tables, {}
-        process, reference = roles.process_reward, tables["ref_logp"]
+        process = roles.process_reward
+        reference = tables["ref_logp"]
         owners, successes = _owners(rows)
         metrics = process.update(samples, owners, reference, successes)
         learnt = token_tables(
@@ -176,7 +180,9 @@ class Preparation:
         self, rows: Sequence[Row], roles: Roles, tables: Tables, kl_coef: float
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
         """[S, T]: what is added to the environment's rewards; and its metrics."""
-        bonus, metrics, mask = None, {}, _mask(rows)
+        bonus = None
+        metrics = {}
+        mask = _mask(rows)
         if roles.reward_model is not None:
             bonus = tables["reward_model"]
             metrics["reward_model/mean"] = float(bonus[mask].mean())

@@ -105,7 +105,9 @@ class RewardTrainer:
         total_steps: int,
         memory: MemorySection | None = None,
     ) -> None:
-        self.model, self.section, self.total_steps = model, section, total_steps
+        self.model = model
+        self.section = section
+        self.total_steps = total_steps
         self._schedule = SFTSection(
             learning_rate=section.learning_rate,
             warmup_ratio=section.warmup_ratio,
@@ -124,7 +126,8 @@ class RewardTrainer:
     def step(self, pairs: Sequence[RewardPair]) -> dict[str, float]:
         """One optimizer step. Raises TrainingError, and changes no weight, if a number is not
         finite."""
-        section, steps = self.section, self.optimization.steps
+        section = self.section
+        steps = self.optimization.steps
         lr = self.optimization.begin(scheduled(self._schedule, steps, self.total_steps))
         sums = {"rm/loss": 0.0, "rm/accuracy": 0.0, "rm/reward_margin": 0.0}
         for begin in range(0, len(pairs), section.micro_batch_pairs):
@@ -158,13 +161,15 @@ def held_out(
     """Share of pairs whose chosen answer has the higher reward, mean distance, and mean and
     standard deviation of all rewards."""
     model.eval()
-    chosen, rejected = [], []
+    chosen = []
+    rejected = []
     for begin in range(0, len(pairs), micro_batch_pairs):
         better, worse = rewards_of(model, pairs[begin : begin + micro_batch_pairs])
         chosen.append(better.cpu())
         rejected.append(worse.cpu())
     model.train()
-    better, worse = torch.cat(chosen).double(), torch.cat(rejected).double()
+    better = torch.cat(chosen).double()
+    worse = torch.cat(rejected).double()
     everything = torch.cat([better, worse])
     return {
         "rm/eval/accuracy": float((better > worse).double().mean()),
@@ -186,7 +191,9 @@ def train_reward_model(
 ) -> bool:
     """`section.epochs` passes over the pairs, each in an order of its own. `progress(step, total,
     metrics)` is called after each step. False where `stop()` ended it before the last one."""
-    size, order, rng = section.batch_pairs, list(range(len(pairs))), random.Random(seed)
+    size = section.batch_pairs
+    order = list(range(len(pairs)))
+    rng = random.Random(seed)
     total = section.epochs * -(-len(pairs) // size)
     trainer = RewardTrainer(model, section, total, memory)
     for _ in range(section.epochs):

@@ -31,7 +31,8 @@ class RoutingReplay:
 
     def __init__(self, mode: Literal["none", "rollout", "update"], policy: PreTrainedModel) -> None:
         """Raises TrainingError for a policy whose routers can't replay."""
-        self.mode, self.routers = mode, routers_of(policy)
+        self.mode = mode
+        self.routers = routers_of(policy)
         self._recording: Recording | None = None
         self._heard: list[tuple[int, np.ndarray]] = []
         if mode != "none" and self.routers is None:
@@ -69,7 +70,8 @@ class RoutingReplay:
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
         """Keeps what was recorded in the pass of a batch of these samples."""
         if self._recording is not None:
-            rows, self._recording = self._recording.rows(), None
+            rows = self._recording.rows()
+            self._recording = None
             paths = zip(indices, batch.plan.tree.paths, strict=True)
             self._heard += [(index, rows[path]) for index, path in paths]
 

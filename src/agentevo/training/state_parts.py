@@ -96,11 +96,13 @@ class StoredPart:
     """A tensor of a checkpoint: a `Stored`."""
 
     def __init__(self, reader: _Reader, name: str) -> None:
-        self._reader, self._name = reader, name
+        self._reader = reader
+        self._name = name
         found = reader.metadata.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
             raise UnusableCheckpointError(f"{reader.path} has no tensor {name}: it is not whole")
-        self.dtype, self.shape = found.properties.dtype, tuple(found.size)
+        self.dtype = found.properties.dtype
+        self.shape = tuple(found.size)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """What lies in the box, or all of it, on the CPU, and the caller's own."""
@@ -177,7 +179,8 @@ class _Loading(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         entry: _Entry = self.state_dict[index.fqn]

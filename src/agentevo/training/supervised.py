@@ -70,8 +70,11 @@ class SupervisedTrainer:
     ) -> None:
         """`dropout_seed`: each step draws the adapters' dropout from it and from its own number;
         None leaves dropout to the caller."""
-        self.model, self.section, self.total_steps = model, section, total_steps
-        self.flops, self._dropout_seed = FlopCounter(model), dropout_seed
+        self.model = model
+        self.section = section
+        self.total_steps = total_steps
+        self.flops = FlopCounter(model)
+        self._dropout_seed = dropout_seed
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -108,7 +111,8 @@ class SupervisedTrainer:
         lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(s.num_trained for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
-        merge, device = section.prefix_merging, device_of(self.model)
+        merge = section.prefix_merging
+        device = device_of(self.model)
         batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
         for indices, batch in batches:
@@ -147,7 +151,8 @@ class SupervisedTrainer:
 def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step` (from 0): linear warm-up over the first
     warmup_ratio of all steps, then the schedule."""
-    done, warmup = step / total_steps, section.warmup_ratio
+    done = step / total_steps
+    warmup = section.warmup_ratio
     if done < warmup:
         return section.learning_rate * min(1.0, done / warmup + 1 / total_steps / warmup)
     return section.learning_rate * decay(
@@ -158,7 +163,8 @@ def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
 def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> list[list[str]]:
     """The names of the conversations of every optimizer step. Each epoch has an order of its own.
     `sizes`: name -> tokens."""
-    order, rng = list(sizes), random.Random(seed)
+    order = list(sizes)
+    rng = random.Random(seed)
     batches: list[list[str]] = []
     for _ in range(section.epochs):
         rng.shuffle(order)
@@ -172,7 +178,8 @@ def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> li
             )
             if batch and full:
                 batches.append(batch)
-                batch, used = [], 0
+                batch = []
+                used = 0
             batch.append(name)
             used += sizes[name]
         batches.append(batch)

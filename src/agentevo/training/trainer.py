@@ -65,7 +65,8 @@ class Trainer:
     ) -> None:
         """`grammars`: those of the policy's tokens, needed for turns that were drawn under one.
         Raises TrainingError for a policy that can't replay what `trainer.routing_replay` asks."""
-        self.section, self.algorithm = trainer, algorithm
+        self.section = trainer
+        self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
@@ -180,25 +181,30 @@ class Trainer:
 
     def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
-        device, merge = device_of(self.model), self.section.prefix_merging
+        device = device_of(self.model)
+        merge = self.section.prefix_merging
         batches = micro_batches(samples, self.section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
         routed = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
-        critic, metrics = self.roles.critic, {}
+        critic = self.roles.critic
+        metrics = {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([b for _, b in (routed if critic.shared else batches)], nulls)
             if not critic.shared:
                 self._count(samples, batches)
         if self.pretraining:
             return metrics | self.flops.take()
-        lr, entropy_coef, kl_coef = self.optimization.begin(), self._entropy_coef(), self.kl.coef
+        lr = self.optimization.begin()
+        entropy_coef = self._entropy_coef()
+        kl_coef = self.kl.coef
         joint = critic if critic is not None and critic.shared else None
         if joint is not None:
             metrics["critic/lr"] = joint.optimization.begin()
         num_tokens = sum(s.num_trained for s in samples)
         weights = self.objective.row_weights(samples)
         statistics = self.objective.statistics(self.model, [b for _, b in routed], nulls)
-        sums, largest_diff = defaultdict[str, float](float), 0.0
+        sums = defaultdict[str, float](float)
+        largest_diff = 0.0
         for indices, batch in routed:
             self.flops.trained([samples[i] for i in indices], batch)
             with (
@@ -217,7 +223,8 @@ class Trainer:
             if joint is not None and heard is not None:
                 values = joint.values_of(heard.hidden, batch)
                 value_loss, of_values = joint.loss(values, batch, num_tokens)
-                loss, token_sums = loss + joint.section.coef * value_loss, token_sums | of_values
+                loss = loss + joint.section.coef * value_loss
+                token_sums = token_sums | of_values
             self.optimization.backward(loss)
             largest_diff = max(largest_diff, token_sums.pop("largest_diff"))
             for key, value in token_sums.items():
@@ -292,7 +299,8 @@ class Trainer:
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; counts stay sums."""
-    count, squares = sums.pop("count"), sums.pop("actor/rollout_is_squares", None)
+    count = sums.pop("count")
+    squares = sums.pop("actor/rollout_is_squares", None)
     of_age = effective_sizes(sums)
     means = {
         key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count)

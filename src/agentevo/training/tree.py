@@ -49,7 +49,8 @@ def build_tree(
     positions: list[np.ndarray] = []
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
     left: list[tuple[np.ndarray, int]] = []
-    path, num_nodes = np.empty(0, dtype=np.int64), 0
+    path = np.empty(0, dtype=np.int64)
+    num_nodes = 0
     for index, tokens, shared in zip(
         sequences_sorted.order,
         sequences_sorted.tokens,

@@ -152,7 +152,8 @@ class Guard:
     """The application behind `Access`; ASGI."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
+        self._app = app
+        self._access = access
         self._headers = dict(HEADERS)
         if access.control:  # without a referrer browsers don't say either where a form is from
             self._headers["referrer-policy"] = "same-origin"
@@ -177,7 +178,8 @@ class Guard:
             scope = {**scope, VISITOR: visitor, FORM: Form()}
             if scope["method"] == "POST":
                 form, body = await self._form(receive, headers, visitor)
-                scope[FORM], receive = form, received(body, receive)
+                scope[FORM] = form
+                receive = received(body, receive)
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
@@ -207,7 +209,8 @@ class Guard:
         self, scope: Scope, headers: dict[str, str]
     ) -> tuple[int, list[tuple[str, str]], bytes] | None:
         """The answer to a request that gets no further."""
-        access, method = self._access, scope["method"]
+        access = self._access
+        method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
             return 421, [], b"this server does not go by that name: open the URL that was printed\n"
         methods = (*METHODS, "POST") if access.control else METHODS
@@ -269,7 +272,8 @@ def _headers_of(scope: Scope) -> dict[str, str]:
     """The first of each name, but all of `Cookie`."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        key = name.decode("latin-1").lower()
+        text = value.decode("latin-1")
         if key == "cookie" and key in headers:
             headers[key] += f"; {text}"
         else:

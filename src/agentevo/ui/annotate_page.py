@@ -88,7 +88,9 @@ async def save(view: RunView, record: Record) -> None:
 
 def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
     """What a form says of an attempt. Raises WrongFormError for what can't be kept."""
-    verdict, note, reply = change.get("verdict"), change.get("note"), change.get("reply")
+    verdict = change.get("verdict")
+    note = change.get("note")
+    reply = change.get("reply")
     if verdict not in ("", "right", "wrong"):
         raise WrongFormError("A verdict is right, wrong, or none.")
     if len(note) > MAX_NOTE or len(reply) > MAX_REPLY:
@@ -165,7 +167,8 @@ def _fits(one: Annotation, show: str, q: str) -> bool:
 @router.post("/runs/{run}/annotate")
 async def annotate_attempt(request: Request, run: str) -> Response:
     """Keeps what a form says of the attempt `attempt`."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     stored, _ = await load_attempt(request, view, change.get("attempt"))
     await save(view, annotation_from(change, stored.trajectory))
     return see(f"{run_url(view.key, 'attempt')}?{_query(id=stored.trajectory.id)}#annotate")
@@ -174,7 +177,8 @@ async def annotate_attempt(request: Request, run: str) -> Response:
 @router.post("/runs/{run}/prefer")
 async def prefer(request: Request, run: str) -> Response:
     """Keeps which of the attempts `a` and `b` is better."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     left, _ = await load_attempt(request, view, change.get("a"))
     right, _ = await load_attempt(request, view, change.get("b"))
     if left.trajectory.id == right.trajectory.id:

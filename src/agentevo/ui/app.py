@@ -75,8 +75,10 @@ def make_app(
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
     stores = Stores(sources)
-    watcher, works = Watcher(sources, stores), Works(stores)
-    confirmations, priority = Confirmations(), priority or Priority()
+    watcher = Watcher(sources, stores)
+    works = Works(stores)
+    confirmations = Confirmations()
+    priority = priority or Priority()
     shared = Dashboard(
         sources, watcher, stores, access, Indexes(), works, Players(), confirmations, priority
     )
@@ -141,9 +143,11 @@ async def _wrong_words(request: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        heading, text = "Not answered", "This address is for forms, or takes none."
+        heading = "Not answered"
+        text = "This address is for forms, or takes none."
     else:
-        heading, text = "Not found", "There is no such page."
+        heading = "Not found"
+        text = "There is no such page."
     answer = _problem(request, error.status_code, heading, text)
     answer.headers.update(error.headers or {})
     return answer

@@ -60,7 +60,9 @@ async def attempt(
         stored, row = await load_attempt(request, view, id)
         calls = await _calls(request, view, id)
         trajectory = stored.trajectory
-        messages, tokens, tools = None, None, None
+        messages = None
+        tokens = None
+        tools = None
         if show == "tokens":
             tools = await tools_of(view)
             if tools is not None:

@@ -31,7 +31,8 @@ class Cache(Generic[T]):
     """The few last results of something slow. Belongs to one event loop."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._held = size, OrderedDict[object, T]()
+        self._size = size
+        self._held = OrderedDict[object, T]()
 
     async def get(self, key: object, make: Callable[[], Awaitable[T]]) -> T:
         """What is held, or what `make` gives; what raises is not held."""

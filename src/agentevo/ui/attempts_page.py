@@ -251,7 +251,8 @@ async def _answer(
 ) -> HTMLResponse:
     """The page; without an index it says how far that is."""
     _, (state, trouble) = await ready_index(request, view)
-    shown, found = None, None
+    shown = None
+    found = None
     with suppress(IndexAway):
         if state.at:
             shown, found = await in_thread(read)

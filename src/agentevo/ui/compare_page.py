@@ -68,7 +68,8 @@ async def compare(
     if sweep:
         found = await in_thread(watcher.sources.runs)
         keys += [key for key, source in found.items() if source.sweep == sweep]
-    views, missing = [], []
+    views = []
+    missing = []
     for key in keys[:MOST_RUNS]:
         try:
             views.append(await watcher.view(key))
@@ -152,7 +153,8 @@ def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | No
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
     """The keys in which configurations differ, with each one's value; and how many are the same."""
     keys = sorted({key for setting in settings for key in setting.config} - set(PLACE_KEYS))
-    differences, num_same = [], 0
+    differences = []
+    num_same = 0
     for key in keys:
         values = [
             str(setting.config[key]) if key in setting.config else "–" for setting in settings

@@ -80,8 +80,10 @@ async def control(request: Request, run: str) -> HTMLResponse:
 @router.post("/runs/{run}/control")
 async def change_run(request: Request, run: str) -> Response:
     """Asks the run for something, once that is confirmed."""
-    view, change = await run_of(request, run), changes(request)
-    do, back = change.get("do"), run_url(view.key, "control")
+    view = await run_of(request, run)
+    change = changes(request)
+    do = change.get("do")
+    back = run_url(view.key, "control")
     action = next((one for one in ACTIONS if one == do), None)
     if action is None:
         raise NotFoundError(f"A run can {', '.join(ACTIONS)}.")

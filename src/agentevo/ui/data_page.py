@@ -123,7 +123,8 @@ async def data(
 @router.post("/runs/{run}/data")
 async def retry(request: Request, run: str) -> Response:
     """Gives the tasks that were set aside another try, once that is confirmed."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     back = run_url(view.key, "data")
     if view.source.folder is None:
         raise NotFoundError(f"This run has no folder here: use {_command(view)}")

@@ -54,7 +54,8 @@ class FormRefusedError(Exception):
 def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
     """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
     that says nothing at all is refused, too: every browser of today says where a POST is from."""
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    site = headers.get("sec-fetch-site")
+    origin = headers.get("origin")
     ours = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
     is_ours = origin is not None and origin.lower() == ours
     if site not in (None, "same-origin") or not is_ours:

@@ -166,7 +166,8 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Ch
         sides.append((tasks, shares, done.place[places]))
     (tasks, before, place_before), (others, after, place_after) = sides
     both, mine, theirs = np.intersect1d(tasks, others, assume_unique=True, return_indices=True)
-    before, after = before[mine], after[theirs]
+    before = before[mine]
+    after = after[theirs]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
     found: dict[bool, list[Change]] = {}

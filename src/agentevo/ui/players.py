@@ -251,7 +251,8 @@ class Players:
         elif isinstance(event, words.Loading):
             player.doing = event.text
         elif isinstance(event, words.Ready):
-            player.ready, player.state = event, "ready"
+            player.ready = event
+            player.state = "ready"
             player.used_at = time.monotonic()
         elif isinstance(event, words.Broken):
             player.problem = event.error

@@ -167,7 +167,8 @@ def _read(folder: Path) -> Results:
         if os.path.lexists(folder / name) and not stat.S_ISREG((folder / name).lstat().st_mode):
             raise ConfigError(f"{folder / name} is no file: the dashboard follows no links")
     kept = ResultsFolder(folder)
-    settings, problem = kept.settings(), ""
+    settings = kept.settings()
+    problem = ""
     by_task: dict[str, dict[str, list[AttemptLine]]] = {}
     by_model: dict[str, list[AttemptLine]] = {}
     size = (folder / RESULTS).stat().st_size if (folder / RESULTS).exists() else 0
@@ -273,7 +274,8 @@ def _tasks(found: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
 def _changed(found: Results, first: str, last: str) -> Changed:
     pairs = []
     for task, models in found.by_task.items():
-        before, after = _share(models.get(first, [])), _share(models.get(last, []))
+        before = _share(models.get(first, []))
+        after = _share(models.get(last, []))
         if before is not None and after is not None:
             pairs.append((task, before, after))
     moved = sorted(pairs, key=lambda one: -abs(one[2] - one[1]))

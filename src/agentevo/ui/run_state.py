@@ -134,7 +134,9 @@ class RunReader:
         source = self.view.source
         if source.folder is None:
             return
-        ends, changed, is_behind = time.monotonic() + PIECE_S, False, False
+        ends = time.monotonic() + PIECE_S
+        changed = False
+        is_behind = False
         try:
             while self._table.read_more():
                 changed = True
@@ -142,7 +144,8 @@ class RunReader:
                     is_behind = True
                     break
             if self._table.is_replaced:
-                self._table, changed = MetricsTable(self._table.path), True
+                self._table = MetricsTable(self._table.path)
+                changed = True
                 self._signs = Signs()
                 self._table.read_more()
             self._signs.observe(self._table)
@@ -151,7 +154,8 @@ class RunReader:
             self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
         changed |= self._read_file("config.yaml", self._read_config)
         changed |= self._read_file("summary.json", self._read_summary)
-        before, beat = self._moment, self.view.beat
+        before = self._moment
+        beat = self.view.beat
         self._read_file(NOW, self._read_moment)
         beat += before is not self._moment
         seen = replace(self.view, **self._facts(source), is_behind=is_behind)
@@ -199,7 +203,8 @@ class RunReader:
     ) -> tuple[State, bool]:
         """The state, and whether a process that has the lock gives no sign. The lock decides where
         it can be seen; of a process of another machine only the heartbeat is known."""
-        folder, moment = source.folder, self._moment
+        folder = source.folder
+        moment = self._moment
         if folder is None or not self._config:
             return ("damaged" if "config.yaml" in self._problems else "unknown"), False
         goes_on = moment is not None and not moment.ended

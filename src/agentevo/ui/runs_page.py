@@ -91,7 +91,8 @@ def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
     """(key, name, number of runs) of the sweeps that have some of these runs."""
     found: dict[str, tuple[str, int]] = {}
     for view in views:
-        key, folder = view.source.sweep, view.source.folder
+        key = view.source.sweep
+        folder = view.source.folder
         if key is not None and folder is not None:
             found[key] = (folder.parent.name, found.get(key, ("", 0))[1] + 1)
     return sorted((key, name, many) for key, (name, many) in found.items())
@@ -127,8 +128,10 @@ def newest_evaluation(view: RunView) -> dict[str, float | None]:
         if name.startswith(("val-core/", "val-aux/")):
             _, values = view.table.series(name)
             if values:
-                first[name], last[name] = values[0], values[-1]
-    opening, newest = read_evaluations(first), read_evaluations(last)
+                first[name] = values[0]
+                last[name] = values[-1]
+    opening = read_evaluations(first)
+    newest = read_evaluations(last)
     if not newest:
         return {}
     return {

@@ -32,7 +32,8 @@ PATHS = re.compile(
     r"(?:/(?:work|metrics|series|attempts|evaluation|evaluation/series|data|processes|steps/\d+))?"
 )
 KEPT_S = 0.5
-MOST, MOST_BYTES = 64, 32_000_000
+MOST = 64
+MOST_BYTES = 32_000_000
 LONGEST_QUERY = 2_000
 """Bytes of an address that is remembered."""
 MADE_S = 60.0
@@ -79,7 +80,8 @@ class SharedAnswers:
         self.app = app
         self.num_made = 0
         """Answers that were made to be shared."""
-        self._watcher, self._visitor_key = watcher, visitor_key
+        self._watcher = watcher
+        self._visitor_key = visitor_key
         self._held: dict[Key, _Held] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +100,8 @@ class SharedAnswers:
 
     def _making(self, key: Key, run: str | None, scope: Scope) -> asyncio.Task[Answer]:
         """What makes the answer, or has made it."""
-        now, known = time.monotonic(), self._watcher.known(run)
+        now = time.monotonic()
+        known = self._watcher.known(run)
         held = self._held.get(key)
         is_fresh = held is not None and (not held.making.done() or now - held.at < KEPT_S)
         if held is not None and is_fresh and held.known == known:
@@ -117,7 +120,8 @@ class SharedAnswers:
                 del self._held[key]
             return
         answer = held.making.result()
-        held.at, held.size = time.monotonic(), len(answer.body) + len(answer.gzipped)
+        held.at = time.monotonic()
+        held.size = len(answer.body) + len(answer.gzipped)
 
     def _forget(self, now: float) -> None:
         """What is old, and the oldest of too much."""

@@ -124,11 +124,14 @@ class Sources:
         at disks: on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
             found: dict[str, RunSource] = {}
-            self._evaluated, self._found_pipelines = {}, {}
+            self._evaluated = {}
+            self._found_pipelines = {}
             for source in self._find():
-                key, number = source.key, 2
+                key = source.key
+                number = 2
                 while key in found:
-                    key, number = f"{source.key}-{number}", number + 1
+                    key = f"{source.key}-{number}"
+                    number = number + 1
                 found[key] = (
                     source
                     if key == source.key
@@ -137,7 +140,8 @@ class Sources:
                 if len(found) >= MAX_RUNS:
                     self.is_cut = True
                     break
-            self._runs, self._results = found, self._evaluated
+            self._runs = found
+            self._results = self._evaluated
             self._pipelines = self._found_pipelines
             self._scanned_at = time.monotonic()
         return self._runs
@@ -239,9 +243,11 @@ class Sources:
 
 def _add(found: dict[str, Path], key: str, folder: Path) -> None:
     """Under that key, or one that no other has."""
-    free, number = key, 2
+    free = key
+    number = 2
     while free in found:
-        free, number = f"{key}-{number}", number + 1
+        free = f"{key}-{number}"
+        number = number + 1
     if len(found) < MAX_RUNS:
         found[free] = folder
 

@@ -57,7 +57,8 @@ async def _page(request: Request, given: dict[str, str], refused: str) -> HTMLRe
 @router.post("/start")
 async def start(request: Request) -> Response:
     """Starts it, once it is known that the command would take it and that is confirmed."""
-    change, root = changes(request), _root(request)
+    change = changes(request)
+    root = _root(request)
     given = {name: change.get(name) for name in ("command", "recipe", "overrides", "name")}
     given["recipe"] = change.get("file").strip() or given["recipe"]
     folders = dashboard(request).sources.folders
@@ -87,7 +88,8 @@ async def start(request: Request) -> Response:
             assert root is not None
             if starting.digest(await _checked(wanted)) != change.get("config"):
                 raise ConfigError("the recipe is another one by now than was shown: check it again")
-            who, address = change.visitor.who, change.visitor.address
+            who = change.visitor.who
+            address = change.visitor.address
             async with asyncio.timeout(WRITE_S):
                 return await dashboard(request).priority.ordinarily(
                     lambda: starting.start(root, wanted, id=change.id, who=who, address=address)

@@ -36,7 +36,8 @@ from agentevo.errors import ConfigError
 from agentevo.files import open_regular, write_atomic
 from agentevo.runs.folder import is_run_folder
 
-STARTED, LOCK = ".started", "lock"
+STARTED = ".started"
+LOCK = "lock"
 COMMANDS = ("train", "sft")
 CHECK_S = 45.0
 """How long a recipe may take to be read; an answer of the dashboard has 60 s."""
@@ -173,7 +174,8 @@ def check(wanted: Wanted) -> str:
     try:
         config: Any = yaml.safe_load(said.stdout)
         run = config["run"]
-        folder, overwrites = str(run["dir"]), bool(run["overwrite"])
+        folder = str(run["dir"])
+        overwrites = bool(run["overwrite"])
     except (yaml.YAMLError, KeyError, TypeError):
         raise ConfigError(
             "this recipe is a sweep, or imports something that prints: start it at the command line"

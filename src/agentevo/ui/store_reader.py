@@ -48,7 +48,9 @@ class StoreReader:
         if time.monotonic() < self._rest_until:
             return
         began = time.monotonic()
-        problem, state, is_behind = "", self.view.state, False
+        problem = ""
+        state = self.view.state
+        is_behind = False
         try:
             async with self._stores.reading(self.view.source) as store:
                 is_behind = await self._read(store)

@@ -56,7 +56,9 @@ class ReadOnlyStore:
 
 class _Opened:
     def __init__(self, store: Store) -> None:
-        self.store, self.used_at, self.users = store, time.monotonic(), 0
+        self.store = store
+        self.used_at = time.monotonic()
+        self.users = 0
 
 
 class Stores:

@@ -90,7 +90,8 @@ def tasks(
         has_text[some[some < size]] = True
         found &= has_text
     with np.errstate(invalid="ignore", divide="ignore"):
-        share, mean = wins / completed, rewards / completed
+        share = wins / completed
+        mean = rewards / completed
     often = found & (completed > 1)
     keys = _keys(order, attempts, completed, share, mean)
     places = np.flatnonzero(found)
@@ -123,7 +124,8 @@ def _page(places: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
     end = (page + 1) * PAGE
     if len(places) > end:  # no sort of a million tasks for the first fifty
         near = keys <= np.partition(keys, end)[end]
-        places, keys = places[near], keys[near]
+        places = places[near]
+        keys = keys[near]
     order = np.argsort(keys, kind="stable")
     return places[order][page * PAGE : end]
 

@@ -83,7 +83,8 @@ async def players(request: Request, run: str) -> HTMLResponse:
 @router.post("/runs/{run}/try/end")
 async def end(request: Request, run: str) -> Response:
     """Ends a player, which gives its memory back."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     held = dashboard(request).players
     for player in held.of(view.key):
         if str(player.process.pid) == change.get("pid"):
@@ -94,7 +95,8 @@ async def end(request: Request, run: str) -> Response:
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
     """A reply, as it is drawn."""
-    view, form = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    form = changes(request)
     try:
         given = json.loads(form.get("messages", "[]"))
         messages = [
@@ -128,8 +130,10 @@ async def chat(request: Request, run: str) -> Response:
 @router.post("/runs/{run}/try/play")
 async def play(request: Request, run: str) -> Response:
     """An attempt, as it is played."""
-    view, form = await run_of(request, run), changes(request)
-    kind, given = form.get("kind"), dict[str, Any]()
+    view = await run_of(request, run)
+    form = changes(request)
+    kind = form.get("kind")
+    given = dict[str, Any]()
     if kind == "own":
         if not form.get("query").strip():
             return _refused("there is nothing to play: write a task")
@@ -176,7 +180,8 @@ async def _stream(
     folder = view.source.folder
     async with asyncio.timeout(WITHIN_S):
         choices = await _choices(view)
-    which, device = form.get("which"), form.get("device")
+    which = form.get("which")
+    device = form.get("device")
     if folder is None or device not in DEVICES or which not in choices.names:
         return _refused(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
     if which == words.START and choices.missing:
@@ -213,7 +218,10 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
-        self._shared, self._view, self._key, self._asked = dashboard(request), view, key, asked
+        self._shared = dashboard(request)
+        self._view = view
+        self._key = key
+        self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:

@@ -43,7 +43,8 @@ class Watcher:
     """See the module. Belongs to the dashboard's event loop."""
 
     def __init__(self, sources: Sources, stores: Stores) -> None:
-        self.sources, self._stores = sources, stores
+        self.sources = sources
+        self._stores = stores
         self._readers: dict[str, _Watched] = {}
         self._next = asyncio.Event()
         """Set, and replaced, at the next change."""
@@ -114,7 +115,8 @@ class Watcher:
         found = frozenset(runs)
         if found == self._listed and self._list_version:
             return False
-        self._listed, self._list_version = found, self._list_version + 1
+        self._listed = found
+        self._list_version = self._list_version + 1
         return True
 
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
@@ -122,7 +124,9 @@ class Watcher:
         of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
         least every LOOK_S, so that the listener can see to itself. Ends when the dashboard does."""
         known: dict[str, tuple[int, int]] = {}
-        keys, had, listed = list(keys), self._listed, -1
+        keys = list(keys)
+        had = self._listed
+        listed = -1
         self._look(keys, 1)
         try:
             while not self.is_closed:
@@ -194,7 +198,8 @@ class Watcher:
 
     def _tell(self) -> None:
         """Wakes all who wait for news."""
-        told, self._next = self._next, asyncio.Event()
+        told = self._next
+        self._next = asyncio.Event()
         told.set()
 
 
@@ -209,7 +214,8 @@ class _Watched:
         self, reader: RunReader | StoreReader, heard: Callable[[RunView, RunView], None]
     ) -> None:
         """`heard`: of what was known before a reading and what is after it."""
-        self.reader, self._heard = reader, heard
+        self.reader = reader
+        self._heard = heard
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
 

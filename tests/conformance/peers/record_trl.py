@@ -309,7 +309,8 @@ def pair_gradients(loss: torch.Tensor, *logps: torch.Tensor) -> Case:
 
 
 def dpo(made: dict[str, Batch], **settings: Any) -> Case:
-    inputs, tokens = made["pairs"], 8
+    inputs = made["pairs"]
+    tokens = 8
     built = build(
         DPOTrainer,
         DPOConfig,
@@ -345,7 +346,8 @@ def dpo(made: dict[str, Batch], **settings: Any) -> Case:
 
 def kto(made: dict[str, Batch], kl: float, **settings: Any) -> Case:
     """`kl`: added to the log-ratios of the mismatched answers, whose mean is the baseline."""
-    inputs, tokens = made["pairs"], 8
+    inputs = made["pairs"]
+    tokens = 8
     texts = {
         "prompt": ["a"] * 6,
         "completion": ["b", "c"] * 3,

@@ -433,7 +433,8 @@ def value_losses(made: dict[str, Batch]) -> dict[str, Case]:
     for clip in (0.5, 0.05):
         for aggregation in ("token-mean", "seq-mean-token-mean"):
             values = inputs["values"].clone().requires_grad_()
-            returns, old = inputs["dense_rewards"], inputs["values"] + 0.3 * inputs["logp"]
+            returns = inputs["dense_rewards"]
+            old = inputs["values"] + 0.3 * inputs["logp"]
             loss, clipped = core_algos.compute_value_loss(
                 values, returns, old, inputs["mask"], clip, aggregation
             )

@@ -48,7 +48,8 @@ def at_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def score_batch(
     generator: torch.Generator, scores: list[float], groups: list[int], empty_row: int | None = None
 ) -> Batch:
-    rows, tokens = len(scores), 8
+    rows = len(scores)
+    tokens = 8
     mask = ragged(generator, rows, tokens)
     if empty_row is not None:
         mask[empty_row] = 0
@@ -126,7 +127,8 @@ def batches(seed: int = 20261121) -> dict[str, Batch]:
     short = ragged(generator, 3, 6)
     short[2] = 0
     made["loss_empty"] = loss_batch(generator, normal(3, 6) * 0.3, short)
-    chosen, rejected = -normal(6).abs() * 10 - 3, -normal(6).abs() * 10 - 3
+    chosen = -normal(6).abs() * 10 - 3
+    rejected = -normal(6).abs() * 10 - 3
     made["pairs"] = {
         "chosen_logp": chosen,
         "rejected_logp": rejected,

@@ -31,7 +31,8 @@ def words(length: int, seed: int) -> list[int]:
 def branching(seed: int) -> list[list[int]]:
     """A long prompt with a group of answers, answers that branch again at any depth, a duplicate,
     one that stands alone."""
-    root, other = words(45, seed), words(9, seed + 1)
+    root = words(45, seed)
+    other = words(9, seed + 1)
     first = [*root, *words(12, seed + 2)]
     return [
         first,
@@ -57,7 +58,8 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
     assert batch.num_distinct < 0.6 * batch.num_logical
     with torch.no_grad():
         found, entropy = token_logprobs(one.model, batch)
-    expected, expected_entropy = [], []
+    expected = []
+    expected_entropy = []
     for sample in samples:
         rows = torch.log_softmax(one.logits(sample.ids) / temperature, -1)
         places = [place for place, trained in enumerate(sample.loss_mask) if trained]
@@ -99,7 +101,8 @@ def test_loss_and_gradients_of_the_whole_objective(
     expected.backward()
     expected = float(expected.detach())
     metrics = trainer.step(referred(trainer, samples))
-    wanted, found = gradient(one.alone), gradient(one.model)
+    wanted = gradient(one.alone)
+    found = gradient(one.model)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     assert metrics["actor/grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-5)
     if (

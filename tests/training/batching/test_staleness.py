@@ -205,7 +205,8 @@ def hand_built_loss(
         rows = torch.log_softmax(
             model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1
         )
-        place, own = 0, []
+        place = 0
+        own = []
         for turn in trajectory.turns:
             place += len(turn.prompt_ids)
             for token, behaviour, version in zip(

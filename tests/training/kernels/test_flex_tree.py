@@ -80,7 +80,8 @@ def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
 
 
 def test_a_shared_prompt_leaves_out_the_other_members_blocks():
-    prompt, members = list(range(1024)), 8
+    prompt = list(range(1024))
+    members = 8
     flex = FlexTree(build_tree([[*prompt, *[2000 + n] * 256] for n in range(members)]), CPU)
     some, every = flex._blocks(None)
     assert some.sum() == 8 * 9 // 2 + members * (8 * 2 + 3)

@@ -59,7 +59,8 @@ class Problem:
         ]
         self.rows = torch.randint(max(1, num_rows), (num_targets,), generator=generator)
         self.targets = torch.randint(num_tokens, (num_targets,), generator=generator)
-        self.of_logp, self.of_entropy = normal(num_targets), normal(num_rows)
+        self.of_logp = normal(num_targets)
+        self.of_entropy = normal(num_rows)
 
     def solved(self, function, entropy=True, **tail):
         """Log-probs, entropies, and the gradients of hidden states, weight and bias."""
@@ -138,7 +139,8 @@ def test_targets_keep_their_digits_where_products_are_rounded():
     hidden[:, 0] = 8.0
     weight = torch.zeros(40, 8, dtype=torch.bfloat16)
     weight[7, 0] = 1.0
-    rows, targets = torch.tensor([0, 0, 1]), torch.tensor([7, 7, 7])
+    rows = torch.tensor([0, 0, 1])
+    targets = torch.tensor([7, 7, 7])
 
     def gradient(dtype):
         leaf = weight.to(dtype, copy=True).requires_grad_()
@@ -222,9 +224,11 @@ def test_a_frozen_output_layer(dtype, softcap, entropy):
 
 def test_a_sure_model_far_from_zero_keeps_its_digits():
     """As in test_logprobs.py; the products are whole numbers, so they have no rounding."""
-    hidden, weight = torch.ones(2, 1), torch.full((5, 1), 300.0)
+    hidden = torch.ones(2, 1)
+    weight = torch.full((5, 1), 300.0)
     weight[2] += 8.0
-    rows, targets = torch.arange(2), torch.tensor([2, 2])
+    rows = torch.arange(2)
+    targets = torch.tensor([2, 2])
     gradients = []
     for dtype in (torch.float32, torch.float64):
         matrix = weight.to(dtype, copy=True).requires_grad_()
@@ -232,7 +236,8 @@ def test_a_sure_model_far_from_zero_keeps_its_digits():
             logp, entropy = linear_logprobs(hidden, matrix, None, rows, targets)
         else:
             table = (hidden.double() @ matrix.t()).log_softmax(-1)
-            logp, entropy = table[rows, targets], -(table.exp() * table).sum(-1)
+            logp = table[rows, targets]
+            entropy = -(table.exp() * table).sum(-1)
         (logp.sum() + 0.1 * entropy.sum()).backward()
         gradients.append((logp.double(), entropy.double(), matrix.grad.double()))
     for ours, exact in zip(*gradients, strict=True):
@@ -257,7 +262,8 @@ def test_half_precision_is_summed_in_float32():
     """4,000 rows that each add a little to the same weights: summed up in bfloat16 block by block,
     the end of them would be lost."""
     problem = Problem(7, 4000, 40, 4000, dtype=torch.bfloat16)
-    problem.of_logp, problem.of_entropy = torch.full((4000,), 1 / 64), torch.zeros(4000)
+    problem.of_logp = torch.full((4000,), 1 / 64)
+    problem.of_entropy = torch.zeros(4000)
     problem.inputs[0] = problem.inputs[0].abs()
     problem.targets = torch.zeros_like(problem.targets)
     ours = problem.solved(linear_logprobs, entropy=False)
@@ -274,7 +280,9 @@ def test_half_precision_is_summed_in_float32():
     assert_same(ours[:1], [logp[problem.rows, problem.targets]], 1e-5)
     exact = Problem(7, 4000, 40, 4000)
     exact.inputs = [problem.inputs[0].float(), problem.inputs[1].float(), None]
-    exact.rows, exact.targets, exact.of_logp = problem.rows, problem.targets, problem.of_logp
+    exact.rows = problem.rows
+    exact.targets = problem.targets
+    exact.of_logp = problem.of_logp
     wanted = exact.solved(dense, entropy=False)[3]
     assert float((ours[3].float() - wanted).norm() / wanted.norm()) < 4e-3
 

@@ -58,7 +58,8 @@ def test_a_sure_model_far_from_zero_keeps_its_digits(height):
     partition, logits around 300 left 1e-5 of it, a hundredth where p is 0.999."""
     logits = torch.full((3, 5), height)
     logits[:, 2] += 8.0
-    rows, targets = torch.arange(3), torch.tensor([2, 2, 2])
+    rows = torch.arange(3)
+    targets = torch.tensor([2, 2, 2])
     gradients = []
     for dtype in (torch.float32, torch.float64):
         leaf = logits.to(dtype, copy=True).requires_grad_()
@@ -66,7 +67,8 @@ def test_a_sure_model_far_from_zero_keeps_its_digits(height):
             logp, entropy = selected_logprobs(leaf, rows, targets)
         else:
             table = leaf.log_softmax(-1)
-            logp, entropy = table[rows, targets], -(table.exp() * table).sum(-1)
+            logp = table[rows, targets]
+            entropy = -(table.exp() * table).sum(-1)
         (logp.sum() + 0.1 * entropy.sum()).backward()
         gradients.append((logp.double(), entropy.double(), leaf.grad.double()))
     for ours, exact in zip(*gradients, strict=True):
@@ -86,7 +88,8 @@ def test_half_precision_logits_are_computed_in_float32():
     logits = (
         torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     )
-    rows, targets = torch.tensor([0, 1]), torch.tensor([3, 4])
+    rows = torch.tensor([0, 1])
+    targets = torch.tensor([3, 4])
     logp, _ = selected_logprobs(logits, rows, targets)
     expected, _ = plain(logits.detach().float(), rows, targets, 1.0)
     torch.testing.assert_close(logp.detach(), expected)

@@ -290,7 +290,8 @@ def counting(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "hyperclovax"])
 def test_a_model_is_asked_once(name, random_model, batch, monkeypatch):
-    model, asked = copy.deepcopy(made(name, random_model)), counting(monkeypatch)
+    model = copy.deepcopy(made(name, random_model))
+    asked = counting(monkeypatch)
     first = token_logprobs(model, batch)
     with torch.no_grad():
         again = token_logprobs(model, batch)
@@ -311,7 +312,8 @@ def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, bat
         lambda: None,
     ):
         change()
-        ours, theirs = token_logprobs(model, batch), through_logits(model, batch)
+        ours = token_logprobs(model, batch)
+        theirs = through_logits(model, batch)
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
     handle = model.register_forward_hook(
         lambda module, given, found: setattr(found, "logits", 2 * found.logits) or found

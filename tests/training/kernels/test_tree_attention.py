@@ -24,7 +24,8 @@ LONG = [[1] * 40, [1] * 40 + [2] * 30, [1] * 40 + [2] * 10 + [0] * 25, [0], [0] 
 def attention_alone(q, k, v, scaling, window, softcap):
     """One sequence, [n, H, D], naively."""
     repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    k = k.repeat_interleave(repeat, 1)
+    v = v.repeat_interleave(repeat, 1)
     out = torch.empty_like(q)
     for place in range(len(q)):
         first = 0 if window is None else max(0, place - window + 1)

@@ -98,7 +98,10 @@ def test_a_shared_trunk_gets_both_gradients(random_model, batch, gradient, slow_
     trainer = Trainer(one.model, WHOLE_GRADIENT, PPO, critic=section)
     trainer.begin()
     weight = with_random_head(trainer.roles.critic).clone()
-    loss, values, wanted, old = slow_loss(one.alone, batch, PPO), [], [], []
+    loss = slow_loss(one.alone, batch, PPO)
+    values = []
+    wanted = []
+    old = []
     for sample in batch:
         hidden = one.alone.model(
             input_ids=torch.tensor([sample.ids]), use_cache=False
@@ -106,7 +109,9 @@ def test_a_shared_trunk_gets_both_gradients(random_model, batch, gradient, slow_
         values += [hidden[place - 1] @ weight for place, m in enumerate(sample.loss_mask) if m]
         wanted += sample.columns["returns"].tolist()
         old += sample.columns["values"].tolist()
-    found, target, before = torch.stack(values), torch.tensor(wanted), torch.tensor(old)
+    found = torch.stack(values)
+    target = torch.tensor(wanted)
+    before = torch.tensor(old)
     clipped = before + (found - before).clamp(-0.2, 0.2)
     value_loss = 0.5 * torch.maximum((found - target) ** 2, (clipped - target) ** 2).mean()
     (loss + 0.7 * value_loss).backward()

@@ -23,8 +23,10 @@ from typing import Any
 from agentevo.data.row_report import RowError
 from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parsed, text_of, tools_of
 
-_INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
-_SYSTEM, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
+_INPUT = "gen_ai.input.messages"
+_OUTPUT = "gen_ai.output.messages"
+_SYSTEM = "gen_ai.system_instructions"
+_TOOLS = "gen_ai.tool.definitions"
 _MESSAGES = (_INPUT, _OUTPUT, _SYSTEM, _TOOLS)
 _EVENT = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message")
 _NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(.+)")

@@ -40,7 +40,8 @@ class Imported:
 
 def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
     """The conversations in records of any of the known forms; `auto` goes by each row."""
-    report, calls = RowReport("import"), list[RecordedCall]()
+    report = RowReport("import")
+    calls = list[RecordedCall]()
     spans: dict[str, opentelemetry.Span] = {}
     for row in (row for source in sources for row in _rows(source)):
         try:
@@ -172,9 +173,12 @@ def _rows(source: str) -> Iterator[Row]:
     if not text.lstrip().startswith("{"):
         yield from read_rows(source)
         return
-    place, line, counted = skip_blank(text, 0), 1, 0
+    place = skip_blank(text, 0)
+    line = 1
+    counted = 0
     while place < len(text):
-        line, counted = line + text.count("\n", counted, place), place
+        line = line + text.count("\n", counted, place)
+        counted = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"
         )

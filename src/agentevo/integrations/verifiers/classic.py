@@ -48,7 +48,8 @@ class ClassicWorld:
                 "attempt is scored by itself: give it functions of one attempt"
             )
         self.name = name
-        self._environment, self._max_tasks = environment, max_tasks
+        self._environment = environment
+        self._max_tasks = max_tasks
         self._rows: dict[str, Any] = {}
         self._tasks: tuple[list[Task], list[Task]] | None = None
         self._loop = OwnLoop(f"verifiers {name}")
@@ -87,7 +88,8 @@ class ClassicWorld:
     async def play(self, task: Task, policy: Policy) -> Outcome:
         """See World.play."""
         row = copy.deepcopy(self._rows[task.id])
-        base_url, api_key = policy.base_url, policy.api_key
+        base_url = policy.base_url
+        api_key = policy.api_key
         raised: list[Exception] = []
 
         async def attempt() -> Any:

@@ -39,7 +39,8 @@ class TasksetWorld:
 
     def __init__(self, environment: Any, name: str, max_tasks: int) -> None:
         self.name = name
-        self._environment, self._max_tasks = environment, max_tasks
+        self._environment = environment
+        self._max_tasks = max_tasks
         self._rows: dict[str, Any] = {}
         self._loop = OwnLoop(f"verifiers {name}")
         self._serving: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}

@@ -18,7 +18,9 @@ from agentevo.models.tool_calls.json_notation import checked_name, read_argument
 from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
 from agentevo.models.tool_calls.text import Wait, marks
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _HEADER = (START, CHANNEL, "<|constrain|>", MESSAGE, "to=")
 _RECIPIENT = re.compile(r"\bto=([^\s<]*)")

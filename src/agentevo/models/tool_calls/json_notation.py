@@ -235,7 +235,9 @@ def read_objects(
 ) -> Generator[None, None, bool]:
     """Reads calls: an object, or a list of them. False where the first is none."""
     text = out.text
-    in_list, more, first = False, True, True
+    in_list = False
+    more = True
+    first = True
 
     def body(call: OpenCall) -> Wait:
         nonlocal in_list, more
@@ -261,5 +263,6 @@ def read_objects(
         whole = yield from read_call(out, body, recover, lead=lead, bare=bare and first)
         if not whole:
             return not first
-        first, lead = False, "," if in_list else ""
+        first = False
+        lead = "," if in_list else ""
     return True

@@ -23,7 +23,8 @@ _BARE = Marks(("```json",), (OBJECT, LIST))
 
 def read_blocks(begin: str, end: str, out: Output) -> Wait:
     """Reads the text to its end."""
-    text, recover = out.text, skip(through=(end,), before=(begin,))
+    text = out.text
+    recover = skip(through=(end,), before=(begin,))
     follow = partial(_block_goes_on, begin, end)
     while (yield from text.until(marks(begin), out.content)):
         lead = text.take_next(len(begin)) + (yield from text.skip_space())

@@ -67,7 +67,8 @@ def _read_separated(out: Output) -> Wait:
 
 
 def _read_marked(out: Output, mark: str) -> Wait:
-    text, end = out.text, ENDS.get(mark, "")
+    text = out.text
+    end = ENDS.get(mark, "")
     recover = skip(through=(end,) if end else (), before=BEGINS)
     lead = text.take_next(len(mark)) + (yield from text.skip_space())
     char = yield from text.peek()
@@ -94,7 +95,9 @@ def _skip_end(out: Output, end: str) -> Wait:
 
 
 def _read_expressions(out: Output, recover: Recover, *, lead: str = "", bare: bool = False) -> Wait:
-    text, first, separator = out.text, True, ""
+    text = out.text
+    first = True
+    separator = ""
 
     def body(call: OpenCall) -> Wait:
         nonlocal separator
@@ -107,7 +110,8 @@ def _read_expressions(out: Output, recover: Recover, *, lead: str = "", bare: bo
     while (yield from read_call(out, body, recover, lead=lead, bare=bare and first)):
         if not separator:
             return
-        first, lead = False, separator
+        first = False
+        lead = separator
 
 
 def _separator(text: Text) -> Generator[None, None, str]:

@@ -113,7 +113,8 @@ def _read_items(text: Text, end: str, emit: Emit, depth: int) -> Generator[None,
     """Takes a list with its brackets. True where it is empty or has a comma."""
     text.take_next()
     yield from text.skip_space()
-    size, commas = 0, 0
+    size = 0
+    commas = 0
     while (yield from text.peek()) != end:
         if size:
             emit(", ")

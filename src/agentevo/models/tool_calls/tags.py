@@ -22,14 +22,16 @@ from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
 from agentevo.models.tool_calls.parameters import json_text
 from agentevo.models.tool_calls.text import MalformedError, Wait, marks
 
-_BLOCK, _BLOCK_END = "<tool_call>", "</tool_call>"
+_BLOCK = "<tool_call>"
+_BLOCK_END = "</tool_call>"
 
 
 class _Arguments:
     """Puts a call's arguments together as JSON."""
 
     def __init__(self, out: Output, call: OpenCall) -> None:
-        self._out, self._call = out, call
+        self._out = out
+        self._call = call
         self._seen: set[str] = set()
 
     def add(self, key: str, value: str, *, is_text: bool | None = None) -> None:
@@ -60,7 +62,8 @@ def read_qwen_coder(out: Output) -> Wait:
 
 
 def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
-    text, arguments = out.text, _Arguments(out, call)
+    text = out.text
+    arguments = _Arguments(out, call)
     yield from _take(out, "<function=")
     call.named(checked_name(text, (yield from _up_to(out, ">")).strip()))
     while True:
@@ -91,7 +94,8 @@ def read_glm(out: Output) -> Wait:
 
 
 def _glm_call(out: Output, call: OpenCall) -> Wait:
-    text, arguments = out.text, _Arguments(out, call)
+    text = out.text
+    arguments = _Arguments(out, call)
     yield from text.skip_space()
     name, _ = yield from text.collect("a call", "\n", "<arg_key>", _BLOCK_END, _BLOCK)
     call.named(checked_name(text, name.strip()))
@@ -118,7 +122,8 @@ class Invocations:
 
     def read(self, out: Output) -> Wait:
         """Reads the text to its end. A wrapper counts where an invocation follows."""
-        text, invoke = out.text, f"<{self.prefix}invoke"
+        text = out.text
+        invoke = f"<{self.prefix}invoke"
         opening = tuple(f"<{name}>" for name in self.wrappers)
         recover = skip(through=(f"</{self.prefix}invoke>",), before=(invoke,))
         while mark := (yield from text.until(marks(invoke, *opening), out.content)):
@@ -140,8 +145,10 @@ class Invocations:
             out.cut()
 
     def _call(self, out: Output, call: OpenCall) -> Wait:
-        text, arguments = out.text, _Arguments(out, call)
-        parameter, end = f"<{self.prefix}parameter", f"</{self.prefix}invoke>"
+        text = out.text
+        arguments = _Arguments(out, call)
+        parameter = f"<{self.prefix}parameter"
+        end = f"</{self.prefix}invoke>"
         yield from _take(out, f"<{self.prefix}invoke")
         call.named(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
         while True:

@@ -14,7 +14,8 @@ import sys
 
 def main() -> None:
     """Whatever can't be done ends it: it never starts the program half confined."""
-    settings, program = json.loads(sys.argv[1]), sys.argv[2:]
+    settings = json.loads(sys.argv[1])
+    program = sys.argv[2:]
     for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     os.makedirs("/sandbox/.tmp", exist_ok=True)

@@ -21,14 +21,29 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 _NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
 _USER_NAMESPACE = 0x10000000
-_PRIVATE, _RECURSIVE, _BIND, _REMOUNT = 1 << 18, 1 << 14, 1 << 12, 1 << 5
-_READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_FILTER = 1, 22, 38, 2
+_PRIVATE = 1 << 18
+_RECURSIVE = 1 << 14
+_BIND = 1 << 12
+_REMOUNT = 1 << 5
+_READ_ONLY = 1
+_NO_SETUID = 2
+_NO_DEVICES = 4
+_PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_FILTER = 2
 
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_FOLDER = 8
 _MAKE_DEVICES = 1 << 6 | 1 << 11
-_REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
-_MOUNT_SETATTR, _CURRENT_FOLDER, _BELOW = 442, -100, 0x8000
+_REFER = 1 << 13
+_TRUNCATE = 1 << 14
+_IOCTL_DEVICE = 1 << 15
+_MOUNT_SETATTR = 442
+_CURRENT_FOLDER = -100
+_BELOW = 0x8000
 _CREATE_RULESET, _ADD_RULE, _RESTRICT = 444, 445, 446
 """System calls with these numbers on every architecture."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -40,7 +55,8 @@ def landlock_version() -> int:
 
 
 def main() -> None:
-    settings, program = json.loads(sys.argv[1]), sys.argv[2:]
+    settings = json.loads(sys.argv[1])
+    program = sys.argv[2:]
     with open(settings["filter"], "rb") as file:
         seccomp = file.read()
     if settings["namespaces"]:
@@ -60,7 +76,8 @@ def main() -> None:
 
 def enter_namespaces(settings: dict[str, Any]) -> None:
     """Returns in a child that is process 1 of its own; this process waits for it and ends."""
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     if settings["user_namespace"]:
         call("unshare", _NAMESPACES | _USER_NAMESPACE)
         for path, text in (

@@ -40,9 +40,11 @@ class Interpreter:
     """See the module. `control` is its end of the socket."""
 
     def __init__(self, control: int, limit: int) -> None:
-        self._control, self._limit = control, limit
+        self._control = control
+        self._limit = limit
         self._messages = frames.Frames(4 * frames.LARGEST_CALL)
-        self._num_cells, self._num_calls = 0, 0
+        self._num_cells = 0
+        self._num_calls = 0
         self._calling = threading.Lock()
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -77,7 +79,8 @@ class Interpreter:
                 self._names[tool["name"]] = self._function(tool)
 
     def _function(self, tool: dict[str, Any]) -> Callable[..., Any]:
-        name, parameters = tool["name"], tool["parameters"]
+        name = tool["name"]
+        parameters = tool["parameters"]
 
         def call(*values: Any, **named: Any) -> Any:
             if len(values) > len(parameters):

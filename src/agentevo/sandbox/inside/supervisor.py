@@ -34,7 +34,9 @@ GRACE_S = 1.0
 """How much later than at its deadline the interpreter is killed, which interrupts itself then."""
 KILLING_S = 2.0
 LOOK_S = 1.0
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PDEATHSIG = 4, 36, 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
 MIB = 2**20
 
 
@@ -42,8 +44,11 @@ class Output:
     """Head and tail of a stream."""
 
     def __init__(self, handle: int, limit: int) -> None:
-        self.handle, self._half = handle, limit // 2
-        self._head, self._tail, self._num_bytes = bytearray(), bytearray(), 0
+        self.handle = handle
+        self._half = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._num_bytes = 0
 
     def read(self) -> bool:
         """Reads what is there. False at the end of the stream."""
@@ -72,7 +77,9 @@ class Output:
         left_out = self._num_bytes - len(self._head) - len(tail)
         note = f"\n... {left_out} bytes left out ...\n".encode() if left_out else b""
         text = (bytes(self._head) + note + bytes(tail)).decode("utf-8", "replace")
-        self._head, self._tail, self._num_bytes = bytearray(), bytearray(), 0
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._num_bytes = 0
         return text
 
 
@@ -80,7 +87,9 @@ class Child:
     """A process of the code's: the interpreter, or a program."""
 
     def __init__(self, pid: int, outputs: tuple[Output, Output], control: int | None) -> None:
-        self.pid, self.outputs, self.control = pid, outputs, control
+        self.pid = pid
+        self.outputs = outputs
+        self.control = control
         self.messages = frames.Frames(4 * frames.LARGEST_CALL)
         self.status: int | None = None
 
@@ -121,7 +130,8 @@ class Supervisor:
             self._send({"id": request["id"], **reply})
 
     def _do_run(self, request: dict[str, Any]) -> dict[str, Any]:
-        is_new, self._has_died = self._has_died, False
+        is_new = self._has_died
+        self._has_died = False
         if self._interpreter is not None:
             self._reap()
             if self._interpreter.status is not None:
@@ -312,7 +322,8 @@ class Supervisor:
         control: tuple[int, int] | None = None,
     ) -> Child:
         """A program with `argv`, or the interpreter, with both ends of its socket."""
-        out, err = os.pipe(), os.pipe()
+        out = os.pipe()
+        err = os.pipe()
         pid = os.fork()
         if pid == 0:
             self._be_child(stdin, out[1], err[1], argv, None if control is None else control[1])

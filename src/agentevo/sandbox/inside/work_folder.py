@@ -20,7 +20,8 @@ class WorkFolder:
     """The current folder of the process."""
 
     def __init__(self, max_files: int, largest: int) -> None:
-        self._max_files, self._largest = max_files, largest
+        self._max_files = max_files
+        self._largest = largest
 
     def snapshot(self) -> dict[str, tuple[int, int, int]]:
         """Size, time of change and number of each regular file."""

@@ -64,9 +64,11 @@ class Facts:
         person = draw.choice(list(self._homes))
         city = self._homes[person]
         if draw.random() < 0.5:
-            query, answer = f"In which city does {person} live?", city
+            query = f"In which city does {person} live?"
+            answer = city
         else:
-            query, answer = f"What is the city known for where {person} lives?", self._goods[city]
+            query = f"What is the city known for where {person} lives?"
+            answer = self._goods[city]
         return {"query": query, "answer": answer, "person": person}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:

@@ -26,7 +26,9 @@ class Hotel:
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
         guest, other = draw.sample(GUESTS, 2)
-        city, kind, nights = draw.choice(CITIES), draw.choice(KINDS), draw.randint(1, 9)
+        city = draw.choice(CITIES)
+        kind = draw.choice(KINDS)
+        nights = draw.randint(1, 9)
         numbers = draw.sample(range(1, 10), 6)
         rooms = [
             {"room": number, "city": city, "kind": kind, "price": price}
@@ -54,7 +56,8 @@ class Hotel:
             new = task["wanted"][-1]
             if not results:
                 return Call("find_rooms", {"city": new["city"], "kind": new["kind"]})
-            guest, nights = new["guest"], new["nights"]
+            guest = new["guest"]
+            nights = new["nights"]
             return Call("book", {"room": _room(results[0]), "guest": guest, "nights": nights})
         if not results:
             return Call("find_bookings", {"guest": task["bookings"][0]["guest"]})

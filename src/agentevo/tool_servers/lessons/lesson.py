@@ -82,7 +82,8 @@ def lesson_tasks(
         row = lesson.draw(draw)
         num_misses += 1
         if is_held_out(row["query"]) == held_out and json.dumps(row) not in found:
-            found[json.dumps(row)], num_misses = row, 0
+            found[json.dumps(row)] = row
+            num_misses = 0
     if len(found) < count:
         raise AgentEvoError(
             f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"

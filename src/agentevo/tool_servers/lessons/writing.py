@@ -11,7 +11,9 @@ from agentevo.files import write_atomic
 from agentevo.tool_servers.lessons import LESSONS
 from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
 
-TRAIN, HELD_OUT, SHOWN = "train.jsonl", "eval.jsonl", "demonstrations.jsonl"
+TRAIN = "train.jsonl"
+HELD_OUT = "eval.jsonl"
+SHOWN = "demonstrations.jsonl"
 CORPUS = "corpus.jsonl"
 
 

@@ -30,7 +30,8 @@ def masks_of(
     are one array. Raises TrainingError where there is nothing to make them with."""
     pool: dict[bytes, np.ndarray] = {}
     masks: dict[str, TurnMasks] = {}
-    lost, problem = 0, ""
+    lost = 0
+    problem = ""
     for trajectory in trajectories:
         of_turns: dict[int, TokenMasks | None] = {}
         for turn in trajectory.turns:
@@ -48,7 +49,8 @@ def masks_of(
                 )
             except GrammarError as error:
                 of_turns[turn.index] = None
-                lost, problem = lost + len(turn.completion_ids), str(error)
+                lost = lost + len(turn.completion_ids)
+                problem = str(error)
         if of_turns:
             masks[trajectory.id] = of_turns
     if lost:

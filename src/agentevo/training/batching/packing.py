@@ -102,7 +102,8 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     tree = build_tree(merge_keys(samples), merge=merge)
     for sample, path in zip(samples, tree.paths, strict=True):
         tree.ids[path] = sample.ids
-    predictors, nodes = [], []
+    predictors = []
+    nodes = []
     for sample, path in zip(samples, tree.paths, strict=True):
         _check(sample, samples[0])
         places = np.flatnonzero(sample.loss_mask)
@@ -110,7 +111,8 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         nodes.append(path[places])
     counts = np.array([len(part) for part in nodes])
     mask = np.arange(counts.max()) < counts[:, None]
-    trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
+    trained = np.concatenate(nodes)
+    predicting = np.concatenate(predictors)
     changes = _changes(samples)
     logit_nodes, rows, masks = _logit_rows(samples, predicting, tree.num_nodes, changes)
 

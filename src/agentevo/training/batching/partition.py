@@ -128,7 +128,8 @@ def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
         places = np.flatnonzero(window == keys[end]) + first
         sums = squares[places] + line.cost(places, end) ** 2
         chosen = int(sums.argmin())
-        begin[end], squares[end] = places[chosen], sums[chosen]
+        begin[end] = places[chosen]
+        squares[end] = sums[chosen]
     # Step 3: back from the end, micro-batch by micro-batch.
     starts = [int(begin[line.num])]
     while starts[-1] > 0:
@@ -143,7 +144,8 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
     needed = len(list(_filled(line, max_tokens, np.inf)))
     number = min(line.num, -(-needed // ranks) * ranks)
     # Step 2: bisection for the least cost limit under which that many are enough.
-    low, high = float(line.costs[-1]) / number, float(line.costs[-1])
+    low = float(line.costs[-1]) / number
+    high = float(line.costs[-1])
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
         low, high = (

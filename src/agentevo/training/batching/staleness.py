@@ -71,7 +71,9 @@ def leave_out_stale(
     token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
     `mask_stale`."""
     _check(trainer_version, bound)
-    kept, dropped, aged = [], {}, []
+    kept = []
+    dropped = {}
+    aged = []
     for trajectory in trajectories:
         columns = [np.asarray(turn.versions) for turn in trajectory.turns]
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)

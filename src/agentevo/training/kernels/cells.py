@@ -48,7 +48,9 @@ class Cells:
     def of(
         cls, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
     ) -> Cells:
-        kind, num_rows, num_columns = hidden.device.type, len(hidden), len(weight)
+        kind = hidden.device.type
+        num_rows = len(hidden)
+        num_columns = len(weight)
         height = _even_part(num_rows, CELL_ROWS.get(kind, OTHER_CELL_ROWS))
         width = _even_part(
             num_columns,

@@ -124,7 +124,8 @@ class _Tail(NamedTuple):
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
         if own is None:
             return self
-        masks, penalties = own.masks(self.masks), own.penalties(self.penalties)
+        masks = own.masks(self.masks)
+        penalties = own.penalties(self.penalties)
         return self._replace(own=own, masks=masks, penalties=penalties)
 
     @property
@@ -312,7 +313,10 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, sums.top, sums.total, mean, sums.picked, pull, *sums.kept
         )
-        ctx.cells, ctx.tail, ctx.rows, ctx.mine = cells, tail, rows, mine
+        ctx.cells = cells
+        ctx.tail = tail
+        ctx.rows = rows
+        ctx.mine = mine
         ctx.set_materialize_grads(False)
         return sums.logprobs(rows), sums.total.log() - mean
 

@@ -238,7 +238,8 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
     if logits.numel() != len(probes):
         return None
     answers = logits.detach().to("cpu", torch.float64).flatten()
-    first, last = float(answers[0]), float(answers[len(PROBES) - 1])
+    first = float(answers[0])
+    last = float(answers[len(PROBES) - 1])
     softcap = last if 0 < last < HIGHEST_CAP else None
     if softcap is not None and not abs(first) < softcap:
         return None

@@ -67,7 +67,8 @@ class TreeAttention:
     """The attention plan of one packed forward pass (see models/attention.py)."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self.tree, self.device = tree, device
+        self.tree = tree
+        self.device = device
         self.routing: Routing | None = None
         """Hears of the experts that are chosen (models/routers.py)."""
         self._deepest = int(tree.positions.max())
@@ -147,7 +148,8 @@ def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device
     blocks = []
     for first, last in ranges:
         for start in range(first, last, BLOCK):
-            stop, start_of_keys = min(start + BLOCK, last), max(first, start - back)
+            stop = min(start + BLOCK, last)
+            start_of_keys = max(first, start - back)
             part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
             blocks.append(_Block(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
     return blocks
@@ -229,7 +231,8 @@ class _Attention(torch.autograd.Function):
             own, sums = kernel.forward(
                 _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
             )
-            out[rows], lse[rows] = _rows(own), _rows(sums)
+            out[rows] = _rows(own)
+            lse[rows] = _rows(sums)
         # Step 2: small subtrees, batches of similar size, each whole under its mask.
         for batch in layout.batches:
             own, sums = kernel.forward(

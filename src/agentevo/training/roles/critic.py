@@ -36,7 +36,8 @@ class Critic:
         trainer: TrainerSection,
         memory: MemorySection | None = None,
     ) -> None:
-        self.section, self.shared = section, section.trunk == "shared"
+        self.section = section
+        self.shared = section.trunk == "shared"
         parameter = next(policy.parameters())
         self.head = torch.nn.Linear(
             policy.config.get_text_config().hidden_size,

@@ -26,7 +26,8 @@ class Reference:
 
     def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
         """Raises TrainingError for reference=base and a policy without adapters."""
-        self.section, self.of_base = section, section.reference == "base"
+        self.section = section
+        self.of_base = section.reference == "base"
         if self.of_base and not hasattr(policy, "disable_adapter"):
             raise TrainingError(
                 "algorithm.reference=base is the policy with its adapters off, but it has none: "

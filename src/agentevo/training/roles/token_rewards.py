@@ -15,7 +15,8 @@ class TokenRewardModel:
     token. It is never trained."""
 
     def __init__(self, model: PreTrainedModel, section: RewardModelSection) -> None:
-        self.model, self.section = model.requires_grad_(False), section
+        self.model = model.requires_grad_(False)
+        self.section = section
 
     @torch.no_grad()
     def rewards(self, batch: PackedBatch) -> torch.Tensor:

@@ -63,7 +63,9 @@ class HeadExchange:
     """The plan of a pass for one process: nodes in, its stretch out."""
 
     def __init__(self, plan: AttentionPlan, num_nodes: int, ranks: Ranks) -> None:
-        self.plan, self.num_nodes, self.ranks = plan, num_nodes, ranks
+        self.plan = plan
+        self.num_nodes = num_nodes
+        self.ranks = ranks
         self.routing: Any = getattr(plan, "routing", None)
         """Of the process's stretch (models/routers.py)."""
         if self.routing is not None:
@@ -80,7 +82,8 @@ class HeadExchange:
         softcap: float | None,
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [n, H, D], k and v [n, G, D] of the stretch -> [n, H, D]."""
-        heads, size = q.shape[1], self.ranks.size
+        heads = q.shape[1]
+        size = self.ranks.size
         if heads % size:
             raise TrainingError(
                 f"{heads} heads of this process can't be exchanged between {size}: choose "
@@ -88,7 +91,8 @@ class HeadExchange:
             )
         if k.shape[1] % size:
             times = _repeats(k.shape[1], heads, size)
-            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+            k = k.repeat_interleave(times, 1)
+            v = v.repeat_interleave(times, 1)
         q, k, v = (heads_exchanged(x, self.ranks)[: self.num_nodes] for x in (q, k, v))
         out = self.plan.attend(q, k, v, scaling, window, softcap)
         padding = -self.num_nodes % size

@@ -119,7 +119,8 @@ def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
     count = len(stack.down_proj) // ranks.size
     for name in STACKS:
         lay_out(stack, name, Layout(ranks, 0, (count,) * ranks.size, sharing))
-    stack.num_experts, stack._is_expert_parallel = count, True
+    stack.num_experts = count
+    stack._is_expert_parallel = True
     return ranks.rank * count
 
 
@@ -141,27 +142,34 @@ class _Dispatch:
 
     def __init__(self, stack: nn.Module, ranks: Ranks, first: int, tensor: Ranks | None) -> None:
         """`first`: the number of this process's first expert."""
-        self.stack, self.ranks, self.first, self.tensor = stack, ranks, first, tensor
+        self.stack = stack
+        self.ranks = ranks
+        self.first = first
+        self.tensor = tensor
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden [T, H], chosen experts and their weights [T, K] -> [T, H]."""
         stack: Any = self.stack
-        num_chosen, of_place = chosen.shape[1], stack.num_experts
+        num_chosen = chosen.shape[1]
+        of_place = stack.num_experts
         if self.tensor is not None:
             of_place *= self.tensor.size
-            hidden, weights = copied(hidden, self.tensor), copied(weights, self.tensor)
+            hidden = copied(hidden, self.tensor)
+            weights = copied(weights, self.tensor)
         # Step 1: the pairs of token and expert, in order of the process that has the expert; of
         # those that a tensor group shares, this process's.
         experts, order = torch.sort(chosen.flatten(), stable=True)
         if self.tensor is not None:
             own = experts // stack.num_experts % self.tensor.size == self.tensor.rank
-            experts, order = experts[own], order[own]
+            experts = experts[own]
+            order = order[own]
         given_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
         taken_counts = torch.empty_like(given_counts)
         distributed.all_to_all_single(taken_counts, given_counts, group=self.ranks.group)
-        given, taken = given_counts.tolist(), taken_counts.tolist()
+        given = given_counts.tolist()
+        taken = taken_counts.tolist()
         # Step 2: their hidden states and experts travel there, each pair is computed by itself.
         sent = routed(hidden[order // num_chosen], given, taken, self.ranks)
         theirs = routed(experts, given, taken, self.ranks) - self.first

@@ -56,7 +56,8 @@ class NoEmbeddings:
     """The same for the first stage's embeddings, on another one: zeros, which take no memory."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self.width, self.dtype = width, dtype
+        self.width = width
+        self.dtype = dtype
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
@@ -110,8 +111,10 @@ def pipeline_parallel(model: PreTrainedModel, stage: Stage) -> None:
     ranks = stage.ranks
     check_pipeline(model, ranks.size)
     decoder: Any = model.base_model
-    layers, output = decoder.layers, model.get_output_embeddings()
-    share, last = len(layers) // ranks.size, ranks.size - 1
+    layers = decoder.layers
+    output = model.get_output_embeddings()
+    share = len(layers) // ranks.size
+    last = ranks.size - 1
     for place, layer in enumerate(layers):
         owner = place // share
         if owner != ranks.rank:

@@ -14,7 +14,8 @@ from agentevo.training.sharding.layouts import layouts_by_name
 def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str, Part]:
     """Name -> this process's part of every weight, and of every buffer that is saved, in the dtypes
     that the model has outside of training, as they are now. Tied weights have one name."""
-    skeleton, layouts = skeleton_of(model), layouts_by_name(model)
+    skeleton = skeleton_of(model)
+    layouts = layouts_by_name(model)
     dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
     found = {}
     for name, parameter in model.named_parameters():

@@ -26,7 +26,9 @@ from agentevo.training.kernels.vocabulary import VocabularyLinear, VocabularySli
 from agentevo.training.sharding.expert_parallel import is_stack, spread_over_tensor
 from agentevo.training.sharding.layouts import Layout, lay_out
 
-COLUMN, ROW, HEAD_NORM = "colwise", "rowwise", "replicated_with_grad_allreduce"
+COLUMN = "colwise"
+ROW = "rowwise"
+HEAD_NORM = "replicated_with_grad_allreduce"
 KEYS = ("k_proj", "v_proj")
 
 
@@ -203,8 +205,11 @@ def _as(kind: type[nn.Linear], layer: nn.Linear) -> Any:
     other = kind.__new__(kind)
     nn.Module.__init__(other)
     vars(other).update({k: v for k, v in vars(layer).items() if k.startswith("_agentevo")})
-    other.in_features, other.out_features = layer.in_features, layer.out_features
-    other.weight, other.bias, other.training = layer.weight, layer.bias, layer.training
+    other.in_features = layer.in_features
+    other.out_features = layer.out_features
+    other.weight = layer.weight
+    other.bias = layer.bias
+    other.training = layer.training
     return other
 
 

@@ -110,4 +110,5 @@ class Columns:
         for number, (name, kind) in enumerate(TYPES.items(), start=1):
             self._columns[name][places] = values[:, number].astype(kind)
         self._size = max(self._size, size)
-        self._change, self._place = int(rows[-1][-1]), int(rows[-1][0])
+        self._change = int(rows[-1][-1])
+        self._place = int(rows[-1][0])

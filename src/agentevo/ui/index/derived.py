@@ -47,13 +47,17 @@ def derived(trajectory: Trajectory) -> Derived:
 def said(trajectory: Trajectory) -> str:
     """The texts of an attempt in their order, one message a line, cut to TEXT_CHARS: the error,
     what the policy read and said, the calls of tools, what remote models said."""
-    first, last = TEXT_CHARS * 3 // 4, TEXT_CHARS // 4
-    head, tail, size = "", "", 0
+    first = TEXT_CHARS * 3 // 4
+    last = TEXT_CHARS // 4
+    head = ""
+    tail = ""
+    size = 0
     for piece in _pieces(trajectory):
         size += len(piece) + 1
         if len(head) < first:
             taken = first - len(head)
-            head, piece = head + piece[:taken] + "\n", piece[taken:]
+            head = head + piece[:taken] + "\n"
+            piece = piece[taken:]
         if piece:
             tail = (tail + piece[-last:] + "\n")[-last:]
     return head if not tail else f"{head}\n…\n{tail}"

@@ -51,7 +51,10 @@ class Follower:
         writer: Writer,
         tell: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
-        self._store, self._db, self._writer, self._tell = store, connection, writer, tell
+        self._store = store
+        self._db = connection
+        self._writer = writer
+        self._tell = tell
         self._words: dict[str, TaskWords] = {}
         self._looked_at = -1
 
@@ -90,7 +93,8 @@ class Follower:
             (row["step"], row["mark"])
             for row in self._db.execute("SELECT * FROM steps ORDER BY step")
         ]
-        low, high = 0, len(marks)
+        low = 0
+        high = len(marks)
         while low < high:
             middle = (low + high) // 2
             step, mark = marks[middle]
@@ -165,11 +169,13 @@ class Follower:
     async def _new_steps(self) -> bool:
         """Takes in the steps that were committed since; whether there are any."""
         known = self._one("SELECT max(step) FROM steps")
-        after, is_moved = (None if known is None else known[0]), False
+        after = None if known is None else known[0]
+        is_moved = False
         while new := await self._store.steps(after=after, limit=STEPS):
             with self._writer.transaction():
                 self._writer.put_steps(new)
-            after, is_moved = new[-1].step, True
+            after = new[-1].step
+            is_moved = True
         return is_moved
 
     async def _again(self, runs: list[tuple[int, int]]) -> None:

@@ -48,7 +48,9 @@ class Indexer:
     """See the module. `folder`: of the run, if there is one: it says how advantages were made."""
 
     def __init__(self, url: str, folder: Path | None = None, *, every_s: float = EVERY_S) -> None:
-        self.url, self.path, self._folder = url, cache_file(url), folder
+        self.url = url
+        self.path = cache_file(url)
+        self._folder = folder
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -163,7 +165,8 @@ class _Rules:
     """How advantages are made, found out when the first step asks: that takes torch."""
 
     def __init__(self, writer: Writer, config: dict[str, Any]) -> None:
-        self._writer, self._config = writer, config
+        self._writer = writer
+        self._config = config
         self._rule: Rule | str | None = None
 
     async def get(self) -> Rule | str:

@@ -133,16 +133,19 @@ class IndexReader:
         elif table[column].dtype.kind == "f":
             where = where & ~np.isnan(values)
         total = int(np.count_nonzero(where))
-        seqs, sign = table["seq"], -1.0 if descending else 1.0
+        seqs = table["seq"]
+        sign = -1.0 if descending else 1.0
         keys = sign * values
         if selection.after is not None:
-            value, seq = sign * selection.after[0], selection.after[1]
+            value = sign * selection.after[0]
+            seq = selection.after[1]
             where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
         found = np.flatnonzero(where)
         if len(found) > size:  # no sort of a million rows for the first fifty
             own = keys if len(found) == len(keys) else keys[found]
             bound = np.partition(own, size)[size]
-            before, equal = found[own < bound], found[own == bound]
+            before = found[own < bound]
+            equal = found[own == bound]
             more = size + 1 - len(before)  # of many equal ones the newest
             if len(equal) > more:
                 equal = equal[np.argpartition(-seqs[equal], more - 1)[:more]]
@@ -342,7 +345,8 @@ class IndexReader:
         if held is not None and text in held:
             found: tuple[np.ndarray, bool] = held[text]
             return found
-        query, places = match_of(text), np.zeros(0, dtype=np.int64)
+        query = match_of(text)
+        places = np.zeros(0, dtype=np.int64)
         if query:
             # As one text: a row of Python for each of 200,000 places takes four times as long.
             ((text_of_places,),) = self._all(

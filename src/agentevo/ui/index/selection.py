@@ -128,7 +128,8 @@ def _after(text: str) -> tuple[float, int] | None:
 
 
 def _range(name: str, query: Mapping[str, str]) -> tuple[float, float] | None:
-    low, high = query.get(f"{name}_from", ""), query.get(f"{name}_to", "")
+    low = query.get(f"{name}_from", "")
+    high = query.get(f"{name}_to", "")
     if not low and not high:
         return None
     return (

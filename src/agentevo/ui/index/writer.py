@@ -62,7 +62,9 @@ class Writer:
         *,
         max_text_bytes: int = MAX_TEXT_BYTES,
     ) -> None:
-        self._db, self._rewards, self._max_bytes = connection, rewards, max_text_bytes
+        self._db = connection
+        self._rewards = rewards
+        self._max_bytes = max_text_bytes
         self._words = {
             row["text"]: row["number"] for row in self._db.execute("SELECT * FROM words")
         }
@@ -91,7 +93,8 @@ class Writer:
     def put(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Writes (seq, summary) of rows as the store has them now; what is there already stays."""
         self._forget_clashes(rows)
-        change, tasks = self._next_change(), self._numbers_of_tasks(rows)
+        change = self._next_change()
+        tasks = self._numbers_of_tasks(rows)
         given = [
             self._values(seq, row) | {"task": tasks[row.task_id], "change": change}
             for seq, row in rows
@@ -160,7 +163,8 @@ class Writer:
 
     def read(self, rows: Sequence[tuple[int, Derived, TaskWords]]) -> None:
         """Writes (place, what was read out of the turns, what the task is counted under)."""
-        change, has_room = self._next_change(), self.has_room()
+        change = self._next_change()
+        has_room = self.has_room()
         for place, found, _ in rows:
             self._forget_text(place)
             if has_room:
