@@ -45,8 +45,9 @@ LITELLM_SETTINGS = {
     "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
 }
 CLIENTS = 64
-SLOW_SEED, FIRST_S = 7, 0.03
-"""A request with this seed gets its first token after so long, and the others after as long."""
+SLOW_SEED = 7
+FIRST_S = 0.03
+"""A request with SLOW_SEED gets its first token after so long, and the others after as long."""
 SESSIONS = 1000
 TURNS = 8
 TEXT = "the quick brown fox jumps over the lazy dog"

@@ -115,7 +115,7 @@ async def trainer(store: Store, count: int, ends: float, since: float) -> Times:
             await asyncio.sleep(0.5)
             continue
         started = time.time()
-        step = step + 1
+        step += 1
         ids = [
             stored.trajectory.id
             for group in groups

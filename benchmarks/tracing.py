@@ -209,7 +209,8 @@ def train_here(words: Sequence[str], told: Path) -> None:
         told.write_text(json.dumps(found))
 
     spent: list[list[float]] = []
-    Tracer.__aenter__, Tracer.close = timed_begin, timed_end  # type: ignore[method-assign]
+    Tracer.__aenter__ = timed_begin  # type: ignore[method-assign]
+    Tracer.close = timed_end  # type: ignore[method-assign]
     sys.argv = ["agentevo", *words]
     main()
 

@@ -43,9 +43,9 @@ def calls_for(question: Question) -> Iterator[tuple[list[tuple[str, dict[str, An
         yield [("list_files", {})], [json.dumps(names)]
         yield [("read_file", {"name": name}) for name in names], list(question.files.values())
         return
-    (file, text), numbers = next(iter(question.files.items())), question.numbers
+    file, text = next(iter(question.files.items()))
     yield [("read_file", {"name": file})], [text]
-    yield [(question.kind, {"numbers": numbers})], [question.answer]
+    yield [(question.kind, {"numbers": question.numbers})], [question.answer]
 
 
 def code_for(question: Question) -> str:

@@ -37,8 +37,10 @@ ATTRIBUTES = {"person": ("craft", "animal"), "town": ("fruit", "stone")}
 RELATIONS = {"person": {"home": "town"}, "town": {"mayor": "person"}}
 """One of each, so that a passage says one name besides its own: to choose among several by the word
 before them is what policies of this size do not learn in a minute."""
-_PLACES, _SYLLABLES = 2, 45
-"""A name has so many syllables, each one of so many."""
+_PLACES = 2
+"""A name has so many syllables."""
+_SYLLABLES = 45
+"""Each syllable is one of so many."""
 
 
 @dataclass(eq=False)

@@ -20,8 +20,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-LARGEST_PENALTY, LARGEST_BIAS, LARGEST_REPETITION = 2.0, 100.0, 100.0
-"""Of presence and frequency either way, of a bias either way, and of repetition and its inverse."""
+LARGEST_PENALTY = 2.0
+"""Of presence and frequency, either way."""
+LARGEST_BIAS = 100.0
+"""Of a bias, either way."""
+LARGEST_REPETITION = 100.0
+"""Of repetition and its inverse."""
 MAX_BIASES = 1024
 
 

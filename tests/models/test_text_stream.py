@@ -218,7 +218,8 @@ def test_what_may_begin_a_stop_string_waits() -> None:
 
 def test_the_token_that_ends_the_completion_is_no_text_and_elsewhere_it_is() -> None:
     tokenizer = TOKENIZERS["tiny bytes"]
-    end, (letter,) = tokenizer.eos_token_id, tokenizer.encode("a", add_special_tokens=False)
+    end = tokenizer.eos_token_id
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
     stream = stream_of(tokenizer)
     assert [stream.add([token]) for token in (letter, end, letter, end)] == ["a", "", END + "a", ""]
     assert stream.finish() == ""

@@ -226,7 +226,7 @@ def played(
     with the scorers that the cases need. When it is resumed, nothing happens."""
     NOW.cases = [] if resume else list(wanted)
     NOW.moment = "check"
-    NOW.run = NOW.run + 1
+    NOW.run += 1
     hangs = any(case.deed.hangs for case in wanted)
     tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "context_length": 256}
     timeout_s = TIMEOUT_S if hangs else 120.0

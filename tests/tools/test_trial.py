@@ -48,7 +48,7 @@ def test_a_schema_without_an_end_is_cut():
     depth = 0
     while made:
         made = made["next"]
-        depth = depth + 1
+        depth += 1
     assert 1 < depth < 10
 
 

@@ -49,7 +49,8 @@ def test_moments_of_another_model_are_refused(shape: dict[str, int]):
 
 
 def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
-    (policy, _), (other, tokenizer) = tiny(0), tiny(1)
+    policy, _ = tiny(0)
+    other, tokenizer = tiny(1)
     save_model(other, tokenizer, tmp_path / "other")
     section = AlgorithmSection(kl_coef=0.1, reference_model=str(tmp_path / "other"))
     weights = Reference(policy, section).weights

@@ -49,7 +49,8 @@ def test_only_the_answer_is_trained(written, chat, loaded):
             [token for token, m in zip(row.ids, row.loss_mask, strict=True) if m]
         )
 
-    (chosen,), (rejected,) = pair.chosen.rows, pair.rejected.rows
+    (chosen,) = pair.chosen.rows
+    (rejected,) = pair.rejected.rows
     assert said(chosen) == "Up<|end|>Down<|end|>", "not the `left` of the prompt"
     assert said(rejected) == "right<|end|>"
     left = Message("assistant", "left")

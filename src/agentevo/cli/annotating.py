@@ -91,6 +91,7 @@ def calibrate(
     if not rows:
         print("nobody has said yet which attempts are right (agentevo ui --control)")
     for row in rows:
-        rate, (low, high) = row.rate or 0.0, row.interval or (0.0, 1.0)
+        rate = row.rate or 0.0
+        low, high = row.interval or (0.0, 1.0)
         kappa = "" if row.kappa is None else f", kappa {row.kappa:.2f}"
         print(f"{row.judge}: {rate:.0%} of {row.num} agree [{low:.0%}, {high:.0%}]{kappa}")

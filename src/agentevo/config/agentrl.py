@@ -24,8 +24,10 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import parse_json
 from agentevo.registry import nearest
 
-PASSWORD, TOKEN = "STORE_PASSWORD", "MCP_AUTH_TOKEN"
-"""Environment variables that recipes name for what a script holds."""
+PASSWORD = "STORE_PASSWORD"
+"""Environment variable that recipes name for the password in a script."""
+TOKEN = "MCP_AUTH_TOKEN"
+"""Environment variable that recipes name for the token in a script."""
 _PASSWORD = re.compile(r"(?<=://)([^:/@]*):([^@/]+)@")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
 _TRUE = {"true", "1", "yes", "y", "t", "on"}

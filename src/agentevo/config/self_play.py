@@ -24,8 +24,10 @@ from agentevo.registry import Registry
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
-SOLVER, PROPOSER = "solver", "proposer"
-"""Names of the two agents."""
+SOLVER = "solver"
+"""Name of the agent that solves tasks."""
+PROPOSER = "proposer"
+"""Name of the agent that proposes them."""
 ROLES: dict[str, dict[str, str]] = {SOLVER: {}, PROPOSER: {"weights_of": SOLVER}}
 """The section `agents` where the recipe gives none."""
 

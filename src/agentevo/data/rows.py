@@ -165,7 +165,7 @@ def _read_array(path: Path) -> Iterator[Row]:
         )
     place = skip_blank(text, place + 1)
     while not text.startswith("]", place):
-        line = line + text.count("\n", counted, place)
+        line += text.count("\n", counted, place)
         counted = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"

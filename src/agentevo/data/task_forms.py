@@ -28,8 +28,10 @@ OWN_KEYS = ("query", "id", "answer", "scorer")
 """The columns that we write."""
 AGENT_NAME = "agent_name"
 """Key of a task's metadata for the agent that is to play it, as verl calls it."""
-AGENTRL_SCORER, AGENTRL_SCHEMA = "agentcpm", "answer"
-"""What AgentRL takes where a row does not say."""
+AGENTRL_SCORER = "agentcpm"
+"""The scorer that AgentRL takes where a row does not say."""
+AGENTRL_SCHEMA = "answer"
+"""The schema that AgentRL takes where a row does not say."""
 
 
 class PlainRow(NamedTuple):

@@ -56,8 +56,8 @@ class LakeMap(NamedTuple):
     def neighbour(self, tile: int, direction: int) -> int:
         """The tile next to `tile`; `tile` itself at the shore."""
         row, column = divmod(tile, self.size)
-        row = row + STEPS[direction][0]
-        column = column + STEPS[direction][1]
+        row += STEPS[direction][0]
+        column += STEPS[direction][1]
         return (
             row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
         )

@@ -41,9 +41,9 @@ def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
     for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2):
         a = np.sign(t - u)
         b = np.sign(s - v)
-        both = both + a * b
-        first = first + abs(a)
-        second = second + abs(b)
+        both += a * b
+        first += abs(a)
+        second += abs(b)
     return float(both / np.sqrt(first * second)) if first and second else 0.0
 
 

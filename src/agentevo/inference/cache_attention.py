@@ -275,7 +275,8 @@ class CacheAttention:
         self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows]
     ) -> None:
         self.cache = cache
-        self.slots, self.places = slots, places  # [T] each: the slot of a token and its place there
+        self.slots = slots  # [T]: the slot of each token
+        self.places = places  # [T]: its place there
         self.blocks = places // KEY_BLOCK
         self.offsets = places % KEY_BLOCK
         self.rows = rows
@@ -296,7 +297,7 @@ class CacheAttention:
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
         #    are told apart by their order: a layer may attend twice, or be passed several times.
         layer = self._calls
-        self._calls = self._calls + 1
+        self._calls += 1
         num_tokens, num_heads, dim = q.shape
         groups = k.shape[1]
         repeat = num_heads // groups

@@ -60,7 +60,9 @@ class Publication:
         """See WeightSender.publish. What a trainer before
         this one has published of this version or a later one stays, if it is whole. What can't be
         written now, `look_after` writes later."""
-        self._version, self._latest = version, await in_thread(self._announced)
+        latest = await in_thread(self._announced)
+        self._version = version
+        self._latest = latest
         if self._latest is not None and self._latest.version < version:
             self._latest = None
         await self.look_after()

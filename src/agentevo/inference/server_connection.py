@@ -62,8 +62,12 @@ UNREAD_S = 0.05
 """How often it is looked at whether the client has taken its answers."""
 FLUSH_S = 1.0
 """How long answers that are ready get when the engine leaves, in seconds."""
-GOING_AWAY, UNSUPPORTED, POLICY = 1001, 1003, 1008
-"""Close codes, RFC 6455 section 7.4.1."""
+GOING_AWAY = 1001
+"""Close code, RFC 6455 section 7.4.1."""
+UNSUPPORTED = 1003
+"""Likewise."""
+POLICY = 1008
+"""Likewise."""
 MAX_REASON_BYTES = 123
 """RFC 6455, section 5.5."""
 

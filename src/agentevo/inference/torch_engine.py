@@ -402,7 +402,7 @@ class TorchEngine:
         except Exception as error:  # noqa: BLE001 (whatever a step raises, every open request has to be answered)
             failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self.failed_steps = self.failed_steps + 1
+            self.failed_steps += 1
             self.failure = failure
             for request in scheduler.abort():
                 if request.future is not None and not request.future.done():

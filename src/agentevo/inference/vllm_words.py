@@ -33,9 +33,11 @@ weights are younger than 0.30, and what is called here changes between minor rel
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
-LOWEST, HIGHEST = 0.01, 2.0
-"""Temperatures above 0 that vLLM draws at: it raises lower ones without a word to the caller, and
-refuses higher ones."""
+LOWEST = 0.01
+"""The lowest temperature above 0 that vLLM draws at: it raises lower ones without a word to the
+caller."""
+HIGHEST = 2.0
+"""The highest temperature that vLLM draws at: it refuses higher ones."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:

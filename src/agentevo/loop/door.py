@@ -48,10 +48,14 @@ from agentevo.loop.wire import (
 if TYPE_CHECKING:
     from agentevo.loop.server import Server
 
-MAX_BODY, MAX_GROUPS = 16 * 2**20, 1024 * 2**20
-"""Longest body, and longest one of groups to train on, in bytes."""
-BODY_S, GROUPS_S = 30.0, 600.0
-"""How long they may take to come."""
+MAX_BODY = 16 * 2**20
+"""Longest body, in bytes."""
+MAX_GROUPS = 1024 * 2**20
+"""Longest body of groups to train on, in bytes."""
+BODY_S = 30.0
+"""How long a body may take to come."""
+GROUPS_S = 600.0
+"""How long a body of groups to train on may take to come."""
 QUICK_S = 60.0
 """How long what does not wait for the engine or the trainer may take."""
 _JSON = "application/json"

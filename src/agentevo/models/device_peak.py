@@ -51,8 +51,10 @@ H200, H100, A100, A40, A10, L40S, L40 and L4, halved where they are given with s
 Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
-SIDE_ON_CPU, SIDE = 512, 8192
-"""The side of the square matrices that are multiplied."""
+SIDE_ON_CPU = 512
+"""The side of the square matrices that are multiplied on a CPU."""
+SIDE = 8192
+"""The side of the square matrices that are multiplied on other devices."""
 
 
 class Peak(NamedTuple):

@@ -153,9 +153,11 @@ class FusedLayer(PackedWeights):
         if (kernels := cpu_kernels()) is not None:
             return kernels.rotated(heads, num_q, num_k, cos[0], sin[0])
         heads = heads[:, : self.num_rotated]
-        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)  # [T, 1, D]
+        cos = cos.transpose(0, 1)  # [T, 1, D]
+        sin = sin.transpose(0, 1)  # [T, 1, D]
         rotated = heads * cos
-        (low, high), (sin_low, sin_high) = heads.chunk(2, -1), sin.chunk(2, -1)
+        low, high = heads.chunk(2, -1)
+        sin_low, sin_high = sin.chunk(2, -1)
         rotated_low, rotated_high = rotated.chunk(2, -1)
         rotated_low.addcmul_(high, sin_low, value=-1)
         rotated_high.addcmul_(low, sin_high)
@@ -199,10 +201,8 @@ class FusedLayer(PackedWeights):
                 PackedMatrix(up * norm_mlp, up_bias),
                 PackedMatrix(*down),
             )
-            self.packed_of, self.packed_state = (
-                made_of,
-                state,
-            )  # the former keeps the ids of the latter from being given away
+            self.packed_of = made_of  # keeps the ids in packed_state from being given away
+            self.packed_state = state
         return self.packed
 
 

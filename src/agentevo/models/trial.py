@@ -30,15 +30,19 @@ recurrences and convolutions, or choose what a token sees by a rule that no plan
 indexes)."""
 EAGER = "eager"
 """The model's own attention, by the formula."""
-TEXT, OTHER = 14, 9
-"""Tokens of the text, and of each one beside it."""
+TEXT = 14
+"""Tokens of the text."""
+OTHER = 9
+"""Tokens of each other text of the trial."""
 CACHED = 6
 """Tokens of the text that the second pass finds in its cache."""
 FARTHEST = 1 << 16
 """The last position tried in a model that knows no limit."""
-TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
-"""Most root mean square difference of log-probs, relative to how much they vary: in float32, and in
-half precision or quantized, where rounding alone may send a token to another expert."""
+TOLERANCE = 1e-3
+"""Most root mean square difference of log-probs, relative to how much they vary, in float32."""
+ROUGH_TOLERANCE = 0.1
+"""The same in half precision or quantized, where rounding alone may send a token to another
+expert."""
 REMEDY = (
     "choose a Llama, Qwen2, Qwen3, Mistral, Gemma or similar decoder whose layers are "
     "attention and feed-forward"

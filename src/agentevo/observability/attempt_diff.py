@@ -59,7 +59,8 @@ class DiffRow(NamedTuple):
 def diff(left: Played, right: Played) -> list[DiffRow]:
     """What two attempts said, turn beside turn and line beside line; long stretches that are the
     same are skipped. Turns behind MAX_LINES of either are not compared, which the last row says."""
-    (*ones, one_end), (*twos, two_end) = lines_of(left), lines_of(right)
+    *ones, one_end = lines_of(left)
+    *twos, two_end = lines_of(right)
     sides = ((left[0], ones), (right[0], twos))
     cut = [len(turns) for trajectory, turns in sides if len(turns) < len(trajectory.turns)]
     rows: list[DiffRow] = []

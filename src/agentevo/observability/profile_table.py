@@ -20,8 +20,10 @@ PROFILE_TABLE = "profile/table.txt"
 """Path of the table in the folder of a run."""
 OTHER = "other"
 """The phase of what no other has. Spans the whole profile."""
-CPU, CUDA = 0, 1
-"""The trace's numbers for kinds of devices."""
+CPU = 0
+"""The trace's number for the CPU as a kind of device."""
+CUDA = 1
+"""The trace's number for CUDA as a kind of device."""
 
 Event = Mapping[str, Any]
 """An event of the trace's `traceEvents`; its times are in microseconds."""

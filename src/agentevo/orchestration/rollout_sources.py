@@ -185,7 +185,8 @@ class Stream:
         """What else to see to, every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._agents = by_rank(config) or ("",)
-        self._step, self._taken = 0, set[str]()
+        self._step = 0
+        self._taken = set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is
         reserved."""
 

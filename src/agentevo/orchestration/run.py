@@ -136,7 +136,10 @@ async def run_training(
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = _join(config, stack, stop_signals, view)
-        stopped = lambda: bool(stop_signals)
+
+        def stopped() -> bool:
+            return bool(stop_signals)
+
         start = ResumePoint()
         _begin_view(config, view)
         if resume:

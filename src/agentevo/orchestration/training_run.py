@@ -143,7 +143,8 @@ class TrainingRun:
         """Brings trainer and progress to where the run stands: at its beginning, after a cold start
         if there is one, or at the newest committed step."""
         config = self.parts.config
-        self.end, self.head = start.end, HeadFile(config.run_dir)  # as write_config has left it
+        self.end = start.end
+        self.head = HeadFile(config.run_dir)  # as write_config has left it
         self.head.committed(self.end)
         for line in training_notes(self.parts):
             self.view.note(line)

@@ -16,8 +16,10 @@ from agentevo.pages.words import number as written
 
 SPARK_POINTS = 60
 CHART_POINTS = 300
-HUGE, TINY = 1e150, 1e-150
-"""Between them numbers are drawn to scale."""
+HUGE = 1e150
+"""Numbers up to it are drawn to scale."""
+TINY = 1e-150
+"""Numbers from it on are drawn to scale."""
 LEAST_SPAN = 0.02
 """Of the largest value: what differs by less is drawn as equal."""
 

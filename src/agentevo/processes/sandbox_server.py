@@ -50,8 +50,12 @@ MAX_WAITING = 16
 """Messages of one client that wait to be done; it sends one after the other."""
 GRACE_S = 10.0
 """How long the sandboxes may take to end with the server."""
-UNSUPPORTED, POLICY, TRY_AGAIN_LATER = 1003, 1008, 1013
-"""Close codes, RFC 6455."""
+UNSUPPORTED = 1003
+"""Close code, RFC 6455."""
+POLICY = 1008
+"""Likewise."""
+TRY_AGAIN_LATER = 1013
+"""Likewise."""
 _NUMBERS = tuple(name for name in wire.REQUESTED if name not in ("env", "packages"))
 
 

@@ -27,8 +27,12 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.runs.sft_export import as_row
 from agentevo.types import Message, RemoteTurn, Task, Trajectory, Turn
 
-JUDGED, SAMPLED, HELD_OUT = "judged", "sampled", "held_out"
-"""Labels of plays: as the recipe says, at temperature 1 for more of them, and held out."""
+JUDGED = "judged"
+"""Label of plays as the recipe says."""
+SAMPLED = "sampled"
+"""Label of plays at temperature 1, for more of them."""
+HELD_OUT = "held_out"
+"""Label of plays of held-out tasks."""
 
 
 class Playing:

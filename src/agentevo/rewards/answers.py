@@ -42,9 +42,10 @@ _FRAME = re.compile(r"\\fbox\s{0,9}\{")
 _JSON = json.JSONDecoder()
 _JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
 """Where an object or array may begin, unlike most braces of TeX."""
-MAX_JSON_TRIES, MAX_JSON_READINGS = 2000, 20
-"""Places of a text at which a JSON value is tried in vain, and how many times the length of the
-text these tries may read."""
+MAX_JSON_TRIES = 2000
+"""Places of a text at which a JSON value is tried in vain."""
+MAX_JSON_READINGS = 20
+"""How many times the length of the text these tries may read."""
 
 
 def check_place(place: str) -> str:
@@ -164,7 +165,7 @@ def jsons_in(text: str) -> Iterator[Any]:
             found, place = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
             place = start.end()
-            tries = tries + 1
+            tries += 1
             left -= _end_of_try(error, len(text)) - start.start()
         else:
             yield found

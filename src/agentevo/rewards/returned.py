@@ -17,9 +17,10 @@ LARGEST = 1e12
 leave the range of floating point."""
 LARGEST_METRIC = 1e30
 """Numbers that are only averaged may be larger: times in nanoseconds, say."""
-MAX_NAMES, MAX_NAME = 200, 200
-"""Names of one attempt's metrics or reward parts, and characters of a name: every one is a column
-of the metrics."""
+MAX_NAMES = 200
+"""Names of one attempt's metrics or reward parts: every one is a column of the metrics."""
+MAX_NAME = 200
+"""Characters of such a name."""
 
 
 def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:

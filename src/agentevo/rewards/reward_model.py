@@ -25,8 +25,10 @@ from agentevo.types import Message, Task, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MEAN, STD = "reward_mean", "reward_std"
-"""Keys of a model's config.json: the rewards of the answers that it was tried on."""
+MEAN = "reward_mean"
+"""Key of a model's config.json: the mean reward of the answers that it was tried on."""
+STD = "reward_std"
+"""Key of a model's config.json: the standard deviation of those rewards."""
 
 
 class ModelRewardConfig(RewardConfig):

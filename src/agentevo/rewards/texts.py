@@ -83,6 +83,6 @@ def share_of_language(text: str, language: str) -> float:
         if letter not in known:
             script = unicodedata.name(letter, "").partition(" ")[0]
             known[letter] = script in scripts
-        mine = mine + known[letter]
-        counted = counted + 1
+        mine += known[letter]
+        counted += 1
     return mine / counted if counted else 1.0

@@ -34,8 +34,10 @@ class NextTasks:
         self._store = store
         self._lock = asyncio.Lock()
         self._task: Task | None = None
-        self._group, self._left = "", 0
-        """The group that is being filled, and how many of its attempts are free."""
+        self._group = ""
+        """The group that is being filled."""
+        self._left = 0
+        """How many of its attempts are free."""
         self._ahead: list[Task] = []
         self._step = 0
 

@@ -58,7 +58,7 @@ class AgentDockSandbox(CodeOnlySandbox):
     async def ran(self, code: str, limit_s: float) -> tuple[str, str, Failure | None, bool]:
         """See CodeOnlySandbox.ran."""
         is_new = self._num_calls > 0
-        self._num_calls = self._num_calls + 1
+        self._num_calls += 1
         try:
             async with asyncio.timeout(limit_s):
                 status, body = await self._asked(json.dumps({"code": code}).encode())

@@ -34,8 +34,11 @@ class Seen(Protocol):
 
 
 INSIDE = Path(__file__).parent / "inside"
-FIRST_UID, NUM_UIDS = 1_800_000_000, 100_000_000
-"""Users that no account has; a sandbox that root starts is one of them, alone, by chance."""
+FIRST_UID = 1_800_000_000
+"""The first of the users that no account has; a sandbox that root starts is one of them, alone, by
+chance."""
+NUM_UIDS = 100_000_000
+"""How many such users there are."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 TOO_WIDE = ("/", "/home", "/root", "/opt", "/var", "/etc", "/tmp", "/mnt", "/srv", "/Users")

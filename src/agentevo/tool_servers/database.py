@@ -331,8 +331,8 @@ def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool
             resume = at
             place += 1
         elif place < len(pieces) and pieces[place] in ("", text[at]):
-            place = place + 1
-            at = at + 1
+            place += 1
+            at += 1
         elif star >= 0:
             resume += 1
             place = star + 1

@@ -28,9 +28,11 @@ FOLDER = "tracing"
 LENGTH = 16384
 QUEUE = 4096
 BATCH = 512
-FILE_DELAY_MS, DELAY_MS = 1000, 5000
-"""The longest that a span waits for others: a file is near, and for the rest it is OpenTelemetry's
-default, as each request costs milliseconds."""
+FILE_DELAY_MS = 1000
+"""The longest that a span waits for others before it is written to a file, which is near."""
+DELAY_MS = 5000
+"""The longest that it waits otherwise: OpenTelemetry's default, as each request costs
+milliseconds."""
 _UNSAFE = re.compile(r"[^\w.-]")
 _TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
 """Of the variable for contents, in all spellings that instrumentations know."""

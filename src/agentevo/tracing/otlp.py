@@ -14,8 +14,10 @@ from agentevo.tracing import otlp_settings as settings
 from agentevo.tracing.otlp_proto import encoded_span, request
 from agentevo.tracing.span import Source, Span
 
-LONGEST_ANSWER, LONGEST_SHOWN = 65536, 300
-"""Bytes of a collector's answer that are read, and of one that refuses those that are told."""
+LONGEST_ANSWER = 65536
+"""Bytes of a collector's answer that are read."""
+LONGEST_SHOWN = 300
+"""Bytes of a refusal that are shown."""
 _PACKED: dict[str | None, Callable[[bytes], bytes]] = {
     None: lambda body: body,
     "gzip": gzip.compress,

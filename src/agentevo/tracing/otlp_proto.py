@@ -19,8 +19,10 @@ from agentevo.tracing.span import Event, Shared, Source, Span, Value, rememberin
 
 _KINDS = {"internal": 1, "server": 2, "client": 3}
 _ERROR = 2
-_IS_LOCAL, _IS_REMOTE = 0x100, 0x300
-"""Flags of a parent or link: it is known whether that is another process's; it is one."""
+_IS_LOCAL = 0x100
+"""Flag of a parent or link: it is known whether that is another process's."""
+_IS_REMOTE = 0x300
+"""Flags of a parent or link: it is known to be another process's."""
 _MAX_UINT64 = 2**64 - 1
 _double = struct.Struct("<d").pack
 _fixed64 = struct.Struct("<Q").pack

@@ -23,8 +23,10 @@ from agentevo.types import Message, ToolCall
 HIDDEN = "***"
 SHORTEST_SECRET = 8
 """Characters: shorter values are words of any text."""
-REMEMBERED, LONGEST_REMEMBERED = 1024, 4096
-"""Texts of which it is remembered what they are without secrets; their length in characters."""
+REMEMBERED = 1024
+"""Texts of which it is remembered what they are without secrets."""
+LONGEST_REMEMBERED = 4096
+"""Length of the longest of them, in characters."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:key|apikey|token|secret|password|passwd|pwd|pat|credentials?|headers)(?:_|$)"
 )

@@ -28,9 +28,11 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
-SEEN_S, LOOK_S = 90.0, 0.1
+SEEN_S = 90.0
 """How long a file that another machine wrote may take to be seen here, as network file systems
-remember folders, and how often to look."""
+remember folders."""
+LOOK_S = 0.1
+"""How often to look for it."""
 _CHUNK = 1 << 20
 _READERS = 4
 """The number of files that are hashed at once; hashing releases Python's lock."""

@@ -95,7 +95,8 @@ class MinibatchLoss:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
         [S] are those of the batch's rows. `listen` hears the log-probs and entropies, [S, T]."""
         chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
-        logp, entropy = batch.table(chosen_logp), node_entropy[batch.rows]  # [S, T], [M]
+        logp = batch.table(chosen_logp)  # [S, T]
+        entropy = node_entropy[batch.rows]  # [M]
         if listen is not None:
             listen(logp.detach(), batch.table(entropy.detach()))
         tables = LossTables(

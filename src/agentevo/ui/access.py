@@ -39,11 +39,15 @@ from agentevo.ui.forms import (
     received,
 )
 
-TOKEN, CONTROL = "token", "control"
-"""The names in the two URLs."""
+TOKEN = "token"
+"""The name in the URL of a visitor who only looks."""
+CONTROL = "control"
+"""The name in the URL of a visitor who controls runs."""
 METHODS = ("GET", "HEAD")
-VISITOR, FORM = "agentevo.visitor", "agentevo.form"
-"""The keys of a request's scope: who asks, and what a POST has brought."""
+VISITOR = "agentevo.visitor"
+"""The key of a request's scope for who asks."""
+FORM = "agentevo.form"
+"""The key of a request's scope for what a POST has brought."""
 ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 """The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0

@@ -36,8 +36,10 @@ LOAD_S = 600.0
 """How long a model may take until it is ready."""
 SILENT_S = 60.0
 """A player says every few seconds that it lives."""
-CHAT_S, PLAY_S = 600.0, 1800.0
-"""How long a reply, and an attempt, may take."""
+CHAT_S = 600.0
+"""How long a reply may take."""
+PLAY_S = 1800.0
+"""How long an attempt may take."""
 WRITE_S = 10.0
 GRACE_S = 6.0
 """For an end by itself; then it is killed."""

@@ -131,7 +131,7 @@ class Sources:
                 number = 2
                 while key in found:
                     key = f"{source.key}-{number}"
-                    number = number + 1
+                    number += 1
                 found[key] = (
                     source
                     if key == source.key
@@ -247,7 +247,7 @@ def _add(found: dict[str, Path], key: str, folder: Path) -> None:
     number = 2
     while free in found:
         free = f"{key}-{number}"
-        number = number + 1
+        number += 1
     if len(found) < MAX_RUNS:
         found[free] = folder
 

@@ -116,7 +116,7 @@ class Watcher:
         if found == self._listed and self._list_version:
             return False
         self._listed = found
-        self._list_version = self._list_version + 1
+        self._list_version += 1
         return True
 
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:

@@ -177,7 +177,7 @@ def _rows(source: str) -> Iterator[Row]:
     line = 1
     counted = 0
     while place < len(text):
-        line = line + text.count("\n", counted, place)
+        line += text.count("\n", counted, place)
         counted = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"

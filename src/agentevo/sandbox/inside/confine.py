@@ -44,8 +44,12 @@ _IOCTL_DEVICE = 1 << 15
 _MOUNT_SETATTR = 442
 _CURRENT_FOLDER = -100
 _BELOW = 0x8000
-_CREATE_RULESET, _ADD_RULE, _RESTRICT = 444, 445, 446
-"""System calls with these numbers on every architecture."""
+_CREATE_RULESET = 444
+"""A system call with this number on every architecture."""
+_ADD_RULE = 445
+"""Likewise."""
+_RESTRICT = 446
+"""Likewise."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 

@@ -49,7 +49,7 @@ def masks_of(
                 )
             except GrammarError as error:
                 of_turns[turn.index] = None
-                lost = lost + len(turn.completion_ids)
+                lost += len(turn.completion_ids)
                 problem = str(error)
         if of_turns:
             masks[trajectory.id] = of_turns

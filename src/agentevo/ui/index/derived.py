@@ -56,7 +56,7 @@ def said(trajectory: Trajectory) -> str:
         size += len(piece) + 1
         if len(head) < first:
             taken = first - len(head)
-            head = head + piece[:taken] + "\n"
+            head += piece[:taken] + "\n"
             piece = piece[taken:]
         if piece:
             tail = (tail + piece[-last:] + "\n")[-last:]
