@@ -81,6 +81,7 @@ bench: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/ast-grep scan --config .ci/ast-grep/sgconfig.yml src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
