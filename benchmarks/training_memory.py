@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 """Options of `measure` beside the sizes."""
 
 
-def measure(
+def measure(  # noqa: PLR0913 (the recipe of one measurement)
     *,
     hidden: int,
     layers: int,

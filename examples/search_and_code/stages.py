@@ -120,6 +120,7 @@ def reinforce(
     seed: int,
     rewards: Sequence[Mapping[str, Any]] = RULE,
     sections: Mapping[str, Any] = MappingProxyType({}),
+    *,
     max_new_tokens: int = 64,
     **algorithm: Any,
 ) -> tuple[Shares, Shares]:

@@ -50,7 +50,9 @@ def ppo_clip(now, c, o, a, m, *, clip_low, clip_high, dual_clip=0.0, **_) -> Arr
     return per_token(m, loss)
 
 
-def decoupled_ppo(now, c, o, a, m, *, p, q, clip_low, clip_high, cap, mode, **_) -> Array:
+def decoupled_ppo(  # noqa: PLR0913 (the letters of the formula)
+    now, c, o, a, m, *, p, q, clip_low, clip_high, cap, mode, **_
+) -> Array:
     def loss(s, t):
         w = ratio(p[s, t] - q[s, t])
         if w > cap:

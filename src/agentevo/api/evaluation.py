@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agentevo.api.run import Run
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
     target: str | Path | Run,
     *,
     against: Sequence[str | Path] = (),

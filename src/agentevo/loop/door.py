@@ -111,7 +111,9 @@ class Door:
         except Exception as error:  # noqa: BLE001 (whatever it is, the server goes on)
             return _failed(*failure_of(error))
 
-    async def _routed(self, request: Request, method: str, parts: list[str]) -> Response:
+    async def _routed(  # noqa: PLR0911 (a table of routes)
+        self, request: Request, method: str, parts: list[str]
+    ) -> Response:
         server = self._server
         match (method, *parts):
             case ("GET",):

@@ -211,9 +211,9 @@ class LoopService:
             _Nobody(),
             parts.store,
             context_length(parts.model.config),
-            parts.calls,
-            self._note,
-            players(config, parts.policies),
+            calls=parts.calls,
+            note=self._note,
+            players=players(config, parts.policies),
         )
         secret = await in_thread(RunSecret(config.run_dir / "engines").value)
         self._sealer = Sealer(secret)

@@ -66,7 +66,7 @@ class _SlidingMask:
 
 
 @torch.compiler.disable
-def _attention(
+def _attention(  # noqa: PLR0917 (transformers' attention interface)
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

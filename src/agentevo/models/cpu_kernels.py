@@ -213,7 +213,7 @@ class CpuKernels:
             torch.get_num_threads(),
         )
 
-    def attend(
+    def attend(  # noqa: PLR0917 (in the order of the C function)
         self,
         cache: Cache,
         q: torch.Tensor,

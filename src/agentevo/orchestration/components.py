@@ -137,9 +137,9 @@ class Components:
             self.agent,
             self.store,
             context,
-            self.calls,
-            self.note,
-            players(self.config, self.policies),
+            calls=self.calls,
+            note=self.note,
+            players=players(self.config, self.policies),
             given=self.tasks.given,
         )
 
@@ -201,7 +201,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 @asynccontextmanager
-async def open_components(
+async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     config: RunConfig,
     *,
     agent: AgentFunction | None = None,

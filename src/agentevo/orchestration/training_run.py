@@ -75,6 +75,7 @@ class TrainingRun:
         self,
         parts: Components,
         conversations: SFTData | None,
+        *,
         checkpoints: Checkpoints,
         view: LiveView,
         is_stopped: Callable[[], bool],

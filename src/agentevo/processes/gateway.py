@@ -93,8 +93,8 @@ async def _serve(
             agent,
             store,
             context_length,
-            calls,
-            note,
+            calls=calls,
+            note=note,
             gateway=gateway,
             given=tuple if tasks is None else tasks.given,
         )

@@ -156,8 +156,8 @@ async def _sample(
             player,
             store,
             context_length,
-            calls,
-            note,
+            calls=calls,
+            note=note,
             given=source.given,
         )
         service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)

@@ -98,7 +98,7 @@ class Player(NamedTuple):
 class Sampler:
     """See the module. One sampler serves training and evaluation."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what several agents and a program's own loop need is optional)
         self,
         config: RunConfig,
         engine: Engine,
@@ -106,6 +106,7 @@ class Sampler:
         agent: Agent,
         store: Store,
         context_length: int,
+        *,
         calls: CallLog | None = None,
         note: Callable[[str], None] = lambda text: None,
         players: Mapping[str, Player] = MappingProxyType({}),
@@ -232,7 +233,7 @@ class Sampler:
         agents = (role_of(task),) if self._has_roles else self._players or ("",)
         return [group_of_agent(one, agent) for agent in agents for one in names]
 
-    def group(
+    def group(  # noqa: PLR0913 (the ways in which a step, an evaluation and a search play)
         self,
         task: Task,
         *,

@@ -41,7 +41,7 @@ KEPT_BYTES = 256 * 2**20
 """Size of the products that are kept for the backward pass."""
 
 
-def linear_logprobs(
+def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds it)
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -84,7 +84,7 @@ def linear_logprobs(
 
 
 @torch.no_grad()
-def linear_logprobs_and_squares(
+def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -293,7 +293,7 @@ class _LinearLogprobs(torch.autograd.Function):
     H)."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 (autograd calls it by position)
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
