@@ -78,6 +78,7 @@ def make_table(seed: int = 0) -> Table:
     ends = torch.cat([cuts, lengths.float()], 1).gather(1, turn_ids)
     mask = (place >= (starts + ends) / 2) & (place < lengths)
     logp = -torch.rand(shape, generator=rng).mul_(3.0)
+
     return Table(
         mask,
         turn_ids,
@@ -125,6 +126,7 @@ def run_loss(
         "mask": table.mask,
         **{key: table.floats[key] for key in needed},
     }
+
     loss = bind_policy_loss(name, hyper, aggregation=aggregation)
     lengths = table.mask.sum(1)
     rows = range(len(table.mask))
@@ -181,6 +183,7 @@ def make_forward(length: int, dtype: torch.dtype) -> Callable[[], object]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2Model(config).to(dtype).eval()
+
     ids = torch.randint(0, config.vocab_size, (1, length))
 
     @torch.inference_mode()
@@ -235,6 +238,7 @@ def share_of_forward(repeats: int) -> list[Figure]:
         f"for {NUM_SEQUENCES}",
         file=sys.stderr,
     )
+
     for name in parts:
         line = (
             f"{1e3 * medians[name]:6.0f} ms {medians[name] / whole:8.4%} of the forward pass, "

@@ -81,11 +81,14 @@ async def take_apart(num_calls: int = 4000) -> None:
                         call.note(turn=3, completions=1, completion_tokens=12, version=3)
                 own += time.thread_time() - begun
                 await asyncio.sleep(0.6)
+
             records = [stored.call async for stored in store.calls()]
             begun = time.process_time()
             for first in range(0, len(records), 500):
                 await store.write_calls(records[first : first + 500])
+
             written = time.process_time() - begun
+
     print(
         f"a call: {1e6 * own / num_calls:.1f} us in its attempt's thread, "
         f"{1e6 * written / len(records):.1f} us to be written in another"
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", default=["trainer.steps=2", "evaluation.tasks=16"])
     arguments = parser.parse_args()
     asyncio.run(take_apart())
+
     results: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     seen = set()
     for _ in range(arguments.pairs):
@@ -108,9 +112,11 @@ def main() -> None:
             seen.add(found)
             name = "with" if record else "without"
             print(f"{name:8} {wall:7.2f} s wall  {cpu:7.2f} s CPU  {count:6} calls", flush=True)
+
     for place, name in enumerate(("wall", "CPU")):
         least = {record: min(one[place] for one in results[record]) for record in results}
         print(f"ratio of the least {name} seconds: {least[True] / least[False]:.4f}")
+
     print("numbers equal" if len(seen) == 1 else f"NUMBERS DIFFER: {len(seen)} kinds")
 
 

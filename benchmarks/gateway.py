@@ -81,6 +81,7 @@ async def serve(sessions: int) -> None:
                     await asyncio.sleep(FIRST_S)
                 if listen is not None:
                     listen([token], [-1.0])
+
             logprobs = [-1.0] * len(ids)
             versions = [0] * len(ids)
             return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop")
@@ -134,12 +135,14 @@ def litellm_proxy() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         answer = {"model": "openai/any", "api_key": "none", "mock_response": TEXT}
         config.write_text(
             json.dumps({"model_list": [{"model_name": "policy", "litellm_params": answer}]})
         )
+
         log = (Path(folder) / "log").open("w")
         process = subprocess.Popen(
             [
@@ -207,10 +210,12 @@ class Client:
             length = int(head.split("content-length: ")[1].split("\r\n")[0])
             answer = json.loads(await self._reader.readexactly(length))
             return str(answer["choices"][0]["message"]["content"])
+
         said = b""
         while size := int(await self._reader.readline(), 16):
             said += await self._reader.readexactly(size)
             await self._reader.readline()
+
         await self._reader.readline()
         events = [line[6:] for line in said.splitlines() if line.startswith(b"data: {")]
         deltas = [choice["delta"] for e in events for choice in json.loads(e)["choices"]]
@@ -276,6 +281,7 @@ async def first_text_ms(base_url: str, key: str, count: int) -> float:
             await client.first_text(body)
             times.append(time.perf_counter() - begun - FIRST_S)
             await client.rest()
+
     return 1e3 * statistics.median(times)
 
 
@@ -297,6 +303,7 @@ async def open_sessions(base_url: str, keys: list[str], process: psutil.Process)
 
             await asyncio.gather(*(turn(n, client) for n, client in enumerate(opened)))
             memory.append(process.memory_info().rss / 2**20)
+
     return memory
 
 
@@ -321,25 +328,31 @@ def measure(seconds: float, repeats: int, *, peer: bool) -> list[Figure]:
             }
             if peer:
                 found["litellm"] = asyncio.run(rate(theirs, ["none"] * CLIENTS, lasts, request()))
+
             print({name: round(value, 2) for name, value in found.items()}, file=sys.stderr)
             for name, value in found.items() if repeat else ():
                 raw[name].append(value)
+
     with our_server(SESSIONS) as (base_url, keys, process):
         memory = asyncio.run(open_sessions(base_url, keys, process))
+
     print(f"MiB after each turn of {SESSIONS} sessions: {memory}", file=sys.stderr)
     print(f"added_ms {statistics.median(raw['added_ms']):.2f}")
     print(f"ttft_added_ms {statistics.median(raw['ttft_added_ms']):.2f}")
     print(f"requests_per_s {statistics.median(raw['ours']):.0f}")
     print(f"session_kib {1024 * (memory[-1] - memory[0]) / SESSIONS:.0f}")
+
     ours = statistics.median(raw["ours"])
     details: dict[str, Any] = {**raw, "memory_mib": memory, "clients": CLIENTS}
     stream = statistics.median(raw["ours_stream"]) / ours
+
     meaning = "requests/s with 64 clients, streamed over whole"
     figures = [Figure("gateway_stream_vs_whole", stream, meaning, details)]
     if peer:
         value = ours / statistics.median(raw["litellm"])
         meaning = "requests/s with 64 clients over LiteLLM's proxy with one worker"
         figures.append(Figure("gateway_vs_litellm", value, meaning, details))
+
     return figures
 
 
@@ -354,10 +367,12 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(serve(arguments.serve))
         return
+
     before = describe_machine()
     figures = measure(arguments.seconds, arguments.repeats, peer=not arguments.no_peer)
     for figure in figures:
         print(figure.line())
+
     if arguments.save:
         peers = {} if arguments.no_peer else {"litellm": {"version": "1.106.2", "workers": 1}}
         print(write_results(figures, {}, peers, before, part="gateway"), file=sys.stderr)

@@ -55,9 +55,11 @@ def compare(
                 {"prompts": prompts, "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
             )
             of_round[peer.name] = answer["tokens"] / answer["seconds"]
+
         if repeat:
             for name, speed in of_round.items():
                 speeds[name].append(speed)
+
     return speeds
 
 
@@ -95,6 +97,7 @@ def figures(
         {f"{case}_vs_{TUNED}": TUNED} if TUNED in medians else {}
     )
     raw = {"unit": "tokens/s", "medians": medians, "repeats": speeds}
+
     return [
         Figure(
             name,

@@ -87,6 +87,7 @@ class GrpoStep:
         prompts = [len(ids) for ids in self.prompts]
         flops = generation_flops(self.loaded.model, prompts, completions) + metrics[DISTINCT]
         self.flops_per_s.append(flops / seconds)
+
         return seconds, sum(completions)
 
     async def _sample(self) -> list[Trajectory]:
@@ -113,6 +114,7 @@ class GrpoStep:
         )
         text = self.loaded.tokenizer.decode(completion.ids, skip_special_tokens=True)
         name = f"{self.num_steps}/{group}"
+
         return Trajectory(
             id=f"{name}/{attempt}",
             task_id=str(group),
@@ -135,6 +137,7 @@ def against_trl(ours: GrpoStep, trl: Peer, repeats: int) -> Figure:
             seconds["trl"].append(answer["seconds"][0])
             tokens["agentevo"].append(our_tokens)
             tokens["trl"].append(answer["tokens"])
+
     medians = {name: median(values) for name, values in seconds.items()}
     meaning = (
         f"seconds of a whole GRPO step, {len(QUESTIONS)} prompts x {GROUP_SIZE} "

@@ -73,11 +73,13 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     machine = describe_machine()
+
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-heap-") as name:
         raw = {
             "frozen" if is_frozen else "as_it_is": train(Path(name), is_frozen, arguments.steps)
             for is_frozen in (False, True)
         }
+
     took = {key: sum(one["searches_s"]) for key, one in raw.items()}
     longest = {key: max(one["searches_s"], default=0.0) for key, one in raw.items()}
     shares = {key: took[key] / one["process_s"] for key, one in raw.items()}
@@ -86,6 +88,7 @@ def main() -> None:
     figure = Figure("full_collections", took["frozen"] / took["as_it_is"], meaning, content)
     print(figure.line())
     print({"sums": took, "longest": longest, "shares_of_cpu": shares})
+
     if arguments.save:
         print(write_results([figure], {}, {}, machine, "heap"), file=sys.stderr)
 

@@ -52,12 +52,14 @@ def medians(ways: Sequence[Callable[[], object]]) -> list[float]:
     taken: list[list[float]] = [[] for _ in ways]
     for way in ways:
         way()
+
     deadline = time.perf_counter() + BUDGET_S
     while len(taken[0]) < 3 or time.perf_counter() < deadline:
         for way, seconds in zip(ways, taken, strict=True):
             started = time.perf_counter()
             way()
             seconds.append(time.perf_counter() - started)
+
     return [statistics.median(seconds) for seconds in taken]
 
 
@@ -66,6 +68,7 @@ def passes(folder: Path) -> None:
     own = load(folder).model
     for layer in own.modules():
         vars(layer).pop("forward", None)  # the FusedLayer that hides the class's own method
+
     for tokens in TOKENS:
         ids = torch.randint(100, 4000, (1, tokens))
         positions = torch.arange(tokens)[None]

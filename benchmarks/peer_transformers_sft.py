@@ -49,8 +49,10 @@ def main() -> None:
     rows_file = sys.argv[3]
     threads = int(sys.argv[4])
     torch.set_num_threads(threads)
+
     with open(rows_file) as file:
         rows: list[dict[str, list[int]]] = json.load(file)
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def make_trainer(settings: dict[str, Any], clock: Clock) -> Supervised:

@@ -64,6 +64,7 @@ def make_trainer(folder: str, prompts: list[str], micro_batch: int, callback: An
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
+
     return GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -130,6 +131,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     with open(prompts_file) as file:
         prompts: list[str] = json.load(file)
+
     micro_batch = int(sys.argv[4]) if len(sys.argv) > 4 else len(prompts) * NUM_GENERATIONS
     versions = {
         "torch": torch.__version__,

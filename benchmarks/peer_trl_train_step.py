@@ -86,6 +86,7 @@ def main() -> None:
     threads = int(sys.argv[3])
     way = sys.argv[4]
     torch.set_num_threads(threads)
+
     with open(rows_file) as file:
         rows: list[Row] = json.load(file)
 

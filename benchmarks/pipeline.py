@@ -64,6 +64,7 @@ def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> l
             timeout=timedelta(seconds=300),
         )
         spread(model, make_meshes(ParallelSection(pipeline=stages), "cpu"))
+
     trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=LENGTH), 1000)
     rng = random.Random(0)
     rows = [[rng.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(max(MICRO_BATCHES))]
@@ -77,8 +78,10 @@ def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> l
             trainer.step(samples[:count])
             times.append(time.perf_counter() - started)
         found.append(min(times[1:]))
+
     if stages > 1:
         distributed.destroy_process_group()
+
     return found
 
 
@@ -101,6 +104,7 @@ def measured(stages: int, repeats: int) -> list[float]:
         finally:
             for process in processes:
                 process.kill()
+
     return [float(word) for word in said[0].split()]
 
 
@@ -125,6 +129,7 @@ def main() -> None:
     if given.stages is not None:
         print(*seconds_of_steps(given.stages, given.repeats, given.meeting, given.process))
         return
+
     print(table(measured(1, given.repeats), measured(STAGES, given.repeats)))
 
 

@@ -98,6 +98,7 @@ class Attempt:
             mask[start:end] = [True] * (end - start)
             old[start:end] = logprobs[place : place + end - start]
             place += end - start
+
         return Sample(
             trajectory_id=name,
             group_id="group",
@@ -122,7 +123,9 @@ def attempts(num_turns: int, vocabulary: int) -> list[Attempt]:
             start = len(ids)
             ids += random_ids(rng, vocabulary, rng.randint(*ACTION_TOKENS))
             actions.append((start, len(ids)))
+
         found.append(Attempt(ids, actions, rng.gauss(0.0, 1.0)))
+
     return found
 
 
@@ -164,6 +167,7 @@ def run(
     started = time.perf_counter()
     batches = plan(samples)
     planned = time.perf_counter()
+
     weights = minibatch.row_weights(samples)
     total = 0.0
     for indices, batch in batches:
@@ -172,11 +176,13 @@ def run(
         )
         loss.backward()
         total += float(loss.detach())
+
     ended = time.perf_counter()
     norm = float(
         torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     )
     model.zero_grad(set_to_none=True)
+
     return Pass(
         ended - started,
         planned - started,
@@ -200,6 +206,7 @@ def figures(model: PreTrainedModel, num_turns: int, repeats: int) -> list[Figure
         "turns, side by side": lambda: run(model, each, side_by_side),
     }
     run(model, each[:1], merged)
+
     first = {name: way() for name, way in ways.items()}
     for name, found in first.items():
         check_equal(f"T={num_turns}, {name}, loss", first["merged"].loss, found.loss, 1e-5)
@@ -209,6 +216,7 @@ def figures(model: PreTrainedModel, num_turns: int, repeats: int) -> list[Figure
             found.grad_norm,
             1e-4,
         )
+
     turns = min(
         (name for name in ways if name.startswith("turns")), key=lambda name: first[name].seconds
     )
@@ -259,6 +267,7 @@ def figures(model: PreTrainedModel, num_turns: int, repeats: int) -> list[Figure
                 raw,
             )
         )
+
     return found
 
 
@@ -275,6 +284,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+
     model = small_model() if args.model is None else load(args.model).model
     for num_turns in map(int, args.turns.split(",")):
         for figure in figures(model, num_turns, args.repeats):

@@ -95,9 +95,11 @@ class Bench:
         except (peers.PeerError, NotComparableError) as error:
             self.fail(name, error)
             return
+
         self.figures += figures
         for figure in figures:
             print(figure.line(), flush=True)
+
         print(figures[0].details(), file=sys.stderr, flush=True)
 
     def fail(self, name: str, error: Exception) -> None:
@@ -117,6 +119,7 @@ class Bench:
                     continue
                 self.peers[peer.name] = peer.record()
                 running.append(peer)
+
             yield running
 
     def transformers_generate(self) -> peers.Peer:
@@ -139,6 +142,7 @@ def run_generate(bench: Bench, only: set[str]) -> None:
                     f"generate_{count}_vs_best",
                     lambda count=count: concurrent(bench.engine, running, count, bench.repeats),
                 )  # type: ignore[misc]
+
         vllm = [peer for peer in running if peer.name != "transformers"]
         if vllm and "prefix" in only:
             bench.add(
@@ -210,6 +214,7 @@ def run_store(bench: Bench) -> None:
     )
     for figure in flatness_figures:
         bench.add(figure.name, lambda figure=figure: [figure])  # type: ignore[misc]
+
     for start in store.PEERS:
         with bench.started(start) as running:
             for peer in running:
@@ -249,15 +254,18 @@ def main() -> int:  # noqa: C901, PLR0912 (a branch for each part that --only ca
     only = set(args.only.split(","))
     if only - set(GROUPS) or args.repeats < 1:
         parser.error(f"--only takes some of {', '.join(GROUPS)}, --repeats at least 1")
+
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # leave through the `with` blocks, which end the peers
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     before = describe_machine()
+
     bench = Bench(args.model, threads, args.repeats)
     if "algorithms" in only:
         bench.add("algorithms_share_of_forward", lambda: share_of_forward(args.repeats))
+
     if "logprobs" in only:
         for part, all_rows in ROWS.items():
             for rows in all_rows:
@@ -267,19 +275,23 @@ def main() -> int:  # noqa: C901, PLR0912 (a branch for each part that --only ca
                         bench.loaded, part, rows, bench.repeats
                     ),
                 )  # type: ignore[misc]
+
     if "turns" in only:
         for episodes in (1, 8):
             bench.add(
                 "turn_flatness",
                 lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)],
             )  # type: ignore[misc]
+
     if only & {"generate", "prefix"}:
         run_generate(bench, only)
     if "prefix_merging" in only:
         run_prefix_merging(bench)
+
     with tempfile.TemporaryDirectory() as scratch:
         if "train" in only:
             run_train(bench, Path(scratch))
+
         if "train_memory" in only:
             bench.add(
                 "train_memory",
@@ -287,6 +299,7 @@ def main() -> int:  # noqa: C901, PLR0912 (a branch for each part that --only ca
                     bench.folder, bench.loaded.model, Path(scratch), threads
                 ),
             )
+
         if "sft" in only:
             run_sft(bench, Path(scratch))
         if "store" in only:
@@ -297,6 +310,7 @@ def main() -> int:  # noqa: C901, PLR0912 (a branch for each part that --only ca
             run_async(bench, Path(scratch))
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
+
     if args.save or only == set(GROUPS):
         part = "" if only == set(GROUPS) else "-".join(name for name in GROUPS if name in only)
         print(
@@ -304,6 +318,7 @@ def main() -> int:  # noqa: C901, PLR0912 (a branch for each part that --only ca
             f"{write_results(bench.figures, bench.failures, bench.peers, before, part)}",
             file=sys.stderr,
         )
+
     return 1 if bench.failures else 0
 
 

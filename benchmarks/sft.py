@@ -85,6 +85,7 @@ def make_adapter(folder: Path, out: Path) -> Path:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(B_DEVIATION * torch.randn(parameter.shape, generator=rng))
+
     out.mkdir()
     write_adapter(model, out)
     return out
@@ -156,6 +157,7 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
         seconds["agentevo"].append(ours.step()[0].seconds)
         for name, setting in settings.items():
             seconds[name].append(ask(setting).seconds)
+
     medians = {name: median(values) for name, values in seconds.items()}
     logical = int(metrics["trainer/logical_tokens"])
     distinct = int(metrics["trainer/distinct_tokens"])
@@ -175,6 +177,7 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
     }
     rate = Rate(flops_per_s=metrics[DISTINCT] / medians["agentevo"])
     meaning = "seconds of a supervised step with LoRA; transformers + PEFT"
+
     return [
         Figure(
             "sft_vs_transformers",

@@ -335,4 +335,5 @@ def _arguments(kind: type[PretrainedConfig], model_type: str) -> dict[str, Any]:
     for name, part in parts.items():
         if hasattr(part, "model_type"):
             arguments[name] = _arguments(part, part.model_type)
+
     return arguments | OVERRIDES.get(model_type, {})

@@ -92,6 +92,7 @@ async def first(folder: str) -> dict[str, float]:
         wanted = {part.split('"')[0] for part in page.text.split('"/static')[1:]}
         answers = await asyncio.gather(*(client.get(f"/static{path}") for path in wanted))
         took = time.perf_counter() - began
+
     size = sum(len(gzip.compress(answer.content, 6)) for answer in (page, *answers))
     return {"first_load_s": took, "first_load_gzipped_bytes": size}
 
@@ -165,6 +166,7 @@ def blobs() -> list[bytes]:
         one = Trajectory(id=f"x{number}", task_id="t", group_id="g", turns=turns)
         (encoded,) = encode_trajectories([one], "train", 1)
         made.append(encoded.data or b"")
+
     return made
 
 
@@ -174,6 +176,7 @@ def fill_sqlite(path: Path, count: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("BEGIN")
+
         names = list(next(rows_of(1)))
         marks = ", ".join(f":{name}" for name in names)
         connection.executemany(
@@ -260,12 +263,14 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
         began = time.perf_counter()
         while "is made from the store" in (await client.get(f"/runs/{key}/attempts")).text:
             await asyncio.sleep(0.2)
+
         found["index_columns_s"] = time.perf_counter() - began
         began = time.perf_counter()
         left = count
         while left and time.perf_counter() - began < read_s:
             await asyncio.sleep(2)
             left = shared.indexes.state(url)[0].of
+
         found["index_read_attempts"] = count - left
         found["index_read_per_s"] = (count - left) / (time.perf_counter() - began)
         for name, path in paths(key, count).items():
@@ -278,8 +283,10 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
                     raise SystemExit(f"{path}: {answer.status_code}: {answer.text[-500:]}")
                 if number == 0:
                     found[f"{name}_first_ms"] = times[0]
+
             found[f"{name}_ms"] = statistics.median(times[3:])
             found[f"{name}_least_ms"] = min(times[3:])
+
     from agentevo.ui.index.database import cache_file
 
     found["index_bytes"] = cache_file(url).stat().st_size
@@ -303,16 +310,20 @@ async def measure_pages(arguments: argparse.Namespace, folder: Path) -> dict[str
                 server.start()
                 stack.callback(server.delete)
                 url = server.url("bench")
+
             async with await open_store(url):
                 pass
+
             began = time.perf_counter()
             if kind == "sqlite":
                 fill_sqlite(folder / "store.sqlite", arguments.attempts)
             else:
                 await fill_postgresql(url, arguments.attempts)
+
             print(f"{kind}: filled in {time.perf_counter() - began:.0f} s", flush=True)
             found[kind] = await pages(url, *size)
             print(kind, json.dumps(found[kind], indent=1), flush=True)
+
     return found
 
 
@@ -329,6 +340,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.turns % 4 or arguments.turns < 8:
         parser.error("--turns: 8, 12, 16, ...: they are compared by fours")
+
     results: dict[str, Any] = {"attempts": arguments.attempts}
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-ui-") as name:
         os.environ["AGENTEVO_CACHE"] = f"{name}/cache"
@@ -339,6 +351,7 @@ def main() -> None:
             results |= asyncio.run(measure_pages(arguments, Path(name)))
         if "viewers" in only:
             results |= viewers(Path(name), arguments.turns, arguments.steps)
+
     text = json.dumps(results, indent=1)
     print(text)
     if arguments.save is not None:

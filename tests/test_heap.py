@@ -49,6 +49,7 @@ def test_what_became_garbage_meanwhile_goes_after_it_also_when_it_fails() -> Non
         gc.collect()
         assert known() is not None
         raise ValueError
+
     gc.collect()
     assert known() is None
 
@@ -61,6 +62,7 @@ def test_of_two_blocks_that_overlap_the_last_thaws() -> None:
     second.__enter__()
     first.__exit__(None, None, None)
     assert gc.get_freeze_count() > 1000
+
     second.__exit__(None, None, None)
     assert gc.get_freeze_count() == 0
 

@@ -34,6 +34,7 @@ def database(file: Path, seed: int) -> None:
     place = draw.choice(PLACE_NAMES)
     kind = draw.choice(KIND_NAMES)
     first, second = draw.sample(NUMBER_NAMES, 2)
+
     file.unlink(missing_ok=True)
     with closing(sqlite3.connect(file)) as connection:
         connection.execute(f"CREATE TABLE {owner} (id INTEGER PRIMARY KEY, {place} TEXT, age INT)")
@@ -44,11 +45,13 @@ def database(file: Path, seed: int) -> None:
         for number in range(1, 61):
             row = (number, draw.choice(PLACES), draw.randint(18, 90))
             connection.execute(f"INSERT INTO {owner} VALUES (?, ?, ?)", row)
+
         for number in range(1, 241):
             small = draw.randint(1, 99)
             large = draw.randint(100, 999)
             row = (number, draw.randint(1, 60), draw.choice(KINDS), small, large)
             connection.execute(f"INSERT INTO {thing} VALUES (?, ?, ?, ?, ?)", row)
+
         connection.commit()
 
 

@@ -27,6 +27,7 @@ def rollout(task, policy):
         calls = [block for block in said.content if block.type == "tool_use"]
         if not calls:
             return hunt.reward("".join(block.text for block in said.content))
+
         results = []
         for call in calls:
             try:
@@ -35,6 +36,7 @@ def rollout(task, policy):
             except TypeError as error:
                 result = str(error)
                 failed = True
+
             results.append(
                 {
                     "type": "tool_result",
@@ -43,10 +45,12 @@ def rollout(task, policy):
                     "is_error": failed,
                 }
             )
+
         messages += [
             {"role": "assistant", "content": said.content},
             {"role": "user", "content": results},
         ]
+
     return 0.0
 
 

@@ -115,6 +115,7 @@ class TaughtConversation(Conversation):
         messages = [_row(message, retold) for message in prompt]
         if not retold:
             self.rows = [row for row in self.rows if not _begins(messages, row["messages"])]
+
         messages.append({"role": "assistant", "content": self._teacher.answer})
         self.rows.append({"messages": messages, **({"tools": tools} if tools else {})})
         return turns
@@ -181,12 +182,14 @@ async def demonstrations(
             policy = Policy(conversation, gateway)
             await agent.run(task, policy)
             await policy.close()
+
         return conversation.rows
 
     try:
         attempts = await asyncio.gather(*map(attempt, make_tasks(count, seed=1)))
     finally:
         await asyncio.to_thread(gateway.close)
+
     return [row for rows in attempts for row in rows]
 
 
@@ -223,12 +226,15 @@ def fine_tuned(
     tokenizer.chat_template = CHAT_TEMPLATE
     if reading:
         _prepare_to_repeat(model, tokenizer.get_vocab())
+
     policy = folder / "base"
     model.save_pretrained(policy)
     tokenizer.save_pretrained(policy)
+
     if reading:
         slower = {"batch_conversations": 16, "learning_rate": 4e-3, "min_lr_ratio": 0.1}
         policy = imitated(policy, folder / "reading", reading, **slower)
+
     return imitated(policy, folder / "cold_start", rows, **sft)
 
 

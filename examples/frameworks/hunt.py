@@ -31,6 +31,7 @@ def make_tasks(count: int, seed: int) -> list[dict[str, Any]]:
                 "boxes": boxes,
             }
         )
+
     return tasks
 
 

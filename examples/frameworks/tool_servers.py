@@ -75,6 +75,7 @@ def earlier(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = options(Path("runs/tool_servers"), steps=STEPS, conversations=512)
     parser.add_argument("tool", choices=sorted(LESSONS))
+
     help_text = "conversations that solve tasks to their end, which are read first"
     parser.add_argument("--solved", type=int, default=4096, help=help_text)
     help_text = "different tasks that they are of, at most"

@@ -73,6 +73,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
         "train": write_rows(folder / "train.jsonl", preferred(asked)),
         "eval": write_rows(folder / "eval.jsonl", preferred(held_out)),
     }
+
     base = make_policy(folder / "base", size, words(), seed)
     policy = taught(base, demonstrations(shown, seed), folder / "sft", size, seed)
     others = known[size.demonstrations + size.questions :]
@@ -88,6 +89,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
             needs_environment=False,
         )
     )
+
     rewards = [SEEN, {"name": "reward_model", "model": str(folder / "rm" / "model")}]
     before, after = reinforce(
         {"type": "single_turn"},
@@ -102,6 +104,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
         kl_coef=KL_COEF,
     )
     of_pairs = {"all": judged["rm/eval/accuracy"]}
+
     return {
         "SFT": before,
         "SFT and PPO against the reward model": after,

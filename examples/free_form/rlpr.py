@@ -56,6 +56,7 @@ def play(title: str, folder: Path, seed: int, size: Size) -> Results:
         "train": write_rows(folder / "train.jsonl", tasks(asked, wordings=wordings, seed=seed)),
         "eval": write_rows(folder / "eval.jsonl", tasks(held_out, wordings=None, seed=0)),
     }
+
     base = make_policy(folder / "base", size, words(), seed)
     policy = taught(base, demonstrations(shown, seed), folder / "sft", size, seed)
     before, after = reinforce(

@@ -47,6 +47,7 @@ def _map() -> Mapping[tuple[str, str], str]:
         rng.shuffle(order)
         for place, after in zip(order, [*order[1:], order[0]], strict=True):
             ways[place, direction] = after
+
     return ways
 
 
@@ -110,6 +111,7 @@ def tasks(chosen: Sequence[Walk], *, wordings: int | None, seed: object) -> list
             answers = rng.sample(answers, wordings)
         answer = answers[0] if len(answers) == 1 else answers
         rows.append({"id": f"walk:{walk.query}", "query": walk.query, "answer": answer})
+
     return rows
 
 

@@ -150,6 +150,7 @@ def reading(seed: int) -> Iterator[dict[str, Any]]:
         if count > 1:
             names = draw.sample(words, count)
             said = [f"{name} {one}" for name, one in zip(names, said, strict=True)]
+
         again = draw.sample(said, count)
         yield {
             "messages": [

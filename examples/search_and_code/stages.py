@@ -163,4 +163,5 @@ def _shares(attempts: Iterable[Any]) -> Shares:
         for kind in (one.task_id.split(":")[0], "all"):
             asked[kind] += 1
             right[kind] += one.success
+
     return {kind: right[kind] / asked[kind] for kind in asked}

@@ -119,6 +119,7 @@ class World:
         for entity in self.entities:
             for name in ATTRIBUTES[entity.kind]:
                 entity.attributes[name] = draw.choice(VALUES[name].split())
+
         for part in (True, False):
             self._relate([one for one in self.entities if one.held_out is part], draw)
 
@@ -144,6 +145,7 @@ class World:
             if number % 2:
                 link, second = draw.choice(list(first.relations.items()))
                 question = Question((first, second), draw.choice(list(second.facts)), link)
+
             misses = misses + 1 if question.text in asked else 0
             if not misses:
                 asked.add(question.text)

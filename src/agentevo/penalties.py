@@ -45,19 +45,23 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             if not abs(value) <= LARGEST_PENALTY:  # nor is NaN
                 return f"{name} is {value:g}: give -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
+
         if not 1 / LARGEST_REPETITION <= self.repetition <= LARGEST_REPETITION:
             return (
                 f"repetition is {self.repetition:g}: give {1 / LARGEST_REPETITION:g} to "
                 f"{LARGEST_REPETITION:g}"
             )
+
         if len(self.logit_bias) > MAX_BIASES:
             return f"logit_bias has {len(self.logit_bias)} tokens: give at most {MAX_BIASES}"
+
         for token, bias in self.logit_bias:
             if token < 0 or not abs(bias) <= LARGEST_BIAS:
                 return (
                     f"logit_bias of token {token} is {bias:g}: give ids of tokens and "
                     f"-{LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
                 )
+
         return None
 
     @property
@@ -91,8 +95,10 @@ class PenaltyState:
         self._offsets: list[float] = []
         self._repeated: list[float] = []
         self._drawn: set[int] = set()
+
         for token, bias in penalties.logit_bias:
             self._offsets[self._place(token)] += bias
+
         if penalties.repetition != 1:
             for token in set(prompt_ids):
                 self._repeated[self._place(token)] = penalties.repetition
@@ -138,10 +144,12 @@ class TokenPenalties(NamedTuple):
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:
             return None
+
         sizes = [size for size, _ in parts]
         numbers = np.cumsum([penalties is not None for _, penalties in parts]) - 1
         rows = [-1 if one is None else n for (_, one), n in zip(parts, numbers, strict=True)]
         starts = np.cumsum([0, *sizes[:-1]])
+
         return cls(
             table,
             np.repeat(np.array(rows, dtype=np.int32), sizes),
@@ -158,11 +166,15 @@ class TokenPenalties(NamedTuple):
         for place in places.tolist():
             if self.rows[place] < 0:
                 continue
+
             if state is None or start != self.starts[place]:
                 start = done = int(self.starts[place])
                 state = PenaltyState(self.table[self.rows[place]], ids[:start].tolist())
+
             for token in ids[done:place].tolist():
                 state.take(token)
+
             done = place
             found[place] = state.changes()
+
         return found

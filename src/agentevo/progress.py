@@ -182,9 +182,11 @@ def bar(
         with display.has(made):
             yield made
         return
+
     if display is None or not display.taken.acquire(blocking=False):
         yield made
         return
+
     over = threading.Event()
     thread = threading.Thread(target=_draw, args=(made, display, over), daemon=True)
     thread.start()
@@ -209,6 +211,7 @@ def over(
 def _draw(made: Bar, display: Display, over: threading.Event) -> None:
     if over.wait(FIRST_BAR_S):
         return
+
     try:
         console = open_console(display.stream, display.plain)
         if console is None:
@@ -222,6 +225,7 @@ def _draw(made: Bar, display: Display, over: threading.Event) -> None:
 def _print_lines(made: Bar, stream: TextIO, over: threading.Event) -> None:
     if over.wait(FIRST_LINE_S - FIRST_BAR_S):
         return
+
     while True:
         print_line(stream, f"{made.what}: {', '.join(made.facts())}")
         if over.wait(LINE_S):

@@ -53,6 +53,7 @@ async def with_retries(
             else:
                 reporter.over()
                 return result
+
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
     finally:

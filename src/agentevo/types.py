@@ -248,9 +248,11 @@ def context_of(turns: Sequence[Turn], index: int) -> list[int]:
     while turn.parent is not None:
         turn = turns[turn.parent]
         pieces += [turn.completion_ids, turn.prompt_ids]
+
     ids = array(TURN_COLUMNS["prompt_ids"])
     for piece in reversed(pieces):
         ids.extend(piece)
+
     return ids.tolist()
 
 

@@ -113,6 +113,7 @@ def test_copies_of_turns_are_given_out(policy):
             turn.completion_ids.append(1)
             turn.logprobs[0] = 7.0
             turn.messages.clear()
+
         (turn,) = one.turns
         assert len(turn.completion_ids) == len(turn.logprobs) and turn.messages
         assert turn.logprobs[0] != 7.0

@@ -65,5 +65,6 @@ def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
                 one.call(lambda environment: go.wait(30))
         with pytest.raises(EnvironmentFailure, match="has hung 3 times"):
             one.call(lambda environment: 3)
+
     go.set()
     assert len(made) == MAX_HUNG

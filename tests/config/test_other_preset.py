@@ -82,6 +82,7 @@ def test_own_values_are_what_the_preset_computes_with(name: str):
     else:
         algorithm = section.resolved()
         used = {**algorithm.advantage_hyper, **algorithm.loss_hyper, **algorithm.aggregation_hyper}
+
     assert {key: own[key] for key in used} == used
 
 

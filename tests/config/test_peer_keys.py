@@ -30,6 +30,7 @@ def pairs_on_the_page():
             for key, stands_for in zip(theirs, ours, strict=True):
                 if stands_for not in ("", key):
                     pairs.setdefault(system, {}).setdefault(key, stands_for)
+
     return pairs
 
 

@@ -50,12 +50,14 @@ def slow_advantage(
         found: tuple[PerToken, PerToken] = (advantages, advantages)
     else:
         found = PER_TOKEN[name](batch, **hyper)
+
     placed = []
     for part in found:
         array = np.zeros(batch.mask.shape)
         for token, number in part.items():
             array[token] = number
         placed.append(array)
+
     return placed[0], placed[1]
 
 
@@ -68,9 +70,11 @@ def owned(batch: Batch) -> dict[Hashable, list[Token]]:
                 tokens[row if batch.trajectories is None else batch.trajectories[row]].append(
                     (row, column)
                 )
+
     if batch.turns is not None:
         for listed in tokens.values():
             listed.sort(key=lambda token: (batch.turns[token], *token))
+
     return dict(tokens)
 
 
@@ -293,6 +297,7 @@ def gae(batch: Batch, gamma: float, lam: float, whiten: bool) -> tuple[PerToken,
             lam,
         )
         advantages.update(zip(tokens, found, strict=True))
+
     return finish(batch, advantages, whiten)
 
 
@@ -308,6 +313,7 @@ def turn_gae(batch: Batch, gamma: float, lam: float, whiten: bool) -> tuple[PerT
         ):
             advantages.update(dict.fromkeys(turn, number))
             returns.update(dict.fromkeys(turn, number + value))
+
     return whitened_tokens(advantages) if whiten else advantages, returns
 
 
@@ -330,6 +336,7 @@ def bi_level_gae(
                     strict=True,
                 )
             )
+
     return finish(batch, advantages, whiten)
 
 
@@ -353,17 +360,21 @@ def of_turns(
             turns += own
             numbers += numbers_of(own)
             places += places_of(own)
+
         given = [0.0] * len(turns)
         for place in set(places) if turn_baseline == "place" else {None}:
             at = [n for n, one in enumerate(places) if place in (None, one)]
             among = normalised([numbers[n] for n in at], scale_by_std, epsilon)
             for n, value in zip(at, among, strict=True):
                 given[n] = 0.0 if len(group) == 1 else value
+
         if turn_baseline == "none":
             given = numbers
+
         for turn, number, advantage in zip(turns, numbers, given, strict=True):
             returns.update(dict.fromkeys(turn, number))
             advantages.update(dict.fromkeys(turn, advantage))
+
     return advantages, returns
 
 
@@ -393,6 +404,7 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
         for token in tokens:
             total += 1.0 - 2.0 * math.exp(batch.logp[token]) + batch.squares[token]
             weights[token] = total
+
     advantages: PerToken = {}
     for group in by_group(batch):
         rows = {row for owner in group for row, _ in owned(batch)[owner]}
@@ -404,8 +416,10 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
             )
             if len(left) == 1 and handle_zero_tail:
                 baseline = 0.0
+
             for token in left:
                 advantages[token] = 0.0 if len(group) == 1 else returns[token] - baseline
+
     return advantages, returns
 
 
@@ -445,6 +459,7 @@ def prime(
                 for token in reversed(tokens):
                     total = gamma * total + (batch.process[token] - mean(others) if others else 0.0)
                     advantages[token] = outcome[owner] + process_coef * total if others else 0.0
+
     white = whitened_tokens(advantages) if whiten else advantages
     return white, advantages
 

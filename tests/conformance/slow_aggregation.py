@@ -29,11 +29,13 @@ def aggregate(
     if name == "seq-mean-token-sum-norm":
         return sum(sum(row) / norm for row in filled) / len(filled)
     assert name == "per-trajectory-token-mean"
+
     tokens = {}
     for index, row in enumerate(rows):
         tokens.setdefault(index if trajectory_ids is None else trajectory_ids[index], []).extend(
             row
         )
+
     means = [sum(row) / len(row) for row in tokens.values() if row]
     return sum(means) / len(means)
 
@@ -50,4 +52,5 @@ def value_loss(values, returns, mask, old_values=None, clip=None) -> np.ndarray:
                 old = float(old_values[i, j])
                 terms.append((min(max(v, old - clip), old + clip) - target) ** 2)
             losses[i, j] = 0.5 * max(terms)
+
     return losses

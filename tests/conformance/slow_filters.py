@@ -39,6 +39,7 @@ def rlpr(steps, beta, decay, record_from, start):
         spread = {name: std(members) for name, members in groups(rewards, ids).items()}
         means.append(float(np.mean(list(spread.values()))))
         kept.append({name for name, s in spread.items() if m is None or s >= beta * m - 1e-12})
+
     return kept
 
 

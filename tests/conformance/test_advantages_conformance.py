@@ -90,10 +90,12 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
                 -1,
             ),
         )
+
     batch.squares[...] = np.exp(2 * batch.logp) + (1 - np.exp(batch.logp)) ** 2 / 10
     for tokens in owned(batch).values():  # one reward for all, or a solved-or-not at the end
         if kind in ("equal", "last"):
             batch.rewards[tokens[-1]] = 1.0 if kind == "equal" else float(random.random() < 0.4)
+
     return batch
 
 
@@ -162,6 +164,7 @@ def drawn(data: st.DataObject, name: str) -> tuple[Batch, dict[str, Any]]:
             hyper[one.name] = data.draw(st.sampled_from([1e-6, 1e-4, 1e-2]), one.name)
         else:
             hyper[one.name] = data.draw(st.sampled_from([0.0, 0.3, 0.95, 1.0]), one.name)
+
     return batch, hyper
 
 
@@ -292,12 +295,14 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
         trajectories=rows.tolist(),
         parts={key: part[rows] for key, part in batch.parts.items()},
     )
+
     expected = ours(name, whole, **hyper)
     found = ours(name, cut, **hyper)
     joined = [np.zeros(batch.mask.shape), np.zeros(batch.mask.shape)]
     for at, row in enumerate(rows):
         for total, part in zip(joined, found, strict=True):
             total[row] += part[at]
+
     same((joined[0], joined[1]), expected)
 
 
@@ -309,6 +314,7 @@ def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject
     batch, hyper = drawn(data, name)
     if "epsilon" in hyper:
         hyper["epsilon"] = data.draw(st.sampled_from([0.0, 1e-6, 1.0]))
+
     size = data.draw(
         st.sampled_from([torch.finfo(dtype).max, 1e30, 1e-30, torch.finfo(dtype).tiny])
     )
@@ -365,6 +371,7 @@ def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
     rewards = np.zeros(mask.shape)
     for row in range(len(mask)):
         rewards[row, mask[row].nonzero()[0][-1]] = abs(reward) if name == "maxrl" else reward
+
     batch = Batch(
         rewards=rewards,
         mask=mask,

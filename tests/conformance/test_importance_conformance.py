@@ -51,6 +51,7 @@ def test_agrees_with_the_slow_version(
     )
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-12, atol=0)
     assert not weights.requires_grad and weights.dtype == old.dtype
+
     ess = effective_share(weights, mask)
     assert (
         ess == pytest.approx(slow.effective_sample_size(expected, mask.numpy()))
@@ -95,6 +96,7 @@ def test_weights_multiply_any_loss_and_its_gradient(name: str) -> None:
             torch.autograd.grad(x.sum(), logp, retain_graph=True)[0] for x in (plain, weighed)
         ]
         torch.testing.assert_close(gradients[1], gradients[0] * weights)
+
     metrics = policy_loss("ppo_clip", logp=old, **inputs, importance=name, importance_cap=1.5)[1]
     assert metrics["ess"] == pytest.approx(effective_share(weights, mask))
     assert "ess" not in policy_loss("ppo_clip", logp=old, **inputs)[1]

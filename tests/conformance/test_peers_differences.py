@@ -61,6 +61,7 @@ def test_verl_whitens_the_raw_reward_of_a_group_of_one_with_the_others():
     mask = inputs["mask"]
     centred = torch.tensor([0.5, -0.5, 0.0, 0.75], dtype=torch.float64)[:, None] * mask
     assert close(whitened(centred, mask), theirs("verl", "reinforce_plus_plus_baseline/single"))
+
     trio = {"group_ids": [0, 0, 0], "mask": torch.ones(3, 1)}
     parts = [
         torch.cat([advantage("grpo", token_rewards=part[:3, None], **trio)[0][:, 0], part[3:]])
@@ -115,6 +116,7 @@ def test_verl_scores_an_attempt_of_several_rows_by_its_last():
         advantage("grpo", **four | {"token_rewards": last}, trajectory_ids=found["attempts"])[0],
         found["advantages"],
     )
+
     ours = advantage("grpo", **four, trajectory_ids=found["attempts"])[
         0
     ]  # 1 + 0.25 against 0 + 0.5
@@ -228,6 +230,7 @@ def test_ratios_are_bounded_by_e_20_in_ours_e_10_in_verl_gspo_and_not_at_all_els
     gspo = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "seq-mean-token-mean"}
     others = our_loss("gspo", inputs, **gspo)[0] - share * math.exp(20)
     assert close(others + share * math.exp(10), case("verl", "gspo/extreme")["loss"])
+
     others = our_loss("gspo", inputs, "seq-mean-token-mean")[0] - share * math.exp(20)
     assert close(others + share * math.exp(30), case("trl", "extreme/gspo")["loss"])
     for peer, name in (
@@ -237,6 +240,7 @@ def test_ratios_are_bounded_by_e_20_in_ours_e_10_in_verl_gspo_and_not_at_all_els
         ("verl", "clip_cov/extreme"),
     ):
         assert float(case(peer, name)["loss"]) > 1e11
+
     assert 1e6 < float(our_loss("ppo_clip", inputs)[0]) < 1e9
 
 
@@ -266,6 +270,7 @@ def test_verl_dppo_caps_the_ratio_at_3_unless_set(name):
 def test_verl_gmpo_takes_the_mean_over_all_rows_and_the_sign_per_token():
     empty = our_loss("gmpo", batch("loss_empty"), "seq-mean-token-mean")[0]
     assert close(empty * 2 / 3, case("verl", "geo_mean/empty")["loss"])
+
     inputs = batch("loss")
     found = case("verl", "geo_mean/per_token")
     mask = inputs["mask"]
@@ -288,6 +293,7 @@ def test_verl_clip_cov_draws_its_tokens_at_random():
         draws[0]["settings"] == draws[1]["settings"]
         and abs(draws[0]["loss"] - draws[1]["loss"]) > 0.01
     )
+
     settings = {"fraction": 0.1, "low": 0.05, "high": 50.0}
     ours = our_loss("clip_cov", batch("loss"), **settings)
     share = draws[0]["metrics"]["actor/pg_clipfrac"]
@@ -338,6 +344,7 @@ def test_verl_norm_is_the_padded_width_unless_set():
         aggregate("seq-mean-token-sum-norm", inputs["token_advantages"], inputs["mask"], norm=7.0),
         found["loss"],
     )
+
     with pytest.raises(ValueError, match="needs norm"):
         aggregate("seq-mean-token-sum-norm", inputs["token_advantages"], inputs["mask"])
 
@@ -382,6 +389,7 @@ def test_trl_means_depend_on_the_micro_batches(name, ours, hyper):
     assert sum(case("trl", f"micro/dapo/{index}")["loss"] for index in (0, 1)) == pytest.approx(
         case("trl", "loss/dapo")["loss"], abs=1e-9
     )
+
     inputs = batch("loss")
     weights = aggregation_weights(ours, inputs["mask"], **hyper)
     split = [
@@ -409,6 +417,7 @@ def test_verl_and_trl_do_not_bound_the_log_ratio_of_the_kl_as_ours():
         found = theirs("verl", f"kl_penalty/extreme/{name}", "values")
         slope = theirs("verl", f"kl_penalty/extreme/{name}", "gradient")
         assert gradient[far].all()
+
         if name == "k3":
             cut = values.detach() > 10
             assert close(found[cut], torch.full_like(found[cut], 10.0)) and not slope[cut].any()
@@ -418,11 +427,13 @@ def test_verl_and_trl_do_not_bound_the_log_ratio_of_the_kl_as_ours():
             assert close(values.detach()[~far], found[~far]) and not close(
                 values.detach()[far], found[far], 0.1
             )
+
     assert float(case("trl", "extreme/beta")["loss"]) > 1e10
 
 
 def test_trl_weighs_its_kl_with_the_ratio_unless_told_otherwise():
     assert case("trl", "loss/beta/default")["loss"] == case("trl", "loss/beta/weighted")["loss"]
+
     inputs = batch("loss")
     logp = inputs["logp"].clone().requires_grad_()
     penalty = kl("k3", logp, inputs["ref_logp"]) * torch.exp(logp - inputs["old_logp"])
@@ -475,6 +486,7 @@ def test_trl_dpo_ignores_label_smoothing_and_its_robust_form_subtracts():
     assert close(plain, case("trl", "dpo/sigmoid_smoothed")["loss"]) and not close(
         ours, case("trl", "dpo/sigmoid_smoothed")["loss"], 1e-3
     )
+
     a = -plain
     b = plain - 2 * half
     assert close(-0.8 * a - 0.2 * b, ours)

@@ -64,6 +64,7 @@ def test_verl_advantages(name, ours, hyper):
     trained = inputs["mask"] == 1
     assert close(advantages[trained], torch.tensor(found["advantages"])[trained])
     assert float(advantages.abs().max()) > 0.1
+
     if ours in CRITIC:
         assert close(returns[trained], torch.tensor(found["returns"])[trained])
 
@@ -291,6 +292,7 @@ def test_trl_preference_losses(name, ours, per_token):
     }
     loss, _ = preference_loss(ours, beta=0.1, **scaled)
     assert close(loss.detach(), found["loss"])
+
     for ours_gradient, theirs in zip(
         torch.autograd.grad(loss, leaves), found["gradients"], strict=True
     ):
@@ -334,6 +336,7 @@ def test_trl_orpo_odds():
         - preference_loss("orpo", coef=0.0, **given)[0]
     )
     assert close(loss.detach(), found["loss"])
+
     for ours, theirs in zip(torch.autograd.grad(loss, leaves), found["gradients"], strict=True):
         assert close(ours, theirs)
 

@@ -47,9 +47,11 @@ def test_equals_the_loops(batch, clip, aggregation):
     assert loss.item() == pytest.approx(
         slow.aggregate(aggregation, losses, mask, **hyper), rel=1e-12, abs=1e-14
     )
+
     plain = slow.value_loss(values, returns, mask)
     trained = max(mask.sum(), 1)
     assert metrics["vf_clipfrac"].item() == pytest.approx((losses > plain).sum() / trained)
+
     r = returns[mask]
     v = values[mask]
     explained = 1 - np.var(r - v) / np.var(r) if len(set(r.tolist())) > 1 else 0.0
@@ -81,6 +83,7 @@ def test_micro_batches_padding_order_and_garbage(batch, size):
     loss, _ = value_loss(whole, target, bits, old_values=before, clip=0.2, weights=weights)
     loss.backward()
     assert torch.isfinite(whole.grad).all() and (whole.grad[~bits] == 0).all()
+
     total = 0.0
     for start in range(0, len(v), size):
         part = slice(start, start + size)
@@ -88,7 +91,9 @@ def test_micro_batches_padding_order_and_garbage(batch, size):
         piece, _ = value_loss(*own, old_values=before[part], clip=0.2, weights=weights[part])
         piece.backward()
         total += piece.item()
+
     assert total == pytest.approx(loss.item(), rel=1e-12)
+
     torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=0)
     columns = (v, target, bits, before, weights)
     *own, old, of_token = [torch.nn.functional.pad(t.flip(0), (2, 1)) for t in columns]

@@ -106,6 +106,7 @@ def test_activations_by_hand(random_model):
     shape = shape_of(model)
     trained = trained_of(model)
     assert (shape.query, shape.key, shape.head_norms, shape.tied) == (32, 16, False, True)
+
     norms = 2 * 3 * 32
     attention = 2 * 32 + 2 * 16 + 4
     mlp = 4 * 48
@@ -127,6 +128,7 @@ def test_what_is_trained_decides(random_model):
     numbers = sum(p.numel() for p in plain.parameters())
     assert whole["optimizer"] == 8 * numbers
     assert "float32 weights" not in whole
+
     few = training_bytes(
         add_adapter(copy.deepcopy(plain), LoraSection(rank=2, targets=("q_proj",)), seed=0),
         load,
@@ -134,10 +136,13 @@ def test_what_is_trained_decides(random_model):
     )
     assert few["optimizer"] < whole["optimizer"] / 10
     assert few["activations"] < whole["activations"]
+
     eight = training_bytes(plain, load, MemorySection(optimizer="adamw_8bit"))
     assert 0.25 <= eight["optimizer"] / whole["optimizer"] < 0.26
+
     away = training_bytes(plain, load, MemorySection(offload_optimizer=True))
     assert "optimizer" not in away
+
     half = training_bytes(plain.bfloat16(), load, memory)
     assert half["float32 weights"] == 4 * numbers
     assert half["optimizer"] == 8 * numbers
@@ -162,9 +167,11 @@ def test_a_gpus_peak_was_foreseen(name, gpu):
     """Peaks that `benchmarks/gpu.py` measured on an H200, layers compiled."""
     results = json.loads(GPU_RESULTS.read_text())["results"]
     found = next(one for one in results if one["part"] == "train" and one["model"] == name)
+
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = gpu.SHAPES[name]()
+
     torch.set_default_dtype(torch.float32)
     tokens = found["micro"]
     load = Load(tokens, tokens * 3 // 4, single=False, on_cpu=False)

@@ -105,6 +105,7 @@ def test_no_step_outside_an_episode(config: EnvironmentConfig) -> None:
     environment = make(config)
     with pytest.raises(EnvironmentFailure, match="reset"):
         environment.step("Left")
+
     play_on = make(config.model_copy(update={"max_actions": 1}))
     play_on.reset(seed=0)
     play_on.step("I would rather not.")
@@ -170,8 +171,10 @@ def test_mean_baselines_averages_and_keeps_the_unknown() -> None:
     assert mean_baselines(FrozenLakeConfig(), [1, 2, 3], 7).optimal == pytest.approx(
         sum(rate for rate in rates if rate is not None) / 3
     )
+
     with pytest.raises(ValueError, match="seed"):
         mean_baselines(FrozenLakeConfig(), [])
+
     assert mean_baselines(GymnasiumConfig(id="Blackjack-v1"), [1]).optimal is None
     assert Baselines(random=None, optimal=None) == Baselines(random=None, optimal=None)
 

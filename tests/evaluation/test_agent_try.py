@@ -51,6 +51,7 @@ def test_calls_and_results_are_shown_in_their_order(shout, capsys, tmp_path, mon
             "--answer",
             "HEY",
         )
+
     out = capsys.readouterr().out
     expected = [
         "user: Shout hey.",
@@ -68,6 +69,7 @@ def test_calls_and_results_are_shown_in_their_order(shout, capsys, tmp_path, mon
     at = -1
     for text in expected:
         assert (at := out.find(text, at + 1)) >= 0, f"{text}\n{out}"
+
     assert "\x1b" not in out, "nobody drives the terminal"
     assert list(tmp_path.iterdir()) == []
 
@@ -95,6 +97,7 @@ def test_a_recipe_plays_its_own_held_out_task(capsys, tmp_path, monkeypatch):
         "model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}\n"
     )
     assert main(["agent", "try", "small.yaml", "--number", "1"]) == 0
+
     out = capsys.readouterr().out
     assert "policy generate, turn 0" in out and "reward " in out
     assert main(["agent", "try", "small.yaml", "--number", "2"]) == 2

@@ -29,6 +29,7 @@ def sampler_of(gateway):
     thread = threading.Thread(target=lambda: asyncio.run(live()))
     thread.start()
     assert ready.wait(10)
+
     try:
         yield bridge[0]
     finally:
@@ -55,6 +56,7 @@ def test_what_is_sent_together_wakes_the_loop_once_and_keeps_its_order():
         mailbox._receive = lambda: (wakes.append(len(calls)), receive())
         for number in range(100):
             mailbox.send(calls.append, number)
+
         await asyncio.sleep(0)
         return wakes, calls
 
@@ -126,6 +128,7 @@ def test_giving_up_cancels_the_work():
 
         answer = bridge.submit(work(), contextvars.copy_context())
         assert await asyncio.to_thread(begun.wait, 5)
+
         answer.cancel()
         return await asyncio.to_thread(cancelled.wait, 5)
 
@@ -146,9 +149,11 @@ def test_work_that_the_sampler_cancels_is_a_conflict_and_no_cancellation_here(be
         answer = bridge.submit(work(), contextvars.copy_context())
         if begun:
             await asyncio.sleep(0.05)
+
         bridge.send(cancel_all)
         with pytest.raises(Refusal) as refused:
             await answer
+
         return refused.value.status
 
     assert crossed(test) == 409

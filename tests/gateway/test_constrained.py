@@ -108,6 +108,7 @@ def test_json_by_a_schema_and_calls_that_must_come(api, gateway_of):
                 answer = await opened.post(policy, body, path)
                 assert answer.status_code == 200, answer.text
                 said.append(said_in(answer.json()))
+
             return said, policy.conversation.turns
 
     (structured, required, named), turns = asyncio.run(talk())
@@ -193,6 +194,7 @@ def test_a_call_of_a_strict_tool_that_nobody_required_fits_its_schema(api, gatew
                 assert answer.status_code == 200, answer.text
                 calls += said_in(answer.json())[1]
                 turns += policy.conversation.turns
+
             return calls, turns, await opened.post(policy_of(opened), wrong, path)
 
     calls, turns, refused = asyncio.run(talk())
@@ -226,6 +228,7 @@ def test_what_can_not_be_followed_is_a_400_and_the_attempt_goes_on(gateway_of):
                 answer = await opened.post(policy, body)
                 assert answer.status_code == 400, answer.text
                 assert why in answer.json()["error"]["message"]
+
             assert (await opened.post(policy, chat_body(schema=SCHEMA)[1])).status_code == 200
             assert policy.conversation.broken is None
             assert len(policy.conversation.turns) == 1
@@ -275,6 +278,7 @@ def test_turns_through_the_gateway_are_trained_at_ratio_1(gateway_of):
                 answer = await opened.post(policy, body)
                 assert answer.status_code == 200, answer.text
             turns = policy.conversation.recorded({})
+
         return Trajectory(
             id=f"t{number}", task_id="t", group_id="g", turns=turns, reward=float(number)
         )
@@ -289,6 +293,7 @@ def test_turns_through_the_gateway_are_trained_at_ratio_1(gateway_of):
     )
     prepared = trainer.prepare(trajectories)
     assert prepared.metrics["trainer/unmasked_tokens"] == 0
+
     metrics = trainer.step(prepared.samples)
     assert metrics["trainer/trained_tokens"] == sum(t.num_completion_tokens() for t in trajectories)
     assert metrics["actor/logprob_diff_max"] < 1e-5

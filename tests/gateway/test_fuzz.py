@@ -164,6 +164,7 @@ def places_in(value, path=()):
     )
     for key, inner in items:
         yield from places_in(inner, (*path, key))
+
     yield path
 
 
@@ -177,6 +178,7 @@ def bodies(draw):
         holder = body
         for key in above:
             holder = holder[key]
+
         match draw(st.sampled_from(["replace", "replace", "remove", "repeat", "stream"])):
             case "remove" if isinstance(holder, dict):
                 holder.pop(last, None)
@@ -186,6 +188,7 @@ def bodies(draw):
                 body["stream"] = True
             case _:
                 holder[last] = draw(JUNK)
+
     return path, body
 
 
@@ -237,6 +240,7 @@ def door():
     thread = threading.Thread(target=lambda: asyncio.run(live()))
     thread.start()
     assert ready.wait(60)
+
     loop, key, url = opened
     host, _, port = url.split("//")[1].split("/")[0].partition(":")
     yield host, int(port), key
@@ -261,6 +265,7 @@ def check(path, status, kind, content):
         events = [line[6:] for line in content.splitlines() if line.startswith(b"data: {")]
         assert events and not any("error" in json.loads(event) for event in events), content
         return
+
     answer = json.loads(content)
     if status != 200:
         assert answer["error"]["message"] and answer["error"]["type"]
@@ -298,6 +303,7 @@ def streams_of_bytes(draw):
     """A request with some of its bytes others, more or fewer, or bytes of no request at all."""
     if draw(st.integers(0, 4)) == 0:
         return draw(st.binary(max_size=200))
+
     data = bytearray(REQUEST)
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))
@@ -306,6 +312,7 @@ def streams_of_bytes(draw):
             st.binary(max_size=4)
             | st.sampled_from([b"\r\n", b"\n", b"chunked", b"Transfer-Encoding: chunked\r\n", b":"])
         )
+
     return bytes(data)
 
 
@@ -321,6 +328,7 @@ def answer_to(door, data: bytes) -> bytes:
                 said += part
         except ConnectionResetError:
             pass
+
         return said
 
 

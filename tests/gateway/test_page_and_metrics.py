@@ -44,12 +44,15 @@ def test_metrics_count_answers_tokens_and_sessions(gateway_of):
     before, answer, last, key, usage, policy = asyncio.run(talk())
     name = "agentevo_gateway_{}".format
     text = answer.text
+
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert values_of(before)[name("sessions")] == values_of(text)[name("sessions")] == 1
     assert values_of(last)[name("sessions")] == 0
+
     counts = values_of(text)
     chat = 'path="/chat/completions"'
     other = 'path="/responses"'
+
     assert counts[name("requests_total{" + chat + ',status="200"}')] == 2
     assert counts[name("requests_total{" + chat + ',status="400"}')] == 1
     assert counts[name("requests_total{" + other + ',status="401"}')] == 1
@@ -70,6 +73,7 @@ def test_a_duration_is_in_the_bucket_of_the_next_greater_bound():
     durations = Durations()
     for seconds in (0.0, 0.005, 0.006, 1e6):
         durations.add(seconds)
+
     lines = list(durations.lines("x", 'a="b"'))
     assert lines[0] == 'x_bucket{a="b",le="0.005"} 2'
     assert lines[1] == 'x_bucket{a="b",le="0.01"} 3'
@@ -105,9 +109,11 @@ def test_the_page_has_every_route_once_and_says_who_may_ask(gateway_of):
         "/health",
         "/metrics",
     }
+
     for path, methods in paths.items():
         for route in methods.values():
             assert bool(route.get("security")) == path.startswith("/v1"), path
+
     assert set(page["components"]["securitySchemes"]) == {"bearer", "key"}
     assert unknown == [404, 405]
 

@@ -46,7 +46,9 @@ def test_no_stretch_of_time_has_more_than_its_share(per_s, pauses):
             assert taken(limit, allowance) is not None
             now[0] += wait_s * 0.1 + 1e-6
             assert taken(limit, allowance) is None
+
         let_in.append(now[0])
+
     for first in range(len(let_in)):
         for last in range(first, len(let_in)):
             allowed = max(1.0, per_s) + per_s * (let_in[last] - let_in[first])
@@ -68,6 +70,7 @@ def test_the_table_of_addresses_is_bounded_and_forgets_the_quiet_ones():
         if not number % 100:
             with pytest.raises(Refusal):
                 limit.take_wrong_key("loud")
+
     assert len(limit._addresses) == MAX_ADDRESSES
 
 
@@ -88,6 +91,7 @@ def test_each_api_says_it_in_its_own_words(gateway_of, path):
     assert [one.status_code for one in (first, second, kept, beside)] == [200, 429, 429, 200]
     assert 90 < int(second.headers["retry-after"]) <= 100
     assert 90_000 < int(second.headers["retry-after-ms"]) <= 100_000
+
     told = second.json()
     assert told["error"]["type"] == "rate_limit_error"
     assert (told.get("type") == "error") == (path == "/messages")

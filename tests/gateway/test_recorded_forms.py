@@ -40,11 +40,13 @@ def test_what_a_client_asks_of_the_form_is_what_it_gets(gateway_of, file):
                 answer = await opened.post(policy, body, path)
                 assert answer.status_code == 200, answer.text
                 results.append((path, body, answer.json(), policy.conversation.turns[0]))
+
             return results
 
     for path, body, answer, turn in asyncio.run(talk()):
         text, calls = said_in(path, answer)
         assert turn.constraint is not None and turn.constraint.masks
+
         wanted = body.get("text", {}).get("format") or body.get("response_format")
         if wanted is not None and turn.finish_reason == "stop":
             assert calls or isinstance(json.loads(text), dict)

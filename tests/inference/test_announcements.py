@@ -49,8 +49,10 @@ def test_an_entry_that_somebody_changed_is_not_believed(board, tmp_path):
     elsewhere = msgspec.structs.replace(signed.announcement, url="https://10.9.9.9:1")
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(signed, announcement=elsewhere)))
     assert board().living() == []
+
     file.write_bytes(b"no entry")
     assert board().living() == []
+
     board().announce(engine("one"))
     assert board().living() == [engine("one")]
 
@@ -62,9 +64,11 @@ def test_who_announces_itself_no_more_is_dead_by_the_readers_clock(board, monkey
     board().announce(engine("silent"))
     board().announce(engine("two", 8001))
     assert len(reader.living()) == 2
+
     now[0] += 61
     board().announce(engine("two", 8001, version=7))
     assert reader.living() == [engine("two", 8001, version=7)]
+
     board().withdraw(engine("two", 8001))
     assert reader.living() == []
 

@@ -88,6 +88,7 @@ def test_a_conversation_beside_others(random_model):
             one = await engine.generate(context, params, session=session, deadline_s=60)
             said.append((one.ids, one.logprobs))
             context = [*context, *one.ids, *prompt_of(3 + 40 * index, turn)]
+
         return said
 
     async def together(engine):
@@ -132,6 +133,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(num_inputs, num_output
                 whole = kind(x)
                 for count in (1, 2, 3, 16, 17, 64, 129):
                     assert torch.equal(kind(x[:count]), whole[:count]), count
+
             scaled = x * torch.logspace(-20, 4, len(x))[:, None]
             for activation in ("none", "swish"):
                 alone = [packed.product(row[None], activation) for row in scaled]
@@ -161,8 +163,10 @@ def test_where_company_matters_it_can_be_refused(random_model):
     strict = EngineSection(batch_invariant=True)
     for name in ("llama", "qwen3", "gemma2", "mistral"):
         TorchEngine(random_model(name).model, config=strict)
+
     with pytest.raises(EngineError, match=r"batch_invariant: .*\(Mixtral.*multiplies in a way"):
         TorchEngine(random_model("mixtral").model, config=strict)
+
     half = copy.deepcopy(random_model("llama").model).to(torch.bfloat16)
     with pytest.raises(EngineError, match="only float32"):
         TorchEngine(half, config=strict)
@@ -191,10 +195,13 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
         across = [asyncio.create_task(ask(engine.serving(0), seed)) for seed in range(4)]
         while not engine.scheduler.running:
             await asyncio.sleep(0)
+
         for _ in range(12):
             await asyncio.sleep(0)
+
         await change(1)
         assert await asyncio.gather(*across) == before
+
         newest = await ask(engine, 0)
         await change(2)
         beside = [ask(engine.serving(seed % 3), seed) for seed in range(4)]
@@ -202,6 +209,7 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
         assert (beside[0], beside[3]) == (before[0], before[3])
         assert [one.versions[0] for one in beside] == [0, 1, 2, 0]
         assert await ask(engine.serving(1), 0) == newest != before[0]
+
         await change(3)
         assert (await ask(engine.serving(0), 0)).versions == [1] * 9, "the oldest that is there"
 

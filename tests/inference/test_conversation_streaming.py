@@ -34,6 +34,7 @@ class Saying:
         for token in self.tells(ids) if listen is not None else []:
             listen([token], [-token / 4])
             await asyncio.sleep(0)
+
         return Completion(
             ids=ids,
             logprobs=[-token / 4 for token in ids],
@@ -85,8 +86,10 @@ def test_completions_that_are_drawn_side_by_side_are_told_side_by_side(tiny_poli
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     conversation = conversation_on(engine, ChatFormat(loaded.tokenizer))
     turns = asyncio.run(conversation.complete([Message("user", "a")], n=2, listen=told))
+
     assert told.order[:4] == [0, 1, 0, 1]
     assert [told.tokens[n] for n in range(2)] == [list(turn.completion_ids) for turn in turns]
+
     (alone,) = asyncio.run(conversation.complete([Message("user", "a")], listen=told))
     assert told.tokens[0][len(turns[0].completion_ids) :] == list(alone.completion_ids)
 

@@ -61,6 +61,7 @@ def test_clocks_that_jump_make_nobody_dead_or_alive(tmp_path, monkeypatch):
     reader = EngineDirectory(tmp_path)
     directory.announce(engine("a"))
     assert names(reader) == ["a"]
+
     real = time.time
     for jump in (86400.0, -86400.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
@@ -69,10 +70,12 @@ def test_clocks_that_jump_make_nobody_dead_or_alive(tmp_path, monkeypatch):
             tmp_path / "a.json", (real() - 2 * jump, real() - 2 * jump)
         )  # a beat by a clock that jumped too
         assert names(reader) == ["a"]
+
     stranger = EngineDirectory(tmp_path)
     assert names(stranger) == [], (
         "a file as old as that, never seen before, is taken for a dead engine's"
     )
+
     directory.beat(engine("a"))
     assert names(stranger) == ["a"], "until it beats"
 
@@ -83,6 +86,7 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
     directory.announce(engine("a", pid=2))  # restarted under the same name
     directory.withdraw(engine("a", pid=1))
     assert directory.living(5.0) == [engine("a", pid=2)]
+
     (tmp_path / "a.json").unlink()
     directory.beat(engine("a", pid=2))
     assert directory.living(5.0) == [engine("a", pid=2)]
@@ -99,6 +103,7 @@ def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_p
                 while directory.find("a").version != 5:
                     await asyncio.sleep(0.01)
             assert directory.find("a").is_of_same(engine("a"))
+
         assert directory.find("a") is None
 
     asyncio.run(serve())
@@ -115,6 +120,7 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
     file = tmp_path / "a.json"
     one.announce(engine("a", pid=1))
     other.announce(engine("a", pid=2))
+
     for second in range(10):
         os.utime(file, (second, second))  # the other's heart, by whatever clock
         one.beat(engine("a", pid=1))
@@ -122,11 +128,13 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
             "not made younger either"
         )
         time.sleep(0.1)
+
     until = time.monotonic() + 20
     while one.find("a") != engine("a", pid=1):
         assert time.monotonic() < until
         one.beat(engine("a", pid=1))
         time.sleep(0.05)
+
     other.beat(engine("a", pid=2))
     assert other.find("a") == engine("a", pid=1)
 
@@ -140,6 +148,7 @@ def test_a_name_is_one_living_engines(tmp_path, monkeypatch):
         raise AssertionError
     with other.named("a"):
         assert (tmp_path / "engines" / ".a.lock").is_file()
+
     assert list((tmp_path / "engines").iterdir()) == []
 
 
@@ -154,6 +163,7 @@ def test_who_is_about_to_end_is_waited_for(tmp_path):
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
+
     with EngineDirectory(tmp_path).named("a"):
         thread.join()
 
@@ -171,6 +181,7 @@ def test_who_starts_an_engine_deletes_what_has_been_dead_for_an_hour(tmp_path):
     for name, age_s in (("old", 3700), ("younger", 3500), ("ahead", -90000)):
         directory.announce(engine(name))
         os.utime(tmp_path / f"{name}.json", (time.time() - age_s, time.time() - age_s))
+
     value = RunSecret(tmp_path).value()
     os.utime(tmp_path / "secret", (1.0, 1.0))
     torn = tmp_path / ".torn.12345678"

@@ -49,6 +49,7 @@ def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, co
         (alone,) = complete(TorchEngine(model), [prompt], [one])
         assert alone.ids == expected.ids
         assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
     assert together[0].ids != together[5].ids, "the same prompt with another seed"
 
 
@@ -77,6 +78,7 @@ def test_a_common_prompt_is_computed_once(llama, complete):
         complete(engine, [prompt] * 8, [SamplingParams(max_new_tokens=5, seed=i) for i in range(8)])
         costs[sharing] = engine.stats()["engine/computed_tokens"]
         assert engine.stats()["engine/generated_tokens"] == 40
+
     assert costs[False] == 8 * (200 + 4)
     assert costs[True] == 199 + 8 * (1 + 4)
 
@@ -92,6 +94,7 @@ def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
         first = await engine.generate(prompt, first_params, session="a", deadline_s=120)
         computed = engine.stats()["engine/computed_tokens"]
         assert computed == 50 + 6
+
         second = await engine.generate(
             [*prompt, *first.ids, *added], second_params, session="a", deadline_s=120
         )
@@ -125,6 +128,7 @@ def test_a_session_that_goes_back_keeps_what_still_holds(llama, complete):
     for ids, found in zip((edited, same), asyncio.run(turns()), strict=True):
         (expected,) = complete(TorchEngine(llama), [ids], [params])
         assert found.ids == expected.ids
+
     assert engine.stats()["engine/session_hit_tokens"] == 60
 
 
@@ -160,6 +164,7 @@ def test_one_session_asked_twice_at_once_leaves_nothing_pinned(llama, complete):
     params, found = asyncio.run(work())
     for one, completion in zip(params, found, strict=True):
         assert completion.ids == complete(TorchEngine(llama), [prompt], [one])[0].ids
+
     assert [
         segment.users for group in engine.scheduler.segments.values() for segment in group.values()
     ] == [0]
@@ -169,6 +174,7 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
     prompt = prompt_of(12, 0)
     (free,) = complete(TorchEngine(llama), [prompt], [SamplingParams(max_new_tokens=20, seed=4)])
     assert free.finish_reason == "length"
+
     place = next(i for i in range(5, 20) if free.ids[i] not in free.ids[:i])
     stops = (free.ids[place], 96)
     (stopped,) = complete(
@@ -234,6 +240,7 @@ def test_a_deadline_ends_one_request_and_frees_its_place(llama, complete):
         fine = await engine.generate(prompt_of(8, 1), short, deadline_s=120)
         with pytest.raises(DeadlineExceededError, match=r"within 0\.05 s.*engine\.timeout_s"):
             await late
+
         await until(lambda: not engine.scheduler.running)
         return fine, await engine.generate(prompt_of(8, 1), short, deadline_s=120)
 
@@ -256,13 +263,16 @@ def test_cancelling_frees_the_slot_for_who_waits(llama):
         )
         await until(lambda: engine.stats()["engine/generated_tokens"] > 3)
         assert engine.stats()["engine/waiting"] == 2
+
         second.cancel()
         first.cancel()
         found = await third
         assert engine.stats()["engine/generated_tokens"] < 100
+
         for task in (first, second):
             with pytest.raises(asyncio.CancelledError):
                 await task
+
         return found
 
     assert len(asyncio.run(work()).ids) == 3
@@ -315,6 +325,7 @@ def test_what_can_never_fit_is_refused_at_the_door(length, new, section, remedy,
 
     with pytest.raises(RequestTooLongError, match=remedy):
         asyncio.run(ask(new))
+
     assert len(asyncio.run(ask(new - 1)).ids) == new - 1
 
 
@@ -369,6 +380,7 @@ def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(
             for p, s in zip(prompts, params, strict=True)
         ]
         await until(lambda: engine.stats()["engine/waiting"] == 4)
+
         with monkeypatch.context() as patch:
             patch.setattr(llama, "forward", fail)
             return await asyncio.gather(first, *group, return_exceptions=True)
@@ -377,6 +389,7 @@ def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(
         assert isinstance(error, EngineError)
         assert not isinstance(error, DeadlineExceededError)
         assert str(failure) in str(error)
+
     assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
     assert engine.failed_steps == 1 and str(failure) in str(engine.failure)
     assert [len(found.ids) for found in complete(engine, prompts, params)] == [4] * 3

@@ -43,11 +43,13 @@ def test_one_flipped_bit_is_found_wherever_it_is(dtype, size):
     tensor = some(dtype, size)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
+
     for byte in {0, size * dtype.itemsize // 2, size * dtype.itemsize - 1}:
         for bit in (0, 7):
             bits_of(tensor)[byte] ^= 1 << bit
             assert fingerprint(tensor) != before
             bits_of(tensor)[byte] ^= 1 << bit
+
     assert fingerprint(tensor) == before
 
 

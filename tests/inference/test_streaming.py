@@ -136,6 +136,7 @@ def test_a_listener_that_raises_ends_its_own_request_alone(llama, error):
             assert type(error).__name__ in str(failed)
             assert completion == await engine.generate([7, 8], PARAMS, deadline_s=60)
             assert engine.failure is None and not engine.scheduler.running
+
         assert engine.stats()["engine/generated_tokens"] == 2 + 4 * 12, "it drew one token each"
 
     asyncio.run(work())
@@ -185,6 +186,7 @@ class Drawing(FakeEngine):
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         self.asked.append((prompt_ids, sampling, session, deadline_s))
         self.listeners += listen is not None
+
         self.running += 1
         try:
             for token in self.tokens:
@@ -198,8 +200,10 @@ class Drawing(FakeEngine):
             raise
         finally:
             self.running -= 1
+
         if self.failure is not None:
             raise self.failure
+
         return Completion(
             ids=self.tokens,
             logprobs=[-token / 4 for token in self.tokens],
@@ -217,9 +221,11 @@ def test_the_first_token_comes_before_the_completion_is_finished(tmp_path):
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7])
             assert engine.running == 1 and not request.done()
+
             engine.let = 2
             await until(lambda: len(ear.ids) == 3)
             assert not request.done()
+
             engine.let = 1
             assert ear.heard(await request)
             assert engine.listeners == 1
@@ -252,6 +258,7 @@ def test_no_tokens_come_after_the_answer_which_has_them_all(tmp_path):
                 while len(came) < 2:
                     frame = read_answers(await websocket.recv(decode=False))
                     came += [one for one in frame if not isinstance(one, State)]
+
                 await websocket.send(msgspec.msgpack.encode([Watch(id=3, every_s=60)]))
                 came += read_answers(await websocket.recv(decode=False))
                 assert [type(one).__name__ for one in came] == ["Completed", "Failed", "State"]
@@ -293,9 +300,11 @@ def test_a_listener_that_raises_ends_its_request_in_the_other_process_too(tmp_pa
             )
             await until(lambda: engine.running == 2)
             engine.let = 2
+
             with pytest.raises(ListenerError, match="ValueError: no") as raised:
                 await failing
             assert raised.value.__cause__ is error
+
             await until(lambda: engine.cancelled == 1)
             engine.let = 10**6
             assert ear.heard(await other)
@@ -317,16 +326,20 @@ def test_another_engine_goes_on_where_the_first_one_died(tmp_path, leaves):
             first.failure = EngineError("the engine's step failed")
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7, 8])
+
             second = await engines.start(2, kind=Drawing)
             second.let = 3
             await client.refresh()
+
             if leaves == "the engine goes":
                 await engines.leave["e1"].aclose()
             else:
                 first.tokens[2:] = []
                 first.let = 10
+
             await until(lambda: second.asked and ear.ids == [7, 8, 9])
             assert not request.done() and second.asked[0][:2] == first.asked[0][:2]
+
             second.let += 1
             assert ear.heard(await request), "each token once"
 
@@ -342,12 +355,15 @@ def test_a_request_ends_when_another_engine_draws_other_tokens(tmp_path, drawn):
             first.let = 2
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7, 8])
+
             second = await engines.start(2, kind=Drawing)
             second.tokens = drawn
             await client.refresh()
             await engines.leave["e1"].aclose()
+
             with pytest.raises(StreamDivergedError, match="newer weights"):
                 await request
+
             assert ear.ids == [7, 8] and len(second.asked) == 1
             assert issubclass(StreamDivergedError, EngineUnavailableError), "nobody's reward is 0"
 
@@ -407,6 +423,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
         if frame is None:
             return False
         assert len(frame) <= messages.FRAME_BYTES + 20 * messages.MAX_TOKENS
+
         for message in read_answers(frame):
             if isinstance(message, Tokens):
                 assert 1 <= len(message.ids) == len(message.logprobs) <= messages.MAX_TOKENS
@@ -414,6 +431,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
                 got.setdefault(message.id, []).extend(message.ids)
             else:
                 answers.append(message.id)
+
         return True
 
     for number, (event, request, size) in enumerate(events):
@@ -430,9 +448,11 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
             put[request] = got.setdefault(request, []).copy()
         else:
             take()
+
     assert len(outbox) + len(answers) == sum(event == "answer" for event, *_ in events)
     while take():
         pass
+
     assert {r: ids for r, ids in got.items() if ids} == {r: ids for r, ids in put.items() if ids}
     assert answers == sorted(answers) and len(outbox) == 0
 
@@ -444,9 +464,11 @@ def test_a_listener_is_told_each_token_once_however_the_engine_cuts_them():
     streamed.begin()
     streamed.add([1], [-9.0])
     streamed.add([2, 3, 4], [-9.0, -3.0, -4.0])
+
     completion = Completion(
         ids=[1, 2, 3, 4, 5], logprobs=[-9.0] * 5, versions=[0] * 5, finish_reason="stop"
     )
     streamed.finish(completion)
+
     assert ear.ids == completion.ids and ear.calls == 3
     assert ear.logprobs == [-1.0, -2.0, -3.0, -4.0, -9.0]

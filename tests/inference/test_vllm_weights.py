@@ -61,6 +61,7 @@ def test_a_worker_keeps_none_of_what_it_received_beside_its_model(is_loaded, tmp
     if is_loaded:
         worker.load_agentevo_weights()
         assert are_gone(came)
+
     receive()
     worker.load_agentevo_weights()
     assert are_gone(came)

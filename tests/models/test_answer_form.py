@@ -64,6 +64,7 @@ def reads(chat: ChatFormat, grammar: str, text: str) -> bool:
             state.take(token)
     except GrammarError:
         return False
+
     return True
 
 
@@ -72,13 +73,16 @@ def test_a_required_call_is_written_as_the_family_writes_it(name):
     chat = chat_of(name)
     one, two = (chat._written(Message("assistant", "", CALLS[:n])).strip() for n in (1, 2))
     assert [call.name for call in chat.parser.parse(two, tools=TOOLS).tool_calls] == ["add", "now"]
+
     grammar = grammar_of(AnswerForm(calls="required"), chat, TOOLS, ASK)
     assert reads(chat, grammar, one)
     assert reads(chat, grammar, two) == (name not in ONE_CALL_ALONE)
     assert not reads(chat, grammar, "I can't.")
     assert not reads(chat, grammar, one.replace("3", '"3"'))
+
     alone = grammar_of(AnswerForm(calls="required", parallel=False), chat, TOOLS, ASK)
     assert reads(chat, alone, one) and not reads(chat, alone, two)
+
     now = grammar_of(AnswerForm(calls="required", tool="now"), chat, TOOLS, ASK)
     assert not reads(chat, now, one)
     assert reads(chat, now, chat._written(Message("assistant", "", CALLS[1:])).strip())
@@ -187,6 +191,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
     assert reads(chat, grammar, two) == (name not in ONE_CALL_ALONE)
     assert not reads(chat, grammar, one.replace("3", '"3"'))
     assert not reads(chat, grammar, f"So: {one} {one.replace('3', '3.5')}")
+
     for text in BREAKS:
         for whole in (text, f"So:\n{text}", f"{one}\n{text}", f"<think>so</think>\n{text}"):
             calls = chat.parser.parse(whole, tools=MIXED).tool_calls

@@ -50,6 +50,7 @@ def test_built_once_and_again_when_damaged_or_changed(folder, counting_compiler,
     load_library()
     load_library()
     assert num_calls(counting_compiler) == 1
+
     (file,) = folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -69,11 +70,14 @@ def test_what_others_can_write_is_not_loaded(folder, counting_compiler):
     (file,) = folder.iterdir()
     file.chmod(0o777)
     load_library()
+
     assert num_calls(counting_compiler) == 2  # built anew, in its place
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
+
     folder.chmod(0o777)
     with pytest.raises(KernelsUnavailableError, match="others can write into") as refused:
         load_library()
+
     assert refused.value.remedy == f"chmod 700 {folder}"
 
 
@@ -92,10 +96,13 @@ def test_without_kernels_the_reason_is_said_and_nothing_left(
 ):
     for name, value in change.items():
         monkeypatch.setenv(name, value)
+
     with pytest.raises(KernelsUnavailableError, match=why) as error:
         load_library()
+
     assert remedy in error.value.remedy
     assert not folder.exists() or not list(folder.iterdir())
+
     check = checks.judge_kernels(str(error.value), error.value.remedy)
     assert check.status == ("warning" if remedy else "good") and "two thirds" in check.finding
 
@@ -113,11 +120,14 @@ def test_where_nothing_can_be_kept_there_are_no_kernels(folder, monkeypatch):
         patch.setattr(cpu_build.tempfile, "mkstemp", no_room)
         with pytest.raises(KernelsUnavailableError, match=r"can't be kept.*Read-only") as error:
             load_library()
+
     assert "another disk" in error.value.remedy
+
     monkeypatch.delenv("AGENTEVO_CACHE")
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(KernelsUnavailableError, match="home directory") as error:
         load_library()
+
     assert "AGENTEVO_CACHE" in error.value.remedy
 
 
@@ -137,8 +147,10 @@ def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
     )
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
+
     with pytest.raises(KernelsUnavailableError, match="No space left") as error:
         load_library()
+
     assert "another disk" in error.value.remedy
 
 
@@ -148,6 +160,7 @@ def test_what_killed_builds_left_is_removed(folder):
     recent = folder / "recent.partial"
     for file in (old, recent):
         file.touch()
+
     os.utime(old, (0, 0))
     load_library()
     assert recent.exists() and not old.exists()
@@ -169,8 +182,10 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setattr(cpu_build, "BUILD_TIMEOUT_S", 0.2)
+
     with pytest.raises(KernelsUnavailableError, match=r"took more than 0\.2 s"):
         load_library()
+
     assert not list(folder.iterdir())
 
 
@@ -183,6 +198,7 @@ def test_processes_that_build_at_once(folder):
     for process in running:
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0 and out == b"\n"
+
     assert not [file for file in folder.iterdir() if file.suffix != ".so"]
 
 

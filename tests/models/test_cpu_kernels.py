@@ -57,6 +57,7 @@ def test_products_have_the_bits_of_onednn(inputs, outputs, with_bias):
     bias = torch.randn(outputs) if with_bias else None
     matrix = PackedMatrix(torch.randn(outputs, inputs), bias)
     assert matrix._few is not None
+
     x = torch.randn(FEW_ROWS + 1, inputs)
     more = torch.randn(FEW_ROWS + 1, outputs)
     alone = matrix._multiplied(x, "none")
@@ -64,6 +65,7 @@ def test_products_have_the_bits_of_onednn(inputs, outputs, with_bias):
     for rows in range(1, FEW_ROWS + 1):
         assert torch.equal(matrix.product(x[:rows]), alone[:rows]), rows
         assert torch.equal(matrix.product_plus(x[:rows], more[:rows]), plus[:rows]), rows
+
     assert torch.equal(matrix.product(x[7:8]), alone[7:8])
 
 
@@ -84,6 +86,7 @@ def test_threads_change_nothing(kernels, threads):
     x = torch.randn(17, 576)
     before = torch.get_num_threads()
     wanted = kernels.product(matrix, x)
+
     torch.set_num_threads(threads)
     try:
         assert torch.equal(kernels.product(matrix, x), wanted)
@@ -114,6 +117,7 @@ def test_rows(kernels, width):
     soft = kernels.softmax_(x.clone())
     wanted = torch.softmax(x.double(), -1)
     torch.testing.assert_close(soft.double(), wanted, rtol=2e-6, atol=1e-9)
+
     for row in (0, 33, 69):
         assert torch.equal(kernels.rms_norm(x[row : row + 1], 1e-5)[0], found[row])
         assert torch.equal(kernels.softmax_(x[row : row + 1].clone())[0], soft[row])
@@ -126,6 +130,7 @@ def test_softmax_does_not_see_what_is_minus_infinity(kernels):
         wide = torch.cat([x, torch.full((more,), -torch.inf)])[None]
         found = kernels.softmax_(wide)[0]
         assert torch.equal(found[:45], alone) and not found[45:].any()
+
     before = torch.cat([torch.full((32,), -torch.inf), x])[None]
     assert torch.equal(kernels.softmax_(before)[0, 32:], alone)
 
@@ -157,6 +162,7 @@ def test_what_is_no_number_stays_none(kernels):
         kernels.softmax_(x.clone()),
     ):
         assert found[1].isnan().all() and not found[[0, 2, 3]].isnan().any()
+
     gated = kernels.gated(x.clone(), torch.ones(4, 64))
     assert torch.equal(gated.isnan(), x.isnan())
 
@@ -194,10 +200,12 @@ class Sequences:
         self.keys, self.values, self.cache = self.empty(len(lengths), max(lengths))
         for slot, kv in enumerate(self.kv):
             self.keep(self.cache, slot, kv[:, prefix:])
+
         if prefix:
             keys, values, cache = self.empty(1, prefix)
             self.keep(cache, 0, shared)
             self.of_prefix = keys[0], values[0, :, :prefix].contiguous()
+
         self.prefix = Prefix.of(*self.of_prefix) if prefix else None
 
     def empty(self, slots: int, places: int) -> tuple[torch.Tensor, torch.Tensor, Cache]:
@@ -247,6 +255,7 @@ class Sequences:
             scores = torch.einsum("qhd,khd->hqk", q_of * self.scaling, keys)
             weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
             rows.append(torch.einsum("hqk,khd->qhd", weights, values))
+
         return torch.cat(rows)
 
 
@@ -266,9 +275,11 @@ def test_attention_does_not_depend_on_company_nor_on_where_a_prefix_lies(kernels
     counts = [20, 40, 9]
     shared = Sequences(kernels, lengths, 150)
     q, out = shared.attend(counts, window)
+
     own = Sequences(kernels, [150 + length for length in lengths], 0)
     for slot, kv in enumerate(shared.kv):
         own.keep(own.cache, slot, kv)
+
     starts = [0, 20, 60]
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for token in (0, count - 1):  # alone, in a slot that has all of it

@@ -34,6 +34,7 @@ def test_a_mask_has_the_tokens_that_a_text_can_go_on_with(kind):
         seen.append(texts_of(state.mask(), tokenizer))
         state.take(token)
     assert seen[0] == {"<"}
+
     words = {"left", "l", "right", "r"} & set(tokenizer.get_vocab())
     assert seen[1] == words
     assert seen[-1] == {"<|end|>"}
@@ -57,12 +58,14 @@ def test_the_same_masks_again_or_none_at_all():
     for token in ids:
         masks.append(one.mask())
         one.take(token)
+
     constraint = Constraint(grammar=FACT, end_ids=(END,), masks=one.digest())
     again = grammars().masks_of(constraint, ids)
     assert len(again.table) < len(ids)
     assert all(
         (again.table[row] == mask).all() for row, mask in zip(again.rows, masks, strict=True)
     )
+
     other = Constraint(grammar=FACT, end_ids=(END,), masks="0" * 32)
     with pytest.raises(GrammarError, match="same version of llguidance"):
         grammars().masks_of(other, ids)

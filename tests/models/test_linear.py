@@ -60,8 +60,10 @@ def test_only_what_needs_a_gradient_gets_one(frozen):
     torch.manual_seed(2)
     fast = FastLinear.sharing(nn.Linear(5, 3))
     x = torch.randn(4, 5, requires_grad=frozen != "input")
+
     if frozen != "input":
         getattr(fast, frozen).requires_grad_(False)
+
     fast(x).sum().backward()
     found = {"weight": fast.weight.grad, "bias": fast.bias.grad, "input": x.grad}
     assert [name for name, grad in found.items() if grad is None] == [frozen]
@@ -98,12 +100,14 @@ def test_a_whole_model_keeps_names_ties_and_gradients(random_model):
     assert use_fast_linear(model) == 0, "a second time there is nothing left to replace"
     assert list(model.state_dict()) == names
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
     ids = torch.tensor([[5, 9, 60, 60, 3, 41]])
     for module in (model, alone):
         module.zero_grad()
         module(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(
             1, ids[0, 1:, None]
         ).sum().backward()
+
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
 
@@ -119,6 +123,7 @@ def test_generation_never_multiplies_by_weights_of_the_past(change):
         torch.testing.assert_close(
             fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5
         )
+
     if change == "fused-update":
         optimizer = torch.optim.AdamW(fast.parameters(), lr=0.1, fused=True)
         fast(x).sum().backward()
@@ -129,6 +134,7 @@ def test_generation_never_multiplies_by_weights_of_the_past(change):
     else:
         fast.weight.data = torch.randn(24, 40)
         drop_packed(nn.Sequential(fast))
+
     with torch.inference_mode():
         torch.testing.assert_close(
             fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5
@@ -143,6 +149,7 @@ def test_a_copy_of_a_layer_has_weights_of_its_own():
         twin = copy.deepcopy(fast)
         fast.weight.zero_()
         torch.testing.assert_close(twin(x), nn.functional.linear(x, twin.weight, twin.bias))
+
     assert twin.weight is not fast.weight
     assert twin.weight.abs().sum() > 0
 
@@ -160,6 +167,7 @@ def test_a_packed_matrix_multiplies_any_number_of_rows(rows, outputs, with_bias)
     packed = PackedMatrix(weight, bias)
     plain = nn.functional.linear(x, weight, bias)
     kept = other.clone()
+
     with torch.inference_mode():
         found = [
             packed.product(x),
@@ -167,10 +175,12 @@ def test_a_packed_matrix_multiplies_any_number_of_rows(rows, outputs, with_bias)
             packed.product_plus(x, other),
             packed.product_times(x, other),
         ]
+
     for ours, theirs in zip(
         found, [plain, nn.functional.silu(plain), plain + other, plain * other], strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
     assert torch.equal(other, kept)
 
 

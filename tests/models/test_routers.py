@@ -100,15 +100,18 @@ def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(na
     rows = recorded(model, batch)
     routers = routers_of(model)
     assert rows.shape == (batch.num_distinct, routers.layers, routers.top_k)
+
     replay = Replay(rows)
     again = gradient(model, batch.routed(replay))
     assert not replay.differs().any()
     assert own.keys() == again.keys()
     assert all(torch.equal(own[key], again[key]) for key in own)
+
     other = Replay((rows + 1) % routers.num_experts)
     moved = gradient(model, batch.routed(other))
     assert other.differs().any(1).all()
     assert any(not torch.allclose(own[key], moved[key], atol=1e-3) for key in own)
+
     with torch.no_grad():
         assert torch.equal(recorded(model, batch), rows), "a replay leaves nothing behind"
 
@@ -126,6 +129,7 @@ def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(nam
     heard = []
     hooks = [gate.register_forward_hook(lambda *given: heard.append(given[2])) for gate in gates]
     token_logprobs(model, batch.routed(Replay(rows)))
+
     for hook in hooks:
         hook.remove()
     assert len(heard) == routers.layers
@@ -146,6 +150,7 @@ def test_layers_that_are_computed_again_choose_the_same_experts(checkpointing, r
     kept = keep_activations(model, MemorySection(checkpointing=checkpointing))
     found = gradient(kept, batch.routed(Replay(rows)))
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
     make_plain(kept)  # as a sharded model is
     plain = gradient(kept, batch.routed(Replay(rows)))
     assert all(torch.allclose(wanted[key], plain[key], atol=1e-5) for key in wanted)

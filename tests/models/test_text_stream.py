@@ -138,6 +138,7 @@ def test_the_pieces_add_up_to_the_text(name, data) -> None:
         start = data.draw(st.integers(0, max(0, len(text) - 1)))
         size = data.draw(st.integers(1, 6))
         stops.append((text[start : start + size] or "x") + data.draw(st.sampled_from(["", "#"])))
+
     stream = stream_of(tokenizer, stops)
     pieces = pieces_of(stream, ids, data.draw(st.lists(st.integers(0, 10**6), max_size=60)))
     whole = "".join([*pieces, stream.finish()])
@@ -211,6 +212,7 @@ def test_what_may_begin_a_stop_string_waits() -> None:
     pieces = [stream.add([token]) for token in letters]
     assert pieces == ["a", "", "<b", *[""] * 7]
     assert stream.finish() == ""
+
     cut_off = stream_of(tokenizer, ["</call>"])
     assert "".join(cut_off.add([token]) for token in letters[:-1]) == "a<b"
     assert cut_off.finish() == "</call", "the limit came first"
@@ -239,6 +241,7 @@ def test_the_cost_is_linear_in_the_length(name, kind, monkeypatch) -> None:
         "no character": [rng.choice(undecodable) for _ in range(size)],
         "bytes": [rng.choice(bytes_ or undecodable) for _ in range(size)],
     }[kind]
+
     lengths: list[int] = []
     decode = tokenizer.decode
 
@@ -250,6 +253,7 @@ def test_the_cost_is_linear_in_the_length(name, kind, monkeypatch) -> None:
     stream = stream_of(tokenizer, ["</call>", "n't"])
     for token in ids:
         stream.add([token])
+
     stream.finish()
     assert sum(lengths) <= size * (WINDOW + CONTEXT + 3)
 

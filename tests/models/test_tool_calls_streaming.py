@@ -95,6 +95,7 @@ def check_calls(deltas: Sequence[Delta]) -> None:
                     assert open_calls.pop(index)[0] == malformed.name
             case ContentDelta(text) | ReasoningDelta(text):
                 assert text
+
     assert not open_calls
 
 
@@ -122,6 +123,7 @@ def test_a_mark_is_never_shown(name: str) -> None:
     if name == "harmony":
         text = f"<|channel|>commentary<|message|>well {WHOLE[name]}"
     assert parser.parse(text).content == "well"
+
     for pieces in (list(text), cut(text, range(0, len(text), 7))):
         shown = [d.text for d in deltas_of(parser, pieces) if isinstance(d, ContentDelta)]
         assert "".join(shown) == "well"
@@ -139,6 +141,7 @@ def test_only_what_may_be_a_mark_is_held_back() -> None:
     assert stream.feed("/b") == [ArgumentsDelta(0, "/b")]
     assert stream.feed('"}}</tool_call>')[0] == ArgumentsDelta(0, '"}')
     assert stream.feed("\n ") == [] and stream.finish() == []
+
     thinking = parser_named("hermes").stream(opening="<think>\n")
     assert thinking.feed("hm ") == [ReasoningDelta("hm")]
     assert thinking.feed("so</thi") == [ReasoningDelta(" so")]
@@ -175,6 +178,7 @@ def test_the_cost_is_linear(name: str, text: str) -> None:
     started = time.process_time()
     parser_named(name).parse(repeated)
     assert time.process_time() - started < LIMIT_S
+
     stream = parser_named(name).stream()
     for piece in batched(repeated[: SIZE // 20], 8):
         stream.feed(piece)

@@ -45,6 +45,7 @@ def test_a_line_for_each_attempt_that_runs_with_what_it_waits_for() -> None:
         "t#0        7 min     tool search 250 ms, policy ask↵ 1.5 s",
         "task-10#1  3.0 s     -",
     ]
+
     many = [attempt(str(number), trajectory_id=str(number)) for number in range(45)]
     assert running_lines(many, NOW)[-1] == "and 5 more"
     assert running_lines([], NOW) == []

@@ -48,6 +48,7 @@ def timeline(changes: Mapping[range, Step], steps: int, seed: int) -> list[tuple
             if step in when:
                 metrics |= change
         made.append((step, metrics))
+
     return made
 
 
@@ -178,6 +179,7 @@ def test_missing_metrics_only_switch_off_their_signs() -> None:
     monitor = CollapseMonitor()
     for step in range(1, 40):
         assert monitor.observe(step, {}) == []
+
     warned = [
         warning
         for step in range(40, 60)

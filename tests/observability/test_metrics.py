@@ -44,9 +44,11 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
         log.log(
             1, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "fine": 1e300, "flag": True}
         )
+
     text = path.read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
+
     row = read_metrics(path)[0]
     assert (row["nan"], row["inf"], row["minus"], row["fine"], row["flag"]) == (
         None,
@@ -104,10 +106,12 @@ def test_a_resumed_run_has_each_row_once(tmp_path: Path) -> None:
     resumed = tmp_path / "b.jsonl"
     write_steps(straight, 1, 9)
     write_steps(resumed, 1, 6)
+
     with MetricsLog(resumed) as log:
         log.resume(4)
         for step in range(5, 10):
             log.log(step, {"actor/entropy": 1.0 / step, "critic/score/mean": step / 7})
+
     assert without_time(resumed) == without_time(straight)
 
 
@@ -142,6 +146,7 @@ def test_a_crash_while_truncating_loses_nothing(
     monkeypatch.setattr(os, "replace", power_cut)
     with pytest.raises(DiskError, match="power cut"):
         log.resume(2)
+
     assert path.read_bytes() == before
 
 
@@ -158,8 +163,10 @@ def test_a_file_torn_at_any_byte_reads_as_its_whole_rows_and_can_be_continued(
     survived = without_time(path)
     assert survived == whole[: len(survived)]
     assert len(survived) >= data[:cut].count(b"\n")
+
     with MetricsLog(path) as log:
         log.log(9, {"a": 1.0})
+
     assert without_time(path) == [*survived, {"step": 9, "a": 1.0}]
 
 

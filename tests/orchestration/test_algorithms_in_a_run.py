@@ -154,18 +154,23 @@ def test_reward_models_that_do_not_fit_are_refused(tmp_path, small_config, quiet
     two = tmp_path / "two"
     other = tmp_path / "other"
     reward_model(two, small_config(tmp_path / "x", *SHORT), num_labels=2)
+
     with pytest.raises(ModelError, match="2 outputs per token"):
         train(small_config(tmp_path / "a", *SHORT, f"reward_model.name={two}"), view=quiet_view())
+
     lake = small_config(tmp_path / "y", *SHORT).model_dump(mode="json")
     coins = build_config(
         lake | {"environment": {"type": "coins"}, "agent": {"format": "plain", "max_turns": 1}}
     )
     reward_model(other, coins)
+
     with pytest.raises(ModelError, match="another vocabulary"):
         train(small_config(tmp_path / "b", *SHORT, f"reward_model.name={other}"), view=quiet_view())
+
     with pytest.raises(Exception, match="nowhere"):
         train(
             small_config(tmp_path / "c", *SHORT, "reward_model.name=./nowhere"),
             view=LiveView("x", stream=io.StringIO(), plain=True),
         )
+
     assert not (tmp_path / "c").exists(), "nothing was created"

@@ -50,6 +50,7 @@ def test_staleness_0_does_not_depend_on_how_long_tools_take(
             play_slowly(seed, patch)
             train(config, view=quiet_view())
         outcomes.append(outcome_of(config.run_dir))
+
     assert_same(*outcomes)
 
 
@@ -79,8 +80,11 @@ def test_wait_draws_the_same_tokens_whatever_comes_when(
         with monkeypatch.context() as patch:
             play_slowly(seed, patch)
             train(config, view=quiet_view())
+
         runs.append((tokens_of(config.run_dir), plans_of(config.run_dir)))
+
     assert runs[0] == runs[1]
+
     versions = {
         (step, version)
         for turns, step in runs[0][0].values()

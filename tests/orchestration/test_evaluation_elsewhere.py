@@ -74,7 +74,9 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
             await played(engines, lambda: is_stopped and "begun" in looks)
         except StopAskedError:
             assert is_stopped
+
         assert looks[-1] == "over"
+
         before = len(looks)
         await asyncio.sleep(0.1)
         assert len(looks) == before

@@ -57,8 +57,10 @@ def test_a_torn_row_is_mended(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="and resume"), log:
         log.log(2, {"reward": 0.5})
     assert not path.read_bytes().endswith(b"\n")
+
     with MetricsLog(path) as again:
         again.log(2, {"reward": 0.25})
+
     assert [row["reward"] for row in read_metrics(path)] == [0.5, 0.25]
 
 
@@ -142,9 +144,12 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
         monkeypatch.setattr(chain.HeadFile, "committed", full_after)
     else:
         monkeypatch.setattr("agentevo.runs.summary.write_atomic", no_room)
+
     with pytest.raises(DiskError, match="and resume"):
         train(config, view=quiet_view())
+
     monkeypatch.undo()
     assert run_module.HeadFile is chain.HeadFile
+
     run = train(config, resume=True, view=quiet_view())
     assert run.summary["steps"] == 2 and run.audit().violations == []

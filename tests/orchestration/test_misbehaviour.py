@@ -31,11 +31,14 @@ def check(
     run, view = played(wanted, folder, plays=plays, **more)
     assert run.summary["steps"] == 2
     assert not NOW.cases, f"these did not happen: {[case.name for case in NOW.cases]}"
+
     failed = run.trajectories(status="failed")
     assert all(one.error for one in failed) and bool(failed) == (" failed: " in view.text)
+
     if resumes:
         resumed, _ = played(wanted, folder, plays=plays, resume=True, steps=3, **more)
         assert resumed.summary["steps"] == 3
+
     return len(failed)
 
 
@@ -60,6 +63,7 @@ def test_many_kinds_in_one_run(plays, tmp_path):
             and case.deed.name != "returns nothing"
         ]
         wanted += rng.sample(kinds, min(len(kinds), groups // 2))
+
     num_failed = check(wanted, tmp_path / "run", plays=plays, groups=groups)
     most = sum(case.num_failed for case in wanted)
     assert most // 2 <= num_failed <= most, "two of them may happen in one attempt"

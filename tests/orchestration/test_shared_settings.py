@@ -65,6 +65,8 @@ def test_what_an_agent_sets_changes_no_number_and_no_folder(
             train(config, view=quiet_view())
             while modes:
                 modes.pop().__exit__(None, None, None)
+
         outcomes.append(outcome_of(tmp_path / "runs" / name))
+
     assert_same(*outcomes)
     assert not list(elsewhere.iterdir())

@@ -25,6 +25,7 @@ def test_the_same_sign_is_a_hole_in_one_world_and_a_target_in_another() -> None:
     assert (of_lake["O"], of_room["O"]) == ("hole", "goal")
     assert (of_lake["X"], of_room["X"]) == ("lost", "box")  # the player in a hole
     assert (of_lake["√"], of_room["√"], of_room["S"]) == ("done", "done", "player")
+
     grid = "P_O\n__G\n___"
     assert kinds(f"{lake.instructions}\n{grid}")["O"] == "hole"
     assert kinds(grid, of_lake)["O"] == "hole"  # a later message, which has no legend

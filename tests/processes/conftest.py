@@ -66,6 +66,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
         gateway.in_front = routes
         base = await asyncio.to_thread(lambda: gateway.base)
         routes.bridge = gateway.bridged()
+
         try:
             async with httpx.AsyncClient(
                 base_url=base, headers=secret.header(), timeout=60

@@ -83,6 +83,7 @@ class Run:
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINE_SECRET", secrets.token_hex(32))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
     run = Run(tmp_path)
     try:
         yield run
@@ -109,6 +110,7 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     leaving.send_signal(signal.SIGTERM)
     killed.send_signal(signal.SIGKILL)
     assert first.wait(timeout=60) == 0 and leaving.wait(timeout=60) == 0, run.logs()
+
     run.resume_trainer()
     before = run.step()
     run.wait(lambda: run.step() >= before + 2, "the second engine and the newcomer alone")
@@ -118,10 +120,12 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     run.wait(lambda: run.serving("third"), "the third engine joins")
     second.send_signal(signal.SIGKILL)
     assert run.step() < STEPS
+
     run.resume_trainer()
     assert trainer.wait(timeout=300) == 0, run.logs()
     assert newcomer.wait(timeout=60) == 0, run.logs()
     assert int(re.search(r"stopped after (\d+) group", run.log("newcomer"))[1]) > 0
+
     left = {path.name.rpartition("-")[0] for path in (run.folder / "bucket/engines").iterdir()}
     assert len(left) == 2, "the one that was killed and the one that serves"
     assert main(["audit", str(run.folder / "trainer")]) == 0, capsys.readouterr().out

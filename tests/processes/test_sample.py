@@ -33,10 +33,12 @@ def test_conversations_are_encoded_as_the_trainers(saved, tmp_path):
                 }
             }
         )
+
     loaded = load_policy(config)
     if saved:
         for weights in (tmp_path / "model").glob("*.safetensors"):  # they are not read
             weights.write_bytes(b"none")
+
     chat, length = conversation(config)
     expected = ChatFormat(loaded.tokenizer, loaded.model.generation_config)
     assert (chat.end_ids, chat.end_of_turn_id) == (expected.end_ids, expected.end_of_turn_id)

@@ -72,6 +72,7 @@ async def tokens_per_s(client, seconds: float) -> float:
             *(client.generate(PROMPT, params, deadline_s=60) for _ in range(16))
         )
         tokens += sum(len(one.ids) for one in completions)
+
     return tokens / (time.monotonic() - begun)
 
 
@@ -90,6 +91,7 @@ def test_connections_that_are_half_open_slow_no_engine(again_s, least, run):
         async def measure() -> list[float]:
             client = run.client()
             await tokens_per_s(client, 1.0)
+
             rates = []
             for _ in range(3):
                 rates.append(await tokens_per_s(client, 3.0))
@@ -100,10 +102,12 @@ def test_connections_that_are_half_open_slow_no_engine(again_s, least, run):
                     await late.close()
                     rates.append(await tokens_per_s(client, 3.0))
                     assert psutil.Process(pid).num_fds() < 2 * admission.MAX_STRANGERS + 100
+
             await client.close()
             return rates
 
         rates = asyncio.run(measure())
+
     ratio = sum(rates[1::2]) / sum(rates[::2])
     print(f"ratio half_open_vs_none_again_{again_s:g}_s {ratio:.3f} (tokens/s: {rates})")
     assert ratio > least, rates

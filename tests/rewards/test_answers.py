@@ -153,6 +153,7 @@ def box_by_counting(text):
     begin = begin + 7 if begin >= 0 else text.rfind("\\fbox{") + 6 if "\\fbox{" in text else None
     if begin is None:
         return None
+
     depth = 1
     place = begin
     while place < len(text):
@@ -163,6 +164,7 @@ def box_by_counting(text):
         if depth == 0:
             return text[begin:place].strip()
         place += 1
+
     return None
 
 
@@ -230,6 +232,7 @@ def test_a_hostile_text_takes_no_longer_than_another(piece):
     text = piece * (LONG // len(piece))
     for place in ("auto", "answer", "boxed", "hashes", "number", "json:a"):
         find_answer(text, place)
+
     readings(text)
     f1(text, "a")
     squad_normalised(text)
@@ -262,6 +265,7 @@ def test_f1_is_squads(first, second):
     stated = " ".join(first)
     right = "  ".join(second)
     assert squad_normalised(stated) == squad_by_characters(stated)
+
     mine = squad_by_characters(stated).split()
     gold = squad_by_characters(right).split()
     left = list(gold)
@@ -270,6 +274,7 @@ def test_f1_is_squads(first, second):
         if word in left:
             left.remove(word)
             shared += 1
+
     if not mine or not gold:
         expected = float(mine == gold)
     elif shared == 0:
@@ -278,6 +283,7 @@ def test_f1_is_squads(first, second):
         precision = shared / len(mine)
         recall = shared / len(gold)
         expected = 2 * precision * recall / (precision + recall)
+
     assert f1(stated, right) == pytest.approx(expected)
     assert f1(stated, right) == f1(right, stated)
 

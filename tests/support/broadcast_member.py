@@ -61,10 +61,12 @@ def taken(source: BroadcastSource, within_s: float = 120.0) -> tuple[int, dict[s
         if latest is None:
             time.sleep(0.01)
             continue
+
         try:
             return latest.version, dict(source.read(latest.version, sha256=latest.sha256))
         except WeightsNotSentError:
             continue
+
     raise AssertionError(f"nothing was sent within {within_s} s")
 
 
@@ -85,6 +87,7 @@ def asks(folder: Path, tell: Connection, when: str, how: signal.Signals) -> None
             _end(tell, how)
 
         source._files.ask = asked  # type: ignore[method-assign]
+
     taken(source)
 
 

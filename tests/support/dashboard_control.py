@@ -28,6 +28,7 @@ async def changing(
     guard, shared = make_app(Sources([str(folder)]), Access(token=TOKEN, control=control))
     if router is not None:
         guard._app.app.include_router(router)
+
     transport = httpx.ASGITransport(app=guard)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
         try:

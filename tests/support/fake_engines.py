@@ -32,6 +32,7 @@ class FakeEngine:
         said = self.says.pop(0) if self.says else 0.0
         if isinstance(said, BaseException):
             raise said
+
         self.running += 1
         try:
             await asyncio.sleep(said)
@@ -40,6 +41,7 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
+
         return Completion(
             ids=[self.number], logprobs=[-0.1 - 1e-9], versions=[self.version], finish_reason="stop"
         )

@@ -149,14 +149,18 @@ def run_launched(launch: Launch) -> None:
     os.dup2(log, 2)
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
     marks = Marks.at(launch.marks)
     ctypes.memset(ctypes.byref(marks), 0, Marks.hold_at.offset)
+
     for index, name in enumerate(NAMES):
         for place in PHASES[name]:
             _watch(place, index, marks, launch, started)
+
     _hold(marks)
     if launch.before is not None:
         _find(launch.before)[2](launch)
+
     run_component(launch)
 
 
@@ -280,6 +284,7 @@ class ForkServer:
         }
         before = {name: os.environ.get(name) for name in needed}
         os.environ.update(needed)
+
         try:
             first = self._context.Process(target=_nothing)
             first.start()
@@ -350,6 +355,7 @@ class Component:
         for index, name in enumerate(NAMES):
             if self.marks.took_s[index]:
                 self.took_s[name] = self.marks.took_s[index]
+
         self.num_fruitless = 0 if self.marks.progress_s else self.num_fruitless + 1
         if self.marks.progress_s:
             self.progress_s = 0.7 * self.progress_s + 0.3 * self.marks.progress_s
@@ -364,6 +370,7 @@ class Component:
             raise AssertionError(
                 f"{self.name} did not end within {within_s:g} s of SIGTERM:\n{self.tail()}"
             )
+
         return int(self.process.exitcode)
 
     def tail(self, lines: int = 40) -> str:

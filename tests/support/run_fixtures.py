@@ -115,6 +115,7 @@ def _outcome_of(folder: Path) -> dict[str, Any]:
                 one.trained_step,
                 one.drop_reason,
             )
+
         records = [
             (record.step, _without_timings(record.record["metrics"]), record.num_trajectories)
             for record in await store.steps()

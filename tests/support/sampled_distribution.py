@@ -15,6 +15,7 @@ def distribution_of(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     if params.top_k:
         order = order[: params.top_k]
+
     total = sum(probs[token] for token in order)
     kept = []
     mass = 0.0
@@ -23,6 +24,7 @@ def distribution_of(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
             break
         kept.append(token)
         mass += probs[token] / total
+
     kept = [token for token in kept if probs[token] >= params.min_p * probs[kept[0]]]
     found = np.zeros_like(probs)
     found[kept] = probs[kept] / probs[kept].sum()

@@ -25,6 +25,7 @@ def installed(folder):
     )
     if done.returncode:
         pytest.skip(f"schemathesis can't be installed: {done.stderr[-500:]}")
+
     return folder / "venv/bin/schemathesis"
 
 

@@ -28,6 +28,7 @@ def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> 
     def meet():
         if not started.wait(60):
             return
+
         try:
             (base,) = re.findall(r" at (http\S+)", notes[0])
             key = (config.run_dir / "serving" / "secret").read_text().strip()
@@ -41,6 +42,7 @@ def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> 
         serve_model(config, note=note, **options)
     finally:
         client.join(60)
+
     key = (config.run_dir / "serving" / "secret").read_text().strip()
     assert not any(key in line for line in notes)
     return results[0]

@@ -64,6 +64,7 @@ def changed(run: Path, table: str, where: str, column: str) -> Iterator[tuple[Pa
     as far as the database takes them; and the value. Each is deleted after its turn."""
     database = sqlite3.connect(run / "store.sqlite")
     (value,) = database.execute(f"SELECT {column} FROM {table} WHERE {where}").fetchone()
+
     database.close()
     for other in other_values(column, value):
         folder = Path(shutil.copytree(run, run.with_name(f"{run.name}-{uuid.uuid4().hex[:8]}")))
@@ -74,5 +75,6 @@ def changed(run: Path, table: str, where: str, column: str) -> Iterator[tuple[Pa
             continue
         finally:
             database.close()
+
         yield folder, other
         shutil.rmtree(folder)

@@ -90,5 +90,6 @@ def test_each_tool_is_called_once_and_says_how_it_ended():
     }
     assert (found["look"].text, found["look"].arguments) == ("5 1", '{"number": 1}')
     assert found["sleep"].seconds >= 0.4
+
     (wrong,) = run_coroutine(work([ToolCall("look", '{"number": "one"}')]))
     assert wrong.status == "refused" and "number" in wrong.text

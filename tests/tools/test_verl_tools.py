@@ -85,8 +85,10 @@ def test_a_tool_is_made_with_its_row_called_paid_and_released(written, capsys):
         async with box.open(task, 0) as tools:
             given = [{"answer": one} for one in ("3", "4", "break")]
             results = await tools.call([ToolCall("check", json.dumps(one)) for one in given])
+
         async with box.open(Task(id="other"), 0):
             pass
+
         await box.close()
         return results, tools.metrics, tools.schemas
 

@@ -50,6 +50,7 @@ def model_of(seed: int, layers: int = 2) -> LlamaForCausalLM:
         )
     )
     prepare(model.eval())
+
     return model
 
 
@@ -75,6 +76,7 @@ def samples_of(num_groups: int, size: int = 4) -> list[Sample]:
                     columns=numbers,
                 )
             )
+
     return found
 
 
@@ -96,6 +98,7 @@ def reinforced(
             for s in samples
         ]
         samples, _ = mask_stale(aged, trainer_version=4, bound=bound)
+
     trainer = Trainer(model, SECTION, algorithm, critic=critic)
     trainer.begin()
     reference = trainer.roles.reference
@@ -109,6 +112,7 @@ def reinforced(
             )
             for s, row in zip(samples, tables["ref_logp"], strict=True)
         ]
+
     metrics = [trainer.step(samples) for _ in range(2)]
     roles = [] if trainer.roles.critic is None else list(trainer.roles.critic.weights.values())
     return [*model.parameters(), *roles], metrics
@@ -133,6 +137,7 @@ def compared():
     samples = samples_of(3)
     optimization = Optimization(model.parameters(), SECTION)
     optimization.begin()
+
     owners = [index // 2 for index in range(len(samples))]
     loss, sums = backward_through_sums(
         model,
@@ -187,10 +192,12 @@ def writes(process: int, meeting: str) -> list[object]:
     for step, value in ((1, 0.5), (2, 0.25)):
         path, sha256 = checkpoints.save(step, model, Silent(), {}, {"by": process}, value)
         found.append((path.name, sha256, checkpoints.best_step, checkpoints.best_value))
+
     try:
         checkpoints.save(3, model, Silent(full=True), {}, {}, None)
     except CheckpointError as error:
         found.append(str(error))
+
     return found
 
 

@@ -55,9 +55,11 @@ def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
     section = AlgorithmSection(kl_coef=0.1, reference_model=str(tmp_path / "other"))
     weights = Reference(policy, section).weights
     theirs = dict(other.named_parameters())
+
     assert weights
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
     assert not any(one.requires_grad for one in weights.values())
+
     larger = tiny(0, SHAPE.model_copy(update={"hidden_size": 32}))[0]
     with pytest.raises(ModelError, match="own architecture"):
         Reference(larger, section)

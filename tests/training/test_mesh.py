@@ -36,6 +36,7 @@ def found(request, alone, tmp_path_factory):
         [(count, process, folder / "meeting", alone, out) for process, out in enumerate(outs)],
         within_s=900,
     )
+
     return [
         (list(zip(runs.CASES[count], cases, strict=True)), rewards, peaks)
         for cases, rewards, peaks in map(torch.load, outs)
@@ -66,6 +67,7 @@ def test_each_process_keeps_its_part_of_all_models(found):
             held = differences["held"] if "+" not in model else 0.0
             if max(held, differences["moments"]) > most:
                 wrong.append((model, kind, sizes, differences))
+
     assert not wrong
 
 

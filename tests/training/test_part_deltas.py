@@ -102,12 +102,14 @@ def test_a_damaged_link_is_refused(found):
             WeightsFolder(versions.folder).read(latest.version, sha256=latest.sha256)
     finally:
         file.write_bytes(content)
+
     follower = WeightsFolder(versions.folder, full_every=runs.FULL_EVERY)
     follower.read(link)
     name = next(iter(runs.manifest(versions, latest.version).grids))
     runs.bits(follower._held.tensors[name])[-1, -1] ^= 1
     with pytest.raises(EngineError, match=rf"does not give the weights .*\(1 tensors.*{name}"):
         follower.read(latest.version, sha256=latest.sha256)
+
     assert follower.read(latest.version, sha256=latest.sha256)
 
 

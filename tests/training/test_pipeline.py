@@ -39,6 +39,7 @@ def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
     pipeline_parallel(model, stage(rank, 4))
     own = dict(model.named_parameters())
     assert list(own) == list(alone)
+
     expected = {f"model.layers.{rank}."}
     expected |= {"model.embed_tokens."} if rank == 0 else set()
     expected |= {"model.norm.", "lm_head."} if rank == 3 else set()
@@ -50,6 +51,7 @@ def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
         first = layouts[name].cut.first
         length = layouts[name].cut.length
         assert (first if is_own else min(first, length - first), length) == (0, len(alone[name]))
+
     assert stage_of(model).is_last == (rank == 3)
 
 
@@ -66,6 +68,7 @@ def test_a_backward_pass_waits_until_the_stages_behind_are_filled(rank, under_wa
         loss.register_hook(lambda grad, number=number: done.append(number))
         trainer.backward(loss)
         assert done == list(range(number + 2 - under_way))
+
     trainer.finish()
     assert done == list(range(6))
 
@@ -75,11 +78,13 @@ def test_a_reference_of_a_stage_begins_with_its_part_of_another_model(monkeypatc
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
+
     monkeypatch.setattr(roles, "load_base", lambda folder, overrides: SimpleNamespace(model=other))
     model = made("llama+deep")
     pipeline_parallel(model, stage(1, 2))
     reference = roles.Reference(model, AlgorithmSection(kl_coef=0.1, reference_model="other"))
     assert stage_of(reference.model) is stage_of(model)
+
     for (name, ours), theirs in zip(
         reference.model.named_parameters(), model.parameters(), strict=True
     ):
@@ -125,6 +130,7 @@ def test_what_has_no_stages_is_refused_and_left_as_it_was(name):
     make, size, words = REFUSED[name]
     model = make()
     before = {n: (id(p), p.shape) for n, p in model.named_parameters()}
+
     for refused in (
         lambda: check_spread(model, ParallelSection(pipeline=size)),
         lambda: pipeline_parallel(model, stage(0, size)),
@@ -133,5 +139,6 @@ def test_what_has_no_stages_is_refused_and_left_as_it_was(name):
             refused()
         assert str(raised.value).startswith("trainer.parallel.pipeline")
         assert words in str(raised.value)
+
     assert before == {n: (id(p), p.shape) for n, p in model.named_parameters()}
     assert stage_of(model) is None

@@ -105,6 +105,7 @@ def test_the_first_process_makes_no_whole_model(two):
     assert first["saved"]
     assert first["published"]
     assert first["whole"] > 10 * first["layer"]
+
     for what in ("saving", "publishing"):
         assert first[what] < 2.5 * first["layer"], what
         assert other[what] < first["layer"], what

@@ -32,6 +32,7 @@ def batch_of(samples_of, num_groups: int = 4, group_size: int = 4, seed: int = 0
             [*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))]
             for _ in range(group_size)
         ]
+
     found = samples_of(sequences, seed=seed, group_size=group_size)
     return [
         msgspec.structs.replace(s, logprobs=[-4.5 if m else 0.0 for m in s.loss_mask])
@@ -64,6 +65,7 @@ def test_the_size_of_micro_batches_does_not_change_the_update(
         algorithm,
     ).step(samples)
     assert float((gradient(whole) - gradient(parts)).norm() / gradient(whole).norm()) < 1e-5
+
     for key in (
         "actor/pg_loss",
         "actor/entropy",
@@ -73,6 +75,7 @@ def test_the_size_of_micro_batches_does_not_change_the_update(
         "trainer/trained_tokens",
     ):
         assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
+
     assert len(split_by_tokens([s.ids for s in samples], micro_batch_tokens)) > 1
     assert other["trainer/distinct_tokens"] >= one["trainer/distinct_tokens"]
 
@@ -81,6 +84,7 @@ def test_the_order_of_samples_does_not_change_the_update(model, samples_of, grad
     samples = batch_of(samples_of)
     shuffled = list(samples)
     random.Random(1).shuffle(shuffled)
+
     one = copy.deepcopy(model)
     other = copy.deepcopy(model)
     metrics = [
@@ -199,9 +203,11 @@ def test_what_is_not_finite_never_reaches_the_weights(field, value, model, sampl
     ]
     samples[5] = msgspec.structs.replace(samples[5], **{field: bad})
     before = weights(model).clone()
+
     trainer = Trainer(model, WHOLE_GRADIENT, GRPO)
     with pytest.raises(TrainingError, match="the weights were not changed"):
         trainer.step(samples)
+
     assert torch.equal(weights(model), before)
     assert trainer.optimization.steps == 0
 
@@ -227,6 +233,7 @@ def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samp
         found = [trainer.step(referred(trainer, samples))["actor/kl_loss"] for _ in range(8)]
         assert found[0] == pytest.approx(0.0, abs=1e-6)
         distances[coefficient] = found[-1]
+
     assert distances[5.0] < 0.5 * distances[1e-9]
 
 
@@ -297,6 +304,7 @@ def test_a_trainer_that_was_saved_goes_on_bit_for_bit(
 
     for samples in batches[:2]:
         step(trainer, samples)
+
     torch.save(
         {"model": model.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "saved.pt"
     )
@@ -307,6 +315,7 @@ def test_a_trainer_that_was_saved_goes_on_bit_for_bit(
     other.load_state_dict(saved["model"])
     again = Trainer(other, section, algorithm)
     again.load_state_dict(saved["trainer"])
+
     assert [step(again, samples) for samples in batches[2:]] == expected
     assert torch.equal(weights(other), weights(model))
 
@@ -329,16 +338,19 @@ def test_the_entropy_bonus_fades_towards_its_target(model, samples_of):
     trainer = Trainer(model, WHOLE_GRADIENT, section)
     first = trainer.step(samples)
     second = trainer.step(samples)
+
     assert first["actor/entropy_coef"] == 0
     assert 0 < first["actor/entropy"] < 6.0, "else there would be nothing to see"
     assert second["actor/entropy_coef"] == pytest.approx(
         0.2 * (1 - first["actor/entropy"] / 6.0), rel=1e-5
     )
+
     resumed = Trainer(model, WHOLE_GRADIENT, section)
     resumed.load_state_dict(trainer.state_dict())
     assert resumed.step(samples)["actor/entropy_coef"] == pytest.approx(
         0.2 * (1 - second["actor/entropy"] / 6.0), rel=1e-5
     )
+
     low = Trainer(model, WHOLE_GRADIENT, section.model_copy(update={"entropy_target": 0.1}))
     low.step(samples)
     assert low.step(samples)["actor/entropy_coef"] == 0

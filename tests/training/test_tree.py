@@ -27,6 +27,7 @@ def test_a_tree_holds_each_distinct_beginning_once(sequences):
             assert below == set(range(node, tree.ends[node])), (
                 "what lies below a node follows it without a gap"
             )
+
     found = segments(tree)
     assert [node for one in found for node in range(one.first, one.last)] == list(
         range(tree.num_nodes)

@@ -59,6 +59,7 @@ def test_logical_work_is_that_of_each_sample_alone(samples: list[Sample]):
             ).logits.sum().backward()
         size = len(sample.ids)
         counted += mode.get_total_flops() - 2 * 3 * 4 * 32 * (size * (size - 1) // 2)
+
     counter = FlopCounter(model)
     counter.trained(samples, pack(samples, CPU))
     assert counter.take()["trainer/logical_flops"] == pytest.approx(counted, rel=0.01)
@@ -136,6 +137,7 @@ def test_phases_are_marked_where_they_happen(samples: list[Sample]):
     trainer.step(samples)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         trainer.step(samples)
+
     spans = [
         (event.name.removeprefix(PREFIX), event.time_range)
         for event in profiler.events()
@@ -175,8 +177,10 @@ def test_a_critic_of_its_own_is_as_much_again(samples: list[Sample]):
         )
         trainer.begin()
         found[trunk] = trainer.step(_with_columns(samples))
+
     for key in ("trainer/distinct_flops", "trainer/logical_flops"):
         assert found["own"][key] == 2 * found["shared"][key]
+
     pretrained = Trainer(
         prepare(_model()),
         TrainerSection(steps=2),
@@ -202,14 +206,17 @@ def test_preferences_are_a_training_pass_and_one_of_the_reference(
     found = {}
     batches = micro_batches(rows, micro_batch_tokens, CPU)
     assert len(batches) == (2 if micro_batch_tokens == 64 else 1)
+
     for indices, batch in batches:
         counter.trained([rows[i] for i in indices], batch)
+
     once = counter.take()
     for name in ("dpo", "orpo"):
         section = TrainerSection(steps=1, micro_batch_tokens=micro_batch_tokens)
         trainer = PreferenceTrainer(prepare(_model()), section, AlgorithmSection(name=name))
         trainer.begin()
         found[name] = trainer.step([pair])
+
     for key, value in once.items():
         assert found["orpo"][key] == value, "it has no reference"
         assert found["dpo"][key] == pytest.approx(value * 4 / 3)

@@ -122,6 +122,7 @@ def test_any_parameters_get_a_page_or_a_sentence(asking: Asking, data: st.DataOb
     for path, methods in pages.items():
         if "get" not in methods or path in ENDLESS:
             continue
+
         query = []
         for parameter in methods["get"].get("parameters", []):
             name = parameter["name"]
@@ -130,11 +131,14 @@ def test_any_parameters_get_a_page_or_a_sentence(asking: Asking, data: st.DataOb
                 path = path.replace(f"{{{name}}}", encoded(word) or "x")
             elif data.draw(st.booleans()) or parameter.get("required"):
                 query.append(f"{encoded(name)}={encoded(data.draw(WORDS))}")
+
         for name in data.draw(st.lists(st.sampled_from(EXTRA), max_size=2)):
             query.append(f"{name}={encoded(data.draw(WORDS))}")
+
         address = path + ("?" + "&".join(query) if query else "")
         began = time.monotonic()
         answer = asking.get(address)
+
         assert time.monotonic() - began < SLOWEST_S, address
         # 503: a page that says in a sentence what can't be read; anything else is our fault
         assert answer.status_code < 500 or "can't be shown" in answer.text, address

@@ -86,6 +86,7 @@ def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None
             form = await form_token(client)
             paths = await addresses(client)
             client.cookies.clear()
+
             for path, cookie in itertools.product(paths, cookies):
                 for query in ("", "?token=x", f"?control={TOKEN}"):
                     answer = await client.get(path + query, headers={"cookie": cookie})
@@ -94,10 +95,12 @@ def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None
                 sent = {"data": {"form": form}, "headers": ORIGIN | {"cookie": cookie}}
                 answer = await client.post(path, **sent)
                 assert answer.status_code == 401 and "lake" not in answer.text, (path, cookie)
+
             right = {"cookie": f"{ours.cookie}={ours._pass}"}
             for path, method in itertools.product(paths, OTHER[2:]):
                 answer = await client.request(method, path, headers=right)
                 assert answer.status_code == 405, (path, method)
+
             for path in paths:
                 answer = await client.get(path, headers=right | {"host": "evil.example"})
                 assert answer.status_code == 421
@@ -122,6 +125,7 @@ def test_looking_and_refused_forms_change_nothing(shown: Path) -> None:
                 for data, headers in (({}, ORIGIN), ({"form": "x"}, ORIGIN), ({"form": form}, {})):
                     answer = await client.post(path, data=data, headers=headers)
                     assert answer.status_code == (403 if data else 415), path
+
             client.cookies.clear()
             await client.get("/", params={"token": TOKEN})
             for path in paths:
@@ -153,6 +157,7 @@ def test_nonsense_in_forms_and_addresses_is_a_sentence(seed: int, shown: Path) -
                     answer = await client.get(place, params=query)
                     assert answer.status_code < 500, (place, query, answer.text[-600:])
                     assert SECRET not in answer.text and "root:x:0" not in answer.text
+
                 if "post" in methods:
                     data: Any = {name: word(name) for name in [*FIELDS[path], "id", "sure"]}
                     data["recipe"] = b"no such recipe"  # one that is there is read by a process
@@ -193,11 +198,13 @@ def test_the_stream_of_news_tells_only_who_may_look(query: str, shown: Path) -> 
         async with asyncio.timeout(30.0):
             await app({**scope, **more, "scheme": "http"}, receive, send)
         assert shared.watcher.num_streams == 0
+
         await shared.watcher.close()
         await shared.stores.close()
         return status[0], bytes(body)
 
     status, body = asyncio.run(read(f"{known.cookie}={known._pass}"))
     assert status == 200 and body.startswith(b"retry:")
+
     status, body = asyncio.run(read(f"{known.cookie}=x"))
     assert status == 401 and b"lake" not in body

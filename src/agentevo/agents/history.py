@@ -84,6 +84,7 @@ class History:
         old = self._rounds[: len(self._rounds) - keep]
         if section.strategy == "full" or not old:
             return False
+
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
             cut = [Round(one.reply, [_emptied(answer) for answer in one.answers]) for one in old]
@@ -94,6 +95,7 @@ class History:
             if section.strategy == "summary":
                 self._summary = await self._summarised(old, policy, tools)
             self._rounds = recent
+
         self.num_cuts += 1
         return True
 
@@ -115,9 +117,11 @@ class History:
             asked = [*self.messages, Message("user", self.section.summary_prompt)]
         finally:
             self._rounds = now
+
         name = self.section.summary_model
         if name is not None:
             return (await policy.model(name).generate(asked)).text.strip()
+
         # With the same tools the request extends what the policy has seen.
         return (await policy.generate(asked, tools=tools)).answer.strip()
 

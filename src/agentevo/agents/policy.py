@@ -129,8 +129,10 @@ class Policy:
             name: Policy(own, door, texts=self.texts) for name, own in agents.items()
         }
         self._remote_agents = remote_agents
+
         for name, model in remote_agents.items():
             self._agents[name] = self.model(model, name)
+
         self.files: dict[str, bytes] = {}
         """What `keep_files` was given, by path."""
         self._door = door
@@ -461,6 +463,7 @@ def overrides_of(
     given = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
         given["stop_strings"] = [stop] if isinstance(stop, str) else stop
+
     try:
         overrides = msgspec.convert(given, SamplingOverrides) if given else None
         for name, value in (overrides.given() if overrides is not None else {}).items():
@@ -479,6 +482,7 @@ def _check_override(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {shown(value)}: give at most {_LARGEST[name]:g}")
     if name == "temperature" and 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"temperature is {value}: give {LOWEST_TEMPERATURE:g} or more, or 0")
+
     if name == "stop_strings":
         if len(value) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_STRING for text in value):
             raise ValueError(

@@ -29,8 +29,10 @@ def printed_reward(stdout: str) -> PostedReward | None:
         content = msgspec.json.decode(last) if last.startswith("{") else None
     except (msgspec.DecodeError, RecursionError):
         return None
+
     if not isinstance(content, dict) or content.keys().isdisjoint({"reward", "rewards"}):
         return None
+
     try:
         return msgspec.convert(content, PostedReward)
     except msgspec.ValidationError as error:
@@ -81,6 +83,7 @@ class RewardSums:
                         f"before it sum to {total:g}: give all of those first, or leave one of the "
                         "two kinds out"
                     )
+
         self._parts = parts
         self._turns = turns
 
@@ -112,16 +115,19 @@ def _outcome(given: Sequence[PostedReward], received: Sequence[int] | None) -> O
         parts |= _checked(one.rewards)
         if one.reward is None:
             continue
+
         reward = plain_number(one.reward, "the reward")
         if one.turn is None:
             total = reward
         else:
             turn = _turn(one.turn, received)
             turns[turn] = turns.get(turn, 0.0) + reward
+
     if total is None:
         if not (parts or turns):
             return Outcome(reward=None)
         total = math.fsum((parts or turns).values())
+
     return Outcome(reward=total, success=total >= 1.0, reward_parts=parts, turn_rewards=turns)
 
 

@@ -82,10 +82,12 @@ class RemoteConversation:
         BadRequestError for token ids."""
         if self._closed:
             raise EngineError(f"the attempt {self.name} is over: its agent can't ask for more")
+
         if not prompt or not isinstance(prompt[0], Message):
             raise BadRequestError(
                 f"{self._model} is a remote model, which takes messages and no token ids"
             )
+
         given = {} if overrides is None else overrides.given()
         told = await self._remote.complete(
             self._model,

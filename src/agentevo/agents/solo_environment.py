@@ -58,8 +58,10 @@ class SoloEnvironment:
             self._num_hung += 1
             if self._num_hung < MAX_HUNG:
                 self._begin()
+
         if self._num_hung >= MAX_HUNG:
             raise EnvironmentFailure(f"{self.name} has hung {self._num_hung} times")
+
         try:
             return self._thread.call_now(lambda: work(self._made[0]), self._within_s)
         except EnvironmentFailure:

@@ -38,6 +38,7 @@ def ppo_clip(
     )
     if not dual_clip:
         return loss, {"pg_clipfrac": clipped}
+
     ceiling = -inputs.advantages * dual_clip
     lower = (inputs.advantages < 0) & (loss > ceiling)
     return torch.where(lower, ceiling, loss), {"pg_clipfrac": clipped, "pg_clipfrac_lower": lower}
@@ -61,6 +62,7 @@ def decoupled_ppo(
         bounded_exp(gap), inputs.advantages, clip_low=clip_low, clip_high=clip_high
     )
     weights = torch.where(inputs.mask, bound(bounded_exp(proximal - rollout), mode, cap=cap), 0.0)
+
     return weights * loss, {
         "pg_clipfrac": clipped,
         "ppo_kl": -bounded_gap(gap),

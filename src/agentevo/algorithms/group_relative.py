@@ -109,6 +109,7 @@ def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
     total = float(values.numel() if weights is None else weights.sum())
     if total < 2.0 or not bool(counted.max() - counted.min() > EQUAL * counted.abs().max()):
         return torch.zeros_like(values)
+
     weights = values.new_ones(()) if weights is None else weights
     centred = values - (weights * values).sum() / total
     return centred * torch.rsqrt(
@@ -208,6 +209,7 @@ def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
             f"{float(score.min()):g}, but the formula is for scores "
             "of at least 0: add a constant to the rewards, or choose grpo"
         )
+
     return divide(
         inputs.members.centred(score),
         inputs.members.total(score) / inputs.members.size.clamp(min=1.0) + epsilon,

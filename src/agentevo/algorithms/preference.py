@@ -215,12 +215,14 @@ class PreferenceLoss:
                 f"preference loss {self.name} needs {', '.join(missing)}: it works on "
                 f"{', '.join(self.needs)}"
             )
+
         policy = inputs[self.needs[0]]
         if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
             raise ValueError(
                 f"preference loss {self.name}: {self.needs[0]} must be a tensor of shape [pairs], "
                 "one summed log-prob per answer"
             )
+
         optional = WIN_PROBS if self.name == "sppo" else ()
         used = {
             name: _like(name, value, policy)
@@ -246,18 +248,23 @@ def _like(name: str, value: torch.Tensor | float, policy: torch.Tensor) -> torch
     unless it is the policy's own."""
     if name == "kl_baseline":
         return torch.as_tensor(value, dtype=policy.dtype, device=policy.device).expand_as(policy)
+
     if not isinstance(value, torch.Tensor) or value.shape != policy.shape:
         raise ValueError(
             f"{name} must be a tensor of shape {list(policy.shape)}: give one entry per pair"
         )
+
     if name == "desirable":
         return value.bool()
+
     if name.endswith("lengths") and bool((value < 1).any()):
         raise ValueError(
             f"{name} has a {value.min().item():g}: an answer without tokens has no log-prob; "
             "leave its pair out"
         )
+
     if name in WIN_PROBS and not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(f"{name} must lie between 0 and 1")
+
     constant = name not in ("chosen_logp", "rejected_logp", "logp")
     return value.detach().to(policy.dtype) if constant else value

@@ -103,6 +103,7 @@ def minirl(
             places.sum(1, keepdim=True).to(loss.dtype) for places in (inputs.mask, keeps)
         )
         loss = loss * (trained / kept.clamp(min=1.0))
+
     return loss, {"pg_clipfrac": inputs.mask & ~keeps}
 
 
@@ -132,6 +133,7 @@ def minirl_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[s
     (token_level_loss)."""
     if not hyper["token_level_loss"]:
         return {}
+
     band: dict[str, Any] = {
         name: hyper[name] for name in ("strict_in_bound", "clip_low", "clip_high", "cap_ratio")
     }

@@ -79,6 +79,7 @@ class Run:
             raise UnusableCheckpointError(
                 f"{path / 'state.json'} is damaged: it says of no step: give another checkpoint"
             )
+
         return run_coroutine(self._evaluate(path, step, samples, view))
 
     def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> list[Trajectory]:
@@ -188,4 +189,5 @@ async def _shown(
         if view is not None:
             view.evaluation(step, found.metrics, found.notes(parts.config))
         check_evaluation(parts, found)
+
     return found.metrics

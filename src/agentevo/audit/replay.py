@@ -91,6 +91,7 @@ class Replay(msgspec.Struct, kw_only=True):
         )
         if self.difference is not None:
             return f"{self.trajectory}: DIFFERS ({drawn}): {self.difference.what}"
+
         ties = f", {self.ties} of them within rounding" if self.ties else ""
         reward = (
             f"reward {self.replayed_reward:g}"
@@ -98,6 +99,7 @@ class Replay(msgspec.Struct, kw_only=True):
             else "it broke off, as recorded"
         )
         remote = f"{self.remote_turns} answers of remote models from the record; "
+
         return (
             f"{self.trajectory}: same ({drawn}{ties}; {remote if self.remote_turns else ''}"
             f"{reward if self.played else f'not played again: {self.unplayed}'})"
@@ -128,6 +130,7 @@ async def replay(
             chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _altered(store, chosen)
         shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
+
     replays = dict[str, Replay]()
     chat = None
     context = 1 << 30
@@ -141,7 +144,9 @@ async def replay(
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: drawing again"):
                 drawn, chat, context = await _draw_again(config, policy, own, sources)
+
         replays |= drawn
+
     player = _player(config, agent)
     for trajectory in over(chosen, "replay", len(chosen), "trajectories"):
         result = replays[trajectory.id]
@@ -153,6 +158,7 @@ async def replay(
             await _play(
                 config, trajectory, shown[trajectory.task_id], player, chat, context, result
             )
+
         if trajectory.id in altered and result.difference is None:
             result.difference = Difference(
                 kind="record",
@@ -161,6 +167,7 @@ async def replay(
                 what="what was drawn and played is the same, but its row is not what was written "
                 "(`agentevo audit` lists all such rows)",
             )
+
     return [replays[trajectory.id] for trajectory in chosen]
 
 
@@ -216,19 +223,23 @@ async def _sample(
     for name in names:
         if len(chosen) == count:
             break
+
         try:
             trajectory = await store.trajectory(name)
         except StoreError:  # `store gc --dropped` has taken its tokens
             continue
+
         own = stored[weights_of(config, trajectory.agent)]
         if made_again or all(map(own.has, versions_of(trajectory))):
             chosen.append(trajectory)
+
     if names and not chosen:
         raise CheckpointError(
             f"{config.run_dir} has weights for none of its {len(names)} trajectories: train with "
             "checkpoint.every=1 and a larger "
             "checkpoint.keep_last"
         )
+
     return chosen
 
 
@@ -260,6 +271,7 @@ async def _draw_again(
             else chat
         )
         context = context_length(loaded.model.config)
+
         for trajectory in trajectories:
             result = replays[trajectory.id]
             if version not in result.versions:
@@ -268,6 +280,7 @@ async def _draw_again(
             result.tokens += again.num_tokens
             result.ties += again.num_ties
             _keep_first(result, *again.differences)
+
     return replays, chat, context
 
 
@@ -309,10 +322,12 @@ async def _play(
         timeout_s=config.engine.timeout_s,
     )
     door = _NoDoor()
+
     models = RecordedModels(config.remote_models, trajectory.remote_turns)
     remote = None
     if models:
         remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
+
     policy = Policy(conversation, door, remote, texts=Texts(config.agent.texts))
     attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
@@ -331,6 +346,7 @@ async def _play(
         elif played.status == "completed":  # others, a judge or the weights are not asked again
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **recorded)
+
     if door.was_needed:
         result.unplayed = (
             "its agent asks through the gateway, whose requests come in no defined order"
@@ -387,8 +403,10 @@ def _compare(
     for difference in (engine.difference, models.difference):
         if difference is not None:
             _keep_first(result, difference)
+
     if trajectory.status != "completed" or result.difference is not None or played is None:
         return
+
     last = len(trajectory.turns)
     if played.status != "completed":
         _keep_first(
@@ -396,6 +414,7 @@ def _compare(
             Difference(kind="end", turn=last, position=0, what=f"the agent failed: {played.error}"),
         )
         return
+
     result.replayed_reward = played.reward
     if engine.num_answered < last:
         what = f"the agent ended after {engine.num_answered} turns, the record has {last}"
@@ -421,6 +440,7 @@ def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: Replay)
                     kind="reward", turn=turn.index, position=len(turn.completion_ids), what=what
                 ),
             )
+
     if (
         abs(played.reward - trajectory.reward) > REWARD_TOLERANCE
         or played.success != trajectory.success

@@ -66,6 +66,7 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
             "measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and give "
             "calibration=FILE, or take the risk with uncalibrated=true (docs/judges.md)"
         )
+
     path = Path(judge.calibration).expanduser()
     again = "measure it again with `agentevo judge calibrate`"
     try:
@@ -75,14 +76,17 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
         return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {again}"
+
     if of != digest:
         return (
             f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
             f"{again}"
         )
+
     problems = below_bars(judge, values)
     if not problems:
         return ""
+
     return f"{'; '.join(problems)} ({path}): choose another judge or rubric, or lower the bar"
 
 
@@ -100,4 +104,5 @@ def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"
             )
+
     return found

@@ -45,8 +45,10 @@ def memory_contradictions(config: RunConfig) -> list[str]:
             "memory.offload_activations moves nothing of what memory.checkpointing=selective "
             "keeps: set the latter to full or none"
         )
+
     if config.model.device == "cpu":
         problems += [offload_refusal(key) for key in memory.offloads]
+
     return problems
 
 

@@ -75,6 +75,7 @@ class ParallelSection(Section):
                 f"not divide the {world} processes that train: start a multiple of {inner} "
                 "(torchrun --nproc-per-node), or choose smaller sizes"
             )
+
         replicas = world // inner
         if (replicas * self.shard) % self.expert:
             raise ValueError(
@@ -82,6 +83,7 @@ class ParallelSection(Section):
                 f"{replicas * self.shard} processes that have a part of the minibatch each "
                 f"(shard={self.shard} x {replicas} replicas): choose another size"
             )
+
         return replicas
 
 
@@ -96,11 +98,13 @@ def parallel_contradictions(config: RunConfig) -> list[str]:
             "lie on several processes under trainer.parallel: set memory.optimizer=adamw, of which "
             "each process keeps a part alone"
         )
+
     if config.model.lora.enabled and max(parallel.tensor, parallel.expert) > 1:
         problems.append(
             "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
             "and share the base by trainer.parallel.shard, long sequences by context"
         )
+
     return problems + _of_stages(config) if parallel.pipeline > 1 else problems
 
 
@@ -108,6 +112,7 @@ def _of_stages(config: RunConfig) -> list[str]:
     """What stages of a pipeline don't compute."""
     parallel = config.trainer.parallel
     needs = config.algorithm.needs
+
     problems = list[str]()
     others = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
     if others:
@@ -117,6 +122,7 @@ def _of_stages(config: RunConfig) -> list[str]:
             "pipeline are not divided further: set the others to 1 (more processes become "
             "replicas of the pipeline), or pipeline to 1"
         )
+
     asked = {
         "adapters (model.lora)": config.model.lora.enabled,
         f"a critic (algorithm.name={config.algorithm.name})": "values" in needs,
@@ -139,4 +145,5 @@ def _of_stages(config: RunConfig) -> list[str]:
             "what stages keep of several micro-batches off the device: set it to false, and "
             "memory.checkpointing=full"
         )
+
     return problems

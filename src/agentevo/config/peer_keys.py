@@ -197,6 +197,7 @@ def in_our_words(key: str) -> str | None:
             if (rank := _likeness(key, theirs)) > best_rank:
                 best = f"{system}'s {theirs} is {ours} here"
                 best_rank = rank
+
     return best
 
 

@@ -84,6 +84,7 @@ def question_family(name: str) -> Callable[[F], F]:
                 f"the question family {name!r} has no {missing[0]}: give the class the methods "
                 "`prompt(self, rng)` and `read(self, text, prompt)`"
             )
+
         for method, takes in (("prompt", "self, rng"), ("read", "self, text, prompt")):
             try:
                 given = [None] * len(takes.split(","))
@@ -93,6 +94,7 @@ def question_family(name: str) -> Callable[[F], F]:
                     f"the question family {name!r}: its method `{method}` is called as "
                     f"`{method}({takes})`: let it take these"
                 ) from None
+
         question_families.register(name)(family)
         return family
 
@@ -121,6 +123,7 @@ def self_play_contradictions(config: RunConfig) -> list[str]:
     groups = config.trainer.groups_per_step
     if section is None:
         return []
+
     problems = []
     names = set(config.agents)
     solver = config.agents.get(SOLVER)
@@ -139,12 +142,14 @@ def self_play_contradictions(config: RunConfig) -> list[str]:
             f"agents.{PROPOSER}.remote: a remote model's words are not kept as proposals: leave it "
             "out, or train: false for a proposer that stays as it is"
         )
+
     size = groups if section.group_size is None else section.group_size
     if size < 2 or groups % size:
         problems.append(
             f"tasks.self_play.group_size={size} does not divide trainer.groups_per_step={groups} "
             "into prompts of 2 proposals or more: change one of them"
         )
+
     for key, value in (
         ("staleness", config.rollout.staleness),
         ("samplers", config.rollout.samplers),
@@ -154,4 +159,5 @@ def self_play_contradictions(config: RunConfig) -> list[str]:
                 f"rollout.{key}={value}: what tasks.self_play proposes in a step is solved in it, "
                 f"in one process: set rollout.{key}=0"
             )
+
     return problems

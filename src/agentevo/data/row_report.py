@@ -100,6 +100,7 @@ class RowReport:
                 f"{', '.join(row.where for row in rows[:SHOWN])}{more}"
             )
             lines.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
+
         return lines
 
     def metrics(self) -> dict[str, float]:

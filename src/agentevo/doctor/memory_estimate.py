@@ -96,6 +96,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     experts = getattr(config, "num_experts_per_tok", None)
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+
     return Shape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -149,22 +150,27 @@ def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) ->
     attention = (
         2 * shape.query + 2 * shape.key
     ) * element + shape.num_heads * FLOAT  # q, k, v, output; log-sum-exp
+
     if checkpointing == "full":
         return hidden * element
+
     # input; products: q, k, v, o, gate, up, down; attention
     products = shape.query + 2 * shape.key + 2 * hidden + 2 * shape.intermediate
     selective = (hidden + products + shape.query) * element + shape.num_heads * FLOAT
     if shape.compiled:  # and what goes into products
         turned = (shape.query + shape.key) * shape.head_norms
         return selective + (2 * hidden + shape.intermediate + turned) * element
+
     if checkpointing == "selective":
         return selective
+
     norm = hidden * (
         FLOAT + element * trained.norms
     )  # its input in float32; what its weight multiplies
     kept = 2 * norm + hidden * element * (trained.attention_in + trained.mlp_in) + attention
     if shape.head_norms:
         kept += (shape.query + shape.key) * (FLOAT + element * trained.norms)
+
     return kept + shape.intermediate * element * (3 + trained.down_in)
 
 
@@ -175,6 +181,7 @@ def output_bytes(shape: Shape, trained: Trained, load: Load) -> float:
     kept = min(scores * shape.element, KEPT_BYTES)
     if not trained.output and scores * shape.element > KEPT_BYTES:
         kept = load.rows * shape.hidden * FLOAT
+
     norm = (
         load.tokens * shape.hidden * (FLOAT + shape.element * trained.norms)
         + 2 * load.rows * shape.hidden * shape.element
@@ -202,6 +209,7 @@ def pass_bytes(
     passing = (
         2.0 * shape.intermediate * load.tokens * shape.element
     )  # gradients of a layer's inner activations
+
     matrix = float(shape.vocabulary * shape.hidden)
     of_output = matrix * FLOAT * trained.output
     of_embedding = matrix * FLOAT * trained.embedding
@@ -225,6 +233,7 @@ def pass_bytes(
             else all_gradients + pending
         )
         moments.append(moment(so_far, kept * left + remade + passing))
+
     moments.append(
         moment(
             (all_gradients if not (load.single and shape.tied) else all_gradients - of_output)
@@ -260,6 +269,7 @@ def packed_bytes(model: PreTrainedModel) -> float:
     first = next(model.parameters())
     if first.device.type != "cpu" or first.dtype != torch.float32 or not available():
         return 0.0
+
     matrices = (
         p
         for name, p in model.named_parameters()

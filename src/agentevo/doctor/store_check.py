@@ -42,11 +42,13 @@ async def _check(config: RunConfig, url: str) -> Check:
         held = ""
     except AgentEvoError as error:
         return Check(TITLE, "wrong", f"{where}: {error}")
+
     took = time.monotonic() - began
     if not held:
         return Check(TITLE, "good", f"{where} answers in {took:.1f} s, and holds no run yet")
     if is_run_folder(config.run_dir) and is_same_place(run_store_url(config.run_dir), url):
         return Check(TITLE, "good", f"{where} answers in {took:.1f} s: {held} of this run")
+
     return Check(
         TITLE,
         "warning",

@@ -75,6 +75,7 @@ class SuccessTables:
                 if np.abs(value - previous).max() < 1e-9:
                     break
             self._patient = self._values(value)
+
         return self._patient
 
 
@@ -91,4 +92,5 @@ def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_play
             _, _, terminated, truncated, info = environment.step(environment.random_action(rng))
             ended = terminated or truncated
         wins += bool(info["success"])
+
     return wins / num_plays

@@ -64,11 +64,13 @@ class Room(NamedTuple):
         ahead = self.neighbours[state & PLAYER_MASK][action]
         if ahead < 0:
             return state
+
         if boxes >> ahead & 1:
             beyond = self.neighbours[ahead][action]
             if beyond < 0 or boxes >> beyond & 1:
                 return state
             boxes ^= 1 << ahead | 1 << beyond
+
         return boxes << PLAYER_BITS | ahead
 
     def before(self, state: int) -> list[int]:
@@ -81,11 +83,13 @@ class Room(NamedTuple):
             back = self.neighbours[player][action ^ 1]
             if back < 0 or boxes >> back & 1:
                 continue
+
             states.append(boxes << PLAYER_BITS | back)
             ahead = self.neighbours[player][action]
             if ahead >= 0 and boxes >> ahead & 1:
                 pulled = boxes ^ (1 << ahead | 1 << player)
                 states.append(pulled << PLAYER_BITS | back)
+
         return states
 
 
@@ -105,7 +109,9 @@ def distances(room: Room, max_actions: int | None = None) -> dict[int, int]:
                 if previous not in depths:
                     depths[previous] = depth
                     following.append(previous)
+
         frontier = following
+
     return depths
 
 
@@ -121,6 +127,7 @@ def carve(height: int, width: int, num_floor: int, rng: random.Random) -> set[in
         row = min(max(row + STEPS[direction][0], 1), height - 2)
         column = min(max(column + STEPS[direction][1], 1), width - 2)
         floor.add(row * width + column)
+
     return floor
 
 
@@ -163,6 +170,7 @@ def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | N
         ]
         if starts:
             return room, rng.choice(starts)
+
     return None
 
 
@@ -182,7 +190,10 @@ def random_player_success(
                     success += chance / 4
                 else:
                     following[reached] = following.get(reached, 0.0) + chance / 4
+
         if len(following) > max_states:
             return None
+
         chances = following
+
     return success

@@ -44,6 +44,7 @@ def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
         both += a * b
         first += abs(a)
         second += abs(b)
+
     return float(both / np.sqrt(first * second)) if first and second else 0.0
 
 
@@ -86,12 +87,15 @@ def place_slope(rotations: Sequence[Sequence[float]]) -> float:
     drops out."""
     scores = np.asarray(rotations, float)
     num = scores.shape[1]
+
     by_attempt = np.empty_like(scores)
     for turned in range(len(scores)):
         by_attempt[turned] = np.roll(scores[turned], turned)  # column: number of the attempt
+
     worth = by_attempt.mean(axis=0)
     places = np.linspace(-0.5, 0.5, num)
     slope = 0.0
     for turned in range(len(scores)):
         slope += float(places @ (scores[turned] - np.roll(worth, -turned)))
+
     return slope / (len(scores) * float(places @ places))

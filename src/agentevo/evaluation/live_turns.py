@@ -58,9 +58,11 @@ class LiveTurns:
         if id(call) not in self._numbers:
             self._numbers[id(call)] = len(self._calls)
             self._calls.append(call)
+
         self._num_told += 1
         if self._num_told > MAX_EVENTS:
             return
+
         if call.kind == "attempt" and call.has_ended:
             shown = str(call.record("").attributes.get("ending", ""))
             self._ending = pieces(_cut(shown), self._legend) if shown else []
@@ -75,6 +77,7 @@ class LiveTurns:
         if not call.has_ended or told.status != "completed":
             self._call(call)
             return
+
         turn, agent = turn_of(self._attempt, call)
         if isinstance(turn, Turn):
             self._legend |= legend_of(message.text for message in turn.messages)
@@ -84,6 +87,7 @@ class LiveTurns:
             view = _remote_view(turn)
             tokens = None
             agent = turn.model
+
         whole = view._replace(
             messages=[
                 _whole(one, message, self._legend)
@@ -109,6 +113,7 @@ class LiveTurns:
             texts.append(("score", str(told.attributes["score"])))
         if told.error and told.error not in [text for _, text in texts]:
             texts.append(("error", _cut(told.error)))
+
         took = None if told.ended_at is None else told.ended_at - told.started_at
         number = self._numbers[id(call)]
         kind = told.kind
@@ -159,6 +164,7 @@ def _whole(shown: Said, message: Message, legend: Legend) -> Said:
     """No page can ask for the rest of a message later: more of it is shown at once."""
     if not shown.rest:
         return shown
+
     text = message.text
     left = len(message.text) - MAX_SHOWN
     parts = pieces(text[:MAX_SHOWN], legend)

@@ -113,6 +113,7 @@ class ServerSource:
         with bar("making tasks", wanted.train + wanted.held_out, "tasks") as so_far:
             work = make_tasks(self._tools, wanted, tell=note, progress=so_far.to)
             made = run_coroutine(work)
+
         account = {**made.account, "seed": wanted.seed}
         if self._writer is not None:
             with closing(RemoteModel("writer", self._writer)) as model:
@@ -120,6 +121,7 @@ class ServerSource:
                 written = reworded(rows, model, made.known.names, seed=wanted.seed)
                 rows, account["writer"] = run_coroutine(written)
             made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+
         draw = random.Random(f"demonstrations-{wanted.seed}")
         shown = [
             demonstration(draw.choice(made.train), made.known.specs, self._system)
@@ -139,6 +141,7 @@ class ServerSource:
             ("--persona", filter(None, section.personas)),
         ):
             words += [word for value in values for word in (option, value)]
+
         words += [
             word
             for name, values in section.values.items()
@@ -199,9 +202,11 @@ class DocumentsSource:
         """See Source."""
         if told := self.documents.note():
             note(told)
+
         passages = self.documents.passages
         tasks = self._section.tasks
         corpus = [_row(one) for one in passages]
+
         wanted: dict[str, Any] = {"train": tasks.train, "held_out": tasks.held_out}
         wanted |= {"per_passage": tasks.per_passage, "seed": self._seed}
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
@@ -212,6 +217,7 @@ class DocumentsSource:
                 with closing(RemoteModel("writer", self._writer)) as model:
                     language = tasks.languages[0]
                     made = run_coroutine(asked_from(passages, model, language=language, **wanted))
+
         check_made(made, tasks.held_out)
         write_rows(corpus, scratch / CORPUS)
         shown, num_unfound = run_coroutine(
@@ -224,11 +230,13 @@ class DocumentsSource:
                 system=self._system,
             )
         )
+
         missing = tasks.train + tasks.held_out - len(made.train) - len(made.held_out)
         if missing > 0:
             note(f"{missing} fewer tasks than asked for: the documents have no more")
         if num_unfound:
             note(f"{num_unfound} tasks are not shown: a search for their words does not find them")
+
         account = {
             "train": len(made.train),
             "held_out": len(made.held_out),
@@ -259,6 +267,7 @@ class DocumentsSource:
         found = changed({str(one["path"]): str(one["sha256"]) for one in rows})
         if not found:
             return ""
+
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return (
             f"{found[0]}{more} changed since the tasks were made: what is made of the documents as "
@@ -281,6 +290,7 @@ def _writer_of(
     writer = section.tasks.writer
     if writer is None:
         return None
+
     try:
         found = writer_section(writer, known=models)
         key_of_model("writer", found)
@@ -301,11 +311,13 @@ def _chosen(section: Any, given: EvolveSection) -> Any:
         changes["include"] = given.include
     if given.exclude:
         changes["exclude"] = (*section.exclude, *given.exclude)
+
     if isinstance(section, MCPServerSection):
         if given.outcome is not None:
             changes["outcome"] = given.outcome
         if section.url is not None and given.tasks.worlds > 1:
             changes["send_task"] = True
+
     return section.model_copy(update=changes)
 
 

@@ -190,6 +190,7 @@ class Answer:
                     self.num_malformed += 1
                     self._content.append(malformed.text)
                     pieces.append(ContentDelta(malformed.text))
+
         return pieces
 
     def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
@@ -199,7 +200,9 @@ class Answer:
         if text.endswith("}") and not whole:
             text = text[:-1]
             self._held = "}"
+
         if not text:
             return []
+
         self._arguments[index].append(text)
         return [ArgumentsDelta(index, text)]

@@ -104,8 +104,10 @@ class Routes:
         self._metrics = DoorMetrics()
         self._hot = {api.path: self._route(api) for api in APIS}
         self.app = FastAPI(title="AgentEvo gateway", version=agentevo.__version__, openapi_url=None)
+
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             self._add_apis(prefix, on_page=prefix == "/v1")
+
         told = openapi.describe("/reward", "A reward of the attempt")
         self.app.post("/s/{key}/reward", **told)(self._reward)
         self.app.get("/health")(self._health)
@@ -116,9 +118,11 @@ class Routes:
         for path, endpoint in self._hot.items():
             told = openapi.describe(path, f"A completion: {path}", events=True)
             self.app.post(prefix + path, include_in_schema=on_page, **told)(endpoint)
+
         count = anthropic_messages.COUNT_PATH
         told = openapi.describe(count, "Tokens of a prompt")
         self.app.post(prefix + count, include_in_schema=on_page, **told)(self._count_tokens)
+
         kept = f"{prefix}{responses.API.path}/{{response_id}}"
         for method, path, summary, about in KEPT:
             self.app.add_api_route(
@@ -128,6 +132,7 @@ class Routes:
                 include_in_schema=on_page,
                 **openapi.of_kept(summary),
             )
+
         models = self.app.get(
             prefix + "/models", include_in_schema=on_page, **openapi.keyed("The models")
         )
@@ -138,6 +143,7 @@ class Routes:
         no key is a stranger, and does not stay."""
         if scope["type"] != "http":
             return
+
         connection: Connection = scope["state"]["connection"]
         session = self._find_in(scope)
         scope["state"]["session"] = session
@@ -146,6 +152,7 @@ class Routes:
             response = _refused(refusal, _api_at(scope["path"]))
             await response(scope, receive, send)
             return
+
         try:
             path = self._hot_path(scope)
             if path is None:
@@ -198,6 +205,7 @@ class Routes:
         asked = api.request_of(body, session.memory)
         if asked.stream:
             return await self._streamed(api, session, asked, delivery, client)
+
         try:
             with self._awaited(
                 session.submit(session.complete(asked, delivery)),
@@ -205,11 +213,13 @@ class Routes:
                 *session.wait_of(asked.model, self._timeout_s),
             ) as awaited:
                 replies = await awaited.result()
+
             self._metrics.count_tokens(replies)
             content = msgspec.json.encode(api.answer(asked, replies))
         except BaseException:
             session.lose(delivery)
             raise
+
         return WholeAnswer(content, delivery, session)
 
     async def _streamed(
@@ -277,6 +287,7 @@ class Routes:
             session = self._session(request)
         except Refusal as refusal:
             return _refused(refusal, APIS[0])
+
         about = {"object": "model", "created": self._started_at, "owned_by": "agentevo"}
         names = [
             *(list(filter(None, session.conversations)) or [self._model]),
@@ -333,6 +344,7 @@ class Routes:
                 or headers.get(b"x-api-key")
                 or (bearer.strip() if scheme.lower() == b"bearer" else b"")
             ).decode("latin-1")
+
         return self._sessions.get(key) if key else None
 
 

@@ -78,6 +78,7 @@ class Bridge:
         except RuntimeError:
             work.close()
             raise
+
         crossing.answer.add_done_callback(crossing.give_up)
         return crossing.answer
 

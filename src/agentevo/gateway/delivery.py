@@ -74,6 +74,7 @@ class Awaited(Generic[T]):
         except asyncio.CancelledError:
             if self._error is None:
                 raise
+
         if self._error is not None:
             raise self._error
         return result
@@ -140,6 +141,7 @@ def _joined(pieces: list[Piece]) -> Iterable[Piece]:
             yield _with(last, texts)
         last = piece
         texts = [piece.text] if isinstance(piece, _TEXTS) else []
+
     if last is not None:
         yield _with(last, texts)
 
@@ -213,6 +215,7 @@ class EventStream(Response):
                 await tell(_part(events + self._news(), more=True))
                 events = b""
                 await self._heard.wait()
+
             events += self._news()
             await tell(_part(events + self._encoded(await self._end()), more=True))
             is_delivered = await _end_of(scope, send)

@@ -148,6 +148,7 @@ class Gateway:
             target=lambda: asyncio.run(self._serve(started)), name="agentevo-gateway", daemon=True
         )
         self._thread.start()
+
         try:
             self._base = started.result(START_S)
         except BaseException as error:
@@ -178,6 +179,7 @@ class Gateway:
                 f"agents that bring a client of their own need the package {missing.name!r}: pip "
                 "install 'agentevo[serve]'"
             ) from missing
+
         front = self.in_front
         routes = Routes(
             self._sessions,
@@ -187,6 +189,7 @@ class Gateway:
             requests_per_s=self._section.requests_per_s,
             more_page=None if front is None else front.page,
         )
+
         listener = self._listener
         if listener is None:
             listener = open_socket(self._section.host, self._section.port)
@@ -209,4 +212,5 @@ class Gateway:
                 **settings,
             )
         )
+
         return url_of(listener, encrypted=self._tls is not None)

@@ -45,6 +45,7 @@ class RateLimit:
         """One request more. Raises Refusal where that is too many."""
         if not self._per_s:
             return
+
         now = self._clock()
         full_at = max(allowance.full_at, now) + 1.0 / self._per_s
         if (wait_s := full_at - now - self._refill_s) > 1e-9:
@@ -56,6 +57,7 @@ class RateLimit:
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
             )
+
         allowance.full_at = full_at
 
     def take_wrong_key(self, address: str) -> None:

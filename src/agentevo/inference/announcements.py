@@ -86,20 +86,24 @@ class StoreAnnouncements:
         found = self._objects.under(FOLDER)
         if len(found) > MOST:
             raise OSError(f"{self._objects.url}/{FOLDER} has {len(found):,} objects: not a run's")
+
         for name, info in sorted(found.items()):
             state = state_of(info)
             before = self._seen.get(name)
             if before is not None and before[0] == state:
                 seen[name] = before
                 continue
+
             signed = self._read(name)
             is_ours = signed is not None and hmac.compare_digest(
                 signed.mac, self._mac(signed.announcement, signed.at)
             )
             if signed is not None and not is_ours:
                 self._warn(name)
+
             told = signed.announcement if signed is not None and is_ours else None
             seen[name] = (state, time.monotonic(), told)
+
         self._seen = seen
         now = time.monotonic()
         return [told for _, since, told in seen.values() if told and now - since <= DEAD_S]
@@ -118,6 +122,7 @@ class StoreAnnouncements:
         async def keep() -> None:
             with suppress(OSError):
                 await in_thread(self.forget_dead)
+
             trouble = ""
             while not ending.is_set():
                 now = msgspec.structs.replace(announcement, version=serves())
@@ -128,6 +133,7 @@ class StoreAnnouncements:
                     if not trouble:
                         LOG.warning("the engine could not be announced: %s", error)
                     trouble = str(error)
+
                 with suppress(TimeoutError):
                     async with asyncio.timeout(every_s):
                         await ending.wait()

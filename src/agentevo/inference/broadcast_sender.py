@@ -74,11 +74,13 @@ class BroadcastSender:
         self._version = version
         self._latest = None
         self._expected = set()
+
         while num_broken < MOST_BROKEN:
             asks = await self._waiting(missing)
             chosen = self._chosen(asks)
             if not chosen:
                 return
+
             went_well = await self._sent(chosen)
             num_broken += not went_well
             done = {ask.engine for ask in chosen} if went_well else set[str]()
@@ -119,6 +121,7 @@ class BroadcastSender:
             if fits and ask not in alone:
                 together.append(ask)
                 num_places += len(ask.places)
+
         return together or [ask for ask in alone if self._is_due(ask.engine)][:1]
 
     def _broken_rounds(self, engine: str) -> int:
@@ -158,12 +161,14 @@ class BroadcastSender:
         """One round, for these; whether it came to its end."""
         latest = self._latest
         assert latest is not None  # or nobody could have asked for it
+
         specs = self._specs()
         device = self._device()
         try:
             taken = self._files.take(asks)
             if not taken:
                 return True
+
             places = [place for ask in taken for place in ask.places]
             backend = backend_of([identity(device), *places])
             round_id = uuid.uuid4().hex
@@ -172,6 +177,7 @@ class BroadcastSender:
             for ask in taken:
                 answers[ask.id] = Answer(round_id, latest.sha256, backend, rank, len(places) + 1)
                 rank += len(ask.places)
+
             with self._files.round(round_id, answers):
                 one = next(iter(answers.values()))
                 refusals = send(self._files, one, specs, self._tensors, device)
@@ -181,14 +187,17 @@ class BroadcastSender:
         except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's own trouble
             self._say_not_reached(asks, str(error))
             return False
+
         if refusals:
             self._was_broken_off(
                 taken, f"{refusals} of {len(places)} found other bits than were sent"
             )
             return False
+
         for ask in taken:
             self._expected.add(ask.engine)
             self._broken.pop(ask.engine, None)
+
         self._said = ""
         return True
 

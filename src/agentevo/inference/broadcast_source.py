@@ -78,9 +78,11 @@ class BroadcastSource:
                 f"{self._files.folder} can't be written to ({error}), and an engine asks for "
                 "weights there: make it writable, or set rollout.transport=folder"
             ) from error
+
         self._asked = None
         if answer.sha256 != latest.sha256:
             raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
+
         return Incoming(str(self._files.folder), answer)
 
     def withdraw(self) -> None:
@@ -102,6 +104,7 @@ class BroadcastSource:
             self._files.ask(ask)
             self._asked = ask
             self._gone_at = None
+
         ends = time.monotonic() + WAIT_S
         renewed = time.monotonic()
         while time.monotonic() < ends:
@@ -111,6 +114,7 @@ class BroadcastSource:
                 break
             if self._has_ended and (self._asked is None or self._files.withdraw(ask)):
                 break
+
             if time.monotonic() - renewed > RENEW_S:
                 renewed = time.monotonic()
                 if self._files.renew(ask):
@@ -120,7 +124,9 @@ class BroadcastSource:
                 elif renewed - self._gone_at > ANSWER_S:
                     self._asked = None
                     break
+
             time.sleep(LOOK_S)
+
         raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
 
 

@@ -46,6 +46,7 @@ class RunCertificate:
         EngineError where the file can't be used."""
         if not self.file.exists():
             self._make()
+
         fingerprint = self.fingerprint()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -56,8 +57,10 @@ class RunCertificate:
             raise self._damaged() from error
         except OSError as error:
             raise self._unusable(error) from error
+
         if self.fingerprint() != fingerprint:  # somebody replaced the file meanwhile
             return self.server_context()
+
         return context, fingerprint
 
     def fingerprint(self) -> str:
@@ -83,6 +86,7 @@ class RunCertificate:
             write_atomic(self.public_file, certificate[0])
         except OSError as error:
             raise self._unusable(error) from error
+
         return self.public_file
 
     def _make(self) -> None:

@@ -108,6 +108,7 @@ def _pinned_to(address: EngineAddress) -> type[WebSocket]:
                         f"{address.certificate}, by which it is known: another run's engine, or "
                         "somebody in between; it was told nothing"
                     )
+
             await super().handshake(*args, **options)
 
     return Pinned
@@ -175,6 +176,7 @@ class ClientConnection:
             ) from error
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: a URL that is none
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+
         return cls(websocket, url, every_s, hear)
 
     @property
@@ -220,13 +222,16 @@ class ClientConnection:
     ) -> Completion:
         if self.lost is not None:
             raise LostError(str(self.lost))
+
         number = message.id
         deadline_s = message.deadline_s
         self._outbox.put(message)
+
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         if streamed is not None:
             streamed.begin()
             self._streams[number] = streamed
+
         answer = None
         try:
             async with asyncio.timeout(deadline_s):
@@ -241,10 +246,12 @@ class ClientConnection:
             self._streams.pop(number, None)
             if answer is None:
                 self._outbox.put(Cancel(id=number))
+
         if isinstance(answer, Completed):
             if streamed is not None:
                 streamed.finish(answer.completion)
             return answer.completion
+
         raise LostError(str(answer)) if isinstance(answer, LostError) else raised(answer)
 
     def release(self, session: str) -> None:
@@ -263,15 +270,19 @@ class ClientConnection:
         with LostError."""
         if self.lost is not None:
             return
+
         self.lost = LostError(f"{self._url}: {reason}")
         for task in self._tasks:
             task.cancel()
+
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_result(self.lost)
+
         for watch in self._watches.values():
             if not watch.done():
                 watch.set_result(None)
+
         self._watches.clear()
         self._websocket.transport.abort()
 
@@ -320,6 +331,7 @@ class ClientConnection:
         future = self._answers.get(tokens.id)
         if streamed is None or future is None or future.done():
             return
+
         try:
             streamed.add(tokens.ids, tokens.logprobs)
         except (ListenerError, StreamDivergedError) as error:

@@ -31,11 +31,13 @@ class EngineGrammars:
         compiled in time."""
         if not sampling.grammar:
             return None
+
         key = (sampling.grammar, sampling.stop_token_ids)
         if self._grammars is not None and self._grammars.is_ready(*key):
             return self._grammars.begin(
                 *key
             )  # at once: the order of events decides who shares a step
+
         compiling = asyncio.get_running_loop().run_in_executor(_COMPILER, self._begin, *key)
         try:
             async with asyncio.timeout(deadline_s):

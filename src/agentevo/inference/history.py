@@ -88,10 +88,12 @@ class Node:
         """The children that mean the same and may be written otherwise."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
+
         for child in self.children[self._num_keyed :]:
             child._is_keyed = True
             for form in child.forms:
                 self._by_key.setdefault(key_of(form, child.place), []).append(child)
+
         self._num_keyed = len(self.children)
         similar = self._by_key.get(key_of(message, place), ())
         return [child for child in dict.fromkeys(similar) if child._is_alike(message)]
@@ -100,6 +102,7 @@ class Node:
         """Whether the message is this one. `serves_clients`: also where it is written otherwise."""
         if message in self.forms:
             return True
+
         key = key_of(message, place)
         return (
             serves_clients
@@ -184,6 +187,7 @@ class Histories:
         """The last message is a new one, whatever it says. Nothing is added."""
         root = self.roots.get(tools) or Node(tools)
         places = places_of(messages)
+
         answer: Node | None = None
         otherwise: _Step | None = None
         reached = [_Reached(root)]
@@ -198,14 +202,18 @@ class Histories:
                 ]
                 if not following:
                     break
+
                 if len(following) > 1:
                     _count_named(following, messages, number)
                     following.sort(key=_Reached.rank)
+
                 reached = following
+
             matched = number + 1
             if reached[-1].node.turn is not None:
                 answer = reached[-1].node
                 otherwise = reached[-1].otherwise
+
         return Found(
             answer=answer,
             root=root,
@@ -225,6 +233,7 @@ class Histories:
         exact = node.exact(message)
         for child in exact:
             yield _Reached(child, before.num_alike, before.num_named, before.otherwise)
+
         if self.serves_clients and len(exact) < len(node.children):
             for child in node.alike(message, places[number]):
                 if child not in exact:
@@ -241,6 +250,7 @@ class Histories:
             if not known and self.serves_clients:
                 known = node.alike(message, place)
             node = known[-1] if known else node.add(message, place)
+
         return node
 
 
@@ -251,6 +261,7 @@ def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], numbe
         if result.role != "tool":
             break
         ids.add(result.tool_call_id or "")
+
     for one in reached:
         if one.node.turn is not None:
             one.num_named += any(

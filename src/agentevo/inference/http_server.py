@@ -42,6 +42,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"can't listen on {host}:{port} ({reason}): give another --host or --port"
         ) from error
+
     return listener
 
 
@@ -75,6 +76,7 @@ class _Server(uvicorn.Server):
         if self.lifespan.should_exit:
             self.should_exit = True
             return
+
         admission = Admission(
             self._listener, self.config, self.server_state, self._tls, self._limits
         )

@@ -71,6 +71,7 @@ class Objects:
             content: bytes = self._call(lambda: self.files.cat_file(place), place, size)
             if len(content) == size:
                 return content
+
             before = state_of(info)
             info = self.info(path)
             if state_of(info) == before:
@@ -84,8 +85,10 @@ class Objects:
         if "file" not in self._protocols:
             self._upload(place, content)
             return
+
         folder, _, name = place.rpartition("/")
         self._call(lambda: self.files.makedirs(folder, exist_ok=True), folder)
+
         staging = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
         try:
             self._upload(staging, content)
@@ -140,6 +143,7 @@ class Objects:
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
         if len(self._hanging) >= MAX_HANGING:
             raise OSError(f"{self.url}: {MAX_HANGING} calls hang")
+
         thread = threading.Thread(target=work, name="object store", daemon=True)
         thread.start()
         try:
@@ -166,6 +170,7 @@ def _opened(url: str) -> tuple[Any, str]:
             f"rollout.weights.url={url}: fsspec knows no {protocol!r}: use s3://BUCKET/FOLDER, "
             "gs://, az://, or another of fsspec.available_protocols()"
         )
+
     try:
         files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
@@ -173,4 +178,5 @@ def _opened(url: str) -> tuple[Any, str]:
         raise MissingExtraError(f"rollout.weights.url={url} needs a package: {extra}") from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"rollout.weights.url={url} can't be used: {error}") from error
+
     return files, str(root).rstrip("/")

@@ -56,6 +56,7 @@ def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
                 f"token {place} of the prompt is {token!r}: ids of this model are whole "
                 f"numbers from 0 to {vocabulary - 1}"
             )
+
     return ids
 
 
@@ -81,4 +82,5 @@ def recorded_beginning(
             ):
                 known, parent = max((known, parent), (end, child))
                 reached.append((end, child))
+
     return known, parent if known else None

@@ -75,6 +75,7 @@ class Publication:
             state = await in_thread(self._folder.state, self._latest.version)
             if state == self._looked_whole and not late:
                 return
+
             try:
                 await in_thread(self._folder.check, self._latest)
             except EngineError as error:
@@ -87,6 +88,7 @@ class Publication:
                 self._looked_whole = state
                 self._verified_at = time.monotonic()
                 return
+
         try:
             await self._write()
         except OSError as error:  # the folder is away, or full: again at the next look
@@ -104,6 +106,7 @@ class Publication:
         self._latest = Latest(self._version, sha256)
         self._said = ""
         self._in_full = False
+
         if self._folder.advice and not self._advised:
             self._advised = True
             self._note(self._folder.advice)

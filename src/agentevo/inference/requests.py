@@ -95,6 +95,7 @@ class Request:
             self.penalties.take(token)
         if self.future is None or self.future.done():
             return
+
         try:
             if self.grammar is not None:
                 self.grammar.take(token)

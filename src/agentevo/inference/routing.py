@@ -55,6 +55,7 @@ class TokenRows:
             if self._rows is not None:
                 grown[: self.count] = self._rows[: self.count]
             self._rows = grown
+
         self._rows[self.count : stop] = rows
         self.count = stop
 
@@ -98,6 +99,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
         return None
     if all(sequence.routed.count <= sequence.cached for sequence, _ in batch.work):
         return Recording(routers)
+
     total = batch.input_ids.shape[1]
     rows = np.full((total, routers.layers, routers.top_k), OWN, dtype=np.int64)
     begin = 0
@@ -107,6 +109,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
             again = sequence.routed.first(known)[sequence.cached :]
             rows[begin : begin + len(again)] = again
         begin += count
+
     return Recording(routers, Replay(torch.as_tensor(rows, device=batch.input_ids.device)))
 
 

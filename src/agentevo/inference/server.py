@@ -187,6 +187,7 @@ class _Guard:
         answer = self._refusal(scope)
         if answer is None and not connection.admit():
             answer = status_and_answer(EngineUnavailableError(FULL))
+
         try:
             if answer is None:
                 await self._app(scope, receive, _closing(send))
@@ -244,6 +245,7 @@ async def _body(request: Request) -> bytes:
         raise DeadlineExceededError(
             f"the request's body has not come within {BODY_S:g} s: send all of it"
         ) from None
+
     return body
 
 
@@ -267,6 +269,7 @@ async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
         )[1]
     except EngineError as error:
         status, content = status_and_answer(error)
+
     return _json(content, status)
 
 

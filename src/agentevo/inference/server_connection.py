@@ -101,6 +101,7 @@ class ServerConnection:
             await self._websocket.accept()
         except WebSocketDisconnect:
             return
+
         self._tell()
         work = [
             asyncio.ensure_future(duty)
@@ -119,10 +120,12 @@ class ServerConnection:
             for task in (*work, *requests):
                 task.cancel()
             await asyncio.gather(*work, *requests, return_exceptions=True)
+
         if closing.is_set():
             self._last_word = (GOING_AWAY, "the engine is going down: ask another one")
         if self._last_word is not None:
             await self._say_good_bye(*self._last_word)
+
         for task in done:
             task.result()
 
@@ -137,6 +140,7 @@ class ServerConnection:
                 ].decode()
                 self._last_word = (UNSUPPORTED, reason)
                 return
+
             watch = self._watch
             for message in messages:
                 if isinstance(message, (Generate, Score, Watch)):
@@ -145,8 +149,10 @@ class ServerConnection:
                         return
                     self._newest_id = message.id
                 self._take(message)
+
             if self._watch != watch:
                 self._tell()
+
             while len(self._outbox) > MAX_UNREAD:
                 await asyncio.sleep(UNREAD_S)
 
@@ -207,6 +213,7 @@ class ServerConnection:
         check_score(request.context_ids, request.ids, request.temperature, request.deadline_s)
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
+
         scores = await self._engine.score(
             request.context_ids,
             request.ids,
@@ -219,6 +226,7 @@ class ServerConnection:
         while True:
             await self._any_releases.wait()
             self._any_releases.clear()
+
             number = 0
             while self._releases:
                 session = next(iter(self._releases))
@@ -247,6 +255,7 @@ class ServerConnection:
             await asyncio.sleep(min(self._every_s, CHANGE_S))
             if len(self._outbox):
                 continue  # the client has not taken the last one yet
+
             now = self._state()
             before = self._told
             changed = before is None or (before.version, before.asleep) != (now.version, now.asleep)

@@ -53,6 +53,7 @@ def check_publish(
         raise EngineError(
             f"weights version {version} is not newer than {serving}: versions only grow"
         )
+
     if weights is not None and weights.model is not model:
         raise EngineError(
             "weights refused, nothing changed: they were verified for another engine's model: "
@@ -71,6 +72,7 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
         fitted[name] = tensor.detach().to(own[name])
         if not torch.isfinite(fitted[name]).all():
             raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
+
     return VerifiedWeights(model, fitted)
 
 
@@ -86,6 +88,7 @@ def check_shapes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) 
             f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: "
             "publish the model's own parameter names"
         )
+
     for name, shape in shapes.items():
         if shape != own[name].shape:
             raise EngineError(

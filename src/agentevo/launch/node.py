@@ -86,6 +86,7 @@ def run_node(
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, from 0")
     if not re.fullmatch(r"[\w.-]{1,200}", id):
         raise ConfigError(f"--id {id[:40]!r} becomes the name of a file: use letters, digits and -")
+
     words = [str(path.parent / plan.recipe), *plan.overrides]
     config = load_config(words[0], words[1:])
     run_dir = config.run_dir
@@ -102,12 +103,14 @@ def run_node(
         heart = stack.enter_context(Heart(beat)) if rank == 0 else None
         if node.trainer:
             trainer = stack.enter_context(_Trainer(plan, rank, head, words, run_dir))
+
         _look_after(node, words, config, len(plan.nodes) > 1, ended, stop, note)
         code = trainer.end() if trainer is not None else None
         if not code and rank != 0:
             code = _end_of_head(watch.poll)
         if heart is not None:
             heart.code = code
+
         return STOPPED if code is None else code
 
 
@@ -138,6 +141,7 @@ def _look_after(
             is_told = True
         if not goes_on():
             return
+
     with Children(_children(node, words, run_dir, is_shared), note, run_dir / "logs") as children:
         while goes_on():
             children.check()
@@ -233,15 +237,18 @@ class _Trainer:
         what is left then. Returns the exit code of the first one, or of the one that failed."""
         if self.poll() is None:
             self._processes[0].terminate()
+
         failed = self.poll()
         deadline = time.monotonic() + (GRACE_S if not failed else SOON_S)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.01))
+
         for process in self._processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
         codes = [_exit_code(process.wait()) for process in self._processes]
         first = failed or (codes[0] if self._leads else next((c for c in codes if c), 0))
         assert first is not None
@@ -307,15 +314,19 @@ class HeadWatch:
             beat = msgspec.json.decode(self._path.read_bytes(), type=Beat)
             if self._seen is None and beat.code is not None:
                 self._old = beat
+
             if beat != self._seen:
                 self._seen = beat
                 self._changed = time.monotonic()
+
             is_old = beat == self._old and time.monotonic() - self._changed < self._old_s
             if beat.code is not None and not is_old:
                 return beat.code
+
         if time.monotonic() - self._changed > self._lost_s:
             raise LostNodeError(
                 f"node 0 has not been heard of for {self._lost_s:g} s ({self._path}): look at its "
                 "log, and whether all machines see the same folder"
             )
+
         return None

@@ -91,6 +91,7 @@ def own(
     ray: Any = load_extra("ray", "ray", "agentevo launch own")
     plan = read_plan(path)
     fleet = _fleet(path.parent / SETTINGS)
+
     try:
         ray.init(
             address=address or os.environ.get("RAY_ADDRESS") or "auto",
@@ -103,6 +104,7 @@ def own(
             f"no Ray cluster at {address or 'RAY_ADDRESS'} ({str(error).splitlines()[0]}): start "
             "one with `ray start --head`, or give --address"
         ) from error
+
     try:
         with asked_to_stop() as stop:
             return _Owner(ray, plan, fleet, path, id or f"ray-{int(time.time())}", note).run(stop)
@@ -158,9 +160,11 @@ class _Owner:
                     return code
                 if stop():
                     return STOPPED
+
                 left = self._fleet.restarts - start
                 how = "was lost" if code is None else f"ended with exit code {code}"
                 self._note(f"the trainer {how}; {left} restarts are left")
+
             raise RayError(
                 f"the trainer was lost {self._fleet.restarts + 1} times: see {self._logs}"
             )
@@ -173,6 +177,7 @@ class _Owner:
         head = self._start(0, None, id, self._fleet.placed_s)
         for number in range(1, len(self._plan.nodes)):
             self._make(number)
+
         asked = False
         deadline = float("inf")
         while time.monotonic() < deadline:
@@ -181,19 +186,24 @@ class _Owner:
                 deadline = time.monotonic() + GRACE_S + SILENT_S
                 with suppress(self._ray.exceptions.RayError):  # the next look says what it is
                     self._call(0, "stop")
+
             for number in list(self._keepers):
                 code = self._look(number, head, id)
                 if number == 0 and code != "goes on":
                     self._drop_all()
                     return None if code == "lost" else int(code)
+
                 if code == "goes on":
                     continue
+
                 self._drop(number)
                 if code != "0" and not asked:
                     if code != "lost":
                         self._note(f"node {number}: ended with exit code {code}; it is begun again")
                     self._make(number)
+
             time.sleep(LOOK_S)
+
         self._drop_all()
         return None
 
@@ -202,6 +212,7 @@ class _Owner:
         placing = self._placing.get(number)
         if placing is None:
             return self._poll(number)
+
         if self._ray.wait([placing], timeout=0)[0]:
             try:
                 self._start(number, head, id, CALL_S)
@@ -211,6 +222,7 @@ class _Owner:
         elif time.monotonic() - self._heard[number] > self._fleet.placed_s:
             self._note(f"node {number}: no room for {self._fleet.placed_s:g} s; still waiting")
             self._heard[number] = time.monotonic()
+
         return "goes on"
 
     def _poll(self, number: int) -> str:
@@ -225,6 +237,7 @@ class _Owner:
             return "lost"
         except self._ray.exceptions.GetTimeoutError:
             return self._silent(number, f"no answer within {CALL_S:g} s")
+
         self._heard[number] = time.monotonic()
         return "goes on" if code is None else str(code)
 
@@ -271,6 +284,7 @@ class _Owner:
                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): look at "
                 "`ray status`, and raise --set placed_s=..."
             ) from error
+
         self._heard[number] = time.monotonic()
         self._note(f"node {number}: on {address}, process {process}, {log}")
         return address
@@ -280,6 +294,7 @@ class _Owner:
         one = {"CPU": float(self._fleet.cpus_per_node), **self._fleet.resources}
         if self._fleet.gpus:
             one["GPU"] = float(self._fleet.gpus)
+
         bundles = [one] * len(self._plan.nodes)
         strategy = "STRICT_SPREAD" if self._fleet.spread else "PACK"
         self._group = self._ray.util.placement_group(bundles, strategy=strategy)

@@ -79,6 +79,7 @@ class _UnderWay:
         self.seen_at = time.monotonic()
         self.num_seen = 0
         self.opened: Opened | None = None
+
         self.calls: list[RunningCall] = [
             one.calls.attempt("loop") for one in policy.conversations.values()
         ]
@@ -151,6 +152,7 @@ class Attempts:
             except BaseException:
                 self._slots.release()
                 raise
+
         attempt = self._open[self._handles[new.id]]
         if attempt.new != new:
             raise BadRequestError(f"the attempt {new.id!r} is another one: give a new one a new id")
@@ -160,17 +162,21 @@ class Attempts:
     def _begin(self, new: NewAttempt, has_session: bool) -> None:
         if self._is_closed:
             raise EngineUnavailableError("the run has ended: no attempt begins")
+
         if new.id in self._handles:  # asked for twice while all had to wait
             self._slots.release()
             return
+
         policy = self._make_policy(new, f"{new.group_id}#{new.number}")
         if new.elsewhere:
             policy.remote = cast("RemoteConversations", _Elsewhere(new.elsewhere))
+
         attempt = _UnderWay(new, policy)
         names = {agent: one.name for agent, one in policy.conversations.items()}
         keys = {}
         if has_session:
             keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
+
         handle = secrets.token_urlsafe(24)
         attempt.opened = Opened(handle=handle, names=names, keys=keys)
         self._open[handle] = attempt
@@ -193,16 +199,19 @@ class Attempts:
                 raise BadRequestError(f"an attempt makes {MAX_ASKS} calls at most")
             conversation = attempt.conversation(ask.agent)
             attempt.asks[ask.id] = attempt.start(self._generate(conversation, ask))
+
         task = attempt.asks[ask.id]
         await asyncio.wait([task])
         if task.cancelled():
             raise UnknownAttemptError("this attempt was ended while it asked: begin it again")
+
         return task.result()
 
     async def _generate(self, conversation: Conversation, ask: Ask) -> Answers:
         prompt: Any = ask.messages if ask.ids is None else ask.ids
         if not prompt:
             raise BadRequestError("messages is empty: give the whole history")
+
         turns = await conversation.complete(
             prompt, tools=ask.tools, overrides=ask.overrides, form=ask.form, n=ask.n
         )
@@ -243,10 +252,12 @@ class Attempts:
     async def _end(self, attempt: _UnderWay) -> Ended:
         for task in attempt.asks.values():
             task.cancel()
+
         await asyncio.gather(*attempt.asks.values(), return_exceptions=True)
         await attempt.policy.close()
         for call in attempt.calls:
             call.end("completed", None)
+
         return Ended(
             agents={
                 agent: self._recorded(attempt.new, agent, conversation)
@@ -264,6 +275,7 @@ class Attempts:
             turns=turns,
         )
         broken = conversation.broken
+
         return EndedAgent(
             turns=turns,
             numbers={index: number for number, index in enumerate(conversation.received)},
@@ -294,5 +306,6 @@ class Attempts:
                 "this attempt is not under way: it has ended, nothing was asked of it for long, or "
                 "the server was started anew; begin it again"
             )
+
         attempt.seen_at = time.monotonic()
         return attempt

@@ -42,6 +42,7 @@ class Calls:
             left = self._open
             self._open = {}
             self._tasks = {}
+
         for future, work in left.items():
             with suppress(RuntimeError):  # its task has swallowed its cancellation
                 work.close()
@@ -71,6 +72,7 @@ class Calls:
         except asyncio.CancelledError:
             self.soon(lambda: self._cancel(future))
             raise
+
         return future.result()
 
     def call_now(self, work: Callable[[], T], within_s: float) -> T:
@@ -97,9 +99,11 @@ class Calls:
             is_open = self._loop is not None and not self.is_closed
             if is_open:
                 self._open[future] = work
+
         if not is_open:
             work.close()
             raise self._ended()
+
         self.soon(lambda: self._start(future))
         return future
 

@@ -81,6 +81,7 @@ class Client:
             raise ConfigError(
                 "this is not a key: give the content of the file that `agentevo server` named"
             )
+
         self._headers = {"Authorization": f"Bearer {key.strip()}"}
         self._patience_s = patience_s
         self._http: httpx.AsyncClient | None = None
@@ -91,6 +92,7 @@ class Client:
         if self._address.certificate:
             verify = await in_thread(pinned_context, self._address)
             self._tunnel = Tunnel(self._address, verify)
+
         self._http = httpx.AsyncClient(
             base_url=self._address.url,
             headers=self._headers,
@@ -132,6 +134,7 @@ class Client:
             raise ConfigError(
                 f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
             )
+
         options = {
             key: plain_option(value, named=key in NAMED_SECTIONS)
             for key, value in sections.items()
@@ -140,6 +143,7 @@ class Client:
         program = ProgramParts.read(rewards, remote_models, agents or {})
         if agents is not None:
             options["agents"] = program.agents
+
         connection = _ServedModel(self, name, options, program)
         try:
             yield TrainableModel(connection, await connection.open_model(), program.rewards)
@@ -167,8 +171,10 @@ class Client:
                     ends = time.monotonic() + self._patience_s
                     pause = FIRST_PAUSE_S
                     continue
+
                 if answer.is_success:
                     return await in_thread(decode, answer.content, kind)
+
                 raise _failure(answer)
             except httpx.TransportError as error:
                 if time.monotonic() + pause >= ends:
@@ -176,6 +182,7 @@ class Client:
                         f"{self._address.url} does not answer ({type(error).__name__} {error}): "
                         "is `agentevo server` running there?"
                     ) from error
+
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -98,10 +98,12 @@ class RemoteConversation:
         except EngineUnavailableError as error:
             self.broken = self.broken or error
             raise
+
         self.slept_s = answers.slept_s
         self.take(answers.turns)
         for turn, opening in zip(answers.turns, answers.openings, strict=True):
             self._openings[turn.index] = opening
+
         return answers.turns
 
     def take(self, turns: Sequence[Turn]) -> None:
@@ -116,12 +118,14 @@ class RemoteConversation:
         """Ends the attempt; what is recorded of it is known from now on."""
         if self._is_closed:
             return
+
         self._is_closed = True
         try:
             ended = (await self.attempt.end()).agents[self.agent]
         except EngineUnavailableError as error:
             self.broken = self.broken or error
             return
+
         self._turns = {
             index: msgspec.structs.replace(ended.turns[number], index=index)
             for index, number in ended.numbers.items()
@@ -139,6 +143,7 @@ class RemoteConversation:
         """See Conversation.recorded."""
         if self.ended is None:
             return []
+
         numbers = self.ended.numbers
         given = {numbers[index]: reward for index, reward in rewards.items() if index in numbers}
         return [

@@ -74,9 +74,11 @@ class Door:
         """The application behind the admission of connections (inference/admission.py)."""
         if scope["type"] != "http":
             return
+
         if not (scope["path"] + "/").startswith(PREFIX + "/"):
             await self._gateway.guarded(scope, receive, send)
             return
+
         connection: Connection = scope["state"]["connection"]
         request = Request(scope, receive)
         if not await in_thread(self.secret.is_in, request.headers.get("authorization")):
@@ -84,10 +86,12 @@ class Door:
             response = _failed(401, Failure(type="ConfigError", message=message))
             await response(scope, receive, send)
             return
+
         if not connection.admit():
             busy = Failure(type="EngineUnavailableError", message="too many connections")
             await _failed(503, busy)(scope, receive, send)
             return
+
         try:
             response = await self._answered(request)
             await response(scope, receive, send)
@@ -156,6 +160,7 @@ class Door:
                 file = "/".join(rest)
                 number = int(step) if step.isdecimal() and len(step) < 10 else -1
                 return FileResponse(await in_thread(service.checkpoint_file, number, file))
+
         raise BadRequestError(f"nothing is at {method} {request.url.path}")
 
     async def _state(self, name: str) -> Response:
@@ -178,6 +183,7 @@ class Door:
                 return _json(await _quick(service.call(service.attempts.settle(handle))))
             case [handle, "end"]:
                 return _json(await _quick(service.call(service.attempts.end(handle))))
+
         raise BadRequestError(f"nothing is at {request.url.path}")
 
 
@@ -206,6 +212,7 @@ async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BOD
                 pieces.append(piece)
     except TimeoutError as error:
         raise BadRequestError(f"the body did not come within {within_s:g} s") from error
+
     return b"".join(pieces)
 
 

@@ -66,6 +66,7 @@ class Rollout:
         size = (1 if greedy else model.state.group_size) if size is None else size
         if size < 1:
             raise ConfigError(f"size is {size}: a group has at least one attempt")
+
         self._scoring(model).check([own], needed=False)
         name = await model.connection.group(own.id, greedy=greedy)
         beside = [] if greedy or not model.state.has_baseline else [baseline_name(name, own.id)]
@@ -75,6 +76,7 @@ class Rollout:
         )
         members = made[:size]
         greedy_ones = made[size:]
+
         return Group(
             id=name,
             task=own,
@@ -102,6 +104,7 @@ class Rollout:
                 without = [one.id in unrewarded for one in judged]
                 judged = await self._scoring(model).score(judged, without, {}, task=task)
             scored += judged
+
         return scored
 
     async def _made(
@@ -117,6 +120,7 @@ class Rollout:
                     failures += 1
                     if failures == RETRIES.max_failures:
                         raise EngineError(f"given up after {failures} tries: {error}") from error
+
             await asyncio.sleep(RETRIES.delay_s(failures))
 
     async def _attempt(

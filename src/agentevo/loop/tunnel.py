@@ -45,17 +45,20 @@ def pinned_context(address: EngineAddress) -> ssl.SSLContext:
             shown = encrypted.getpeercert(binary_form=True) or b""
     except OSError as error:
         raise EngineUnavailableError(f"{address.url} does not answer: {error}") from error
+
     fingerprint = fingerprint_of(shown)
     if not hmac.compare_digest(fingerprint, address.certificate):
         raise ConfigError(
             f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, by "
             "which it is known: another server, or somebody in between; it was told nothing"
         )
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=shown)
+
     return context
 
 
@@ -84,6 +87,7 @@ class Tunnel:
                     daemon=True,
                 ).start()
                 self._base = started.result(CONNECT_S)
+
             return self._base
 
     def close(self) -> None:
@@ -100,6 +104,7 @@ class Tunnel:
         except OSError as error:
             started.set_exception(error)
             return
+
         started.set_result(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         await self._stop.wait()
         server.close()
@@ -112,6 +117,7 @@ class Tunnel:
                 far_reader, far = await asyncio.open_connection(
                     self._host, self._port, ssl=self._context, server_hostname="agentevo"
                 )
+
             ways = [
                 asyncio.ensure_future(_pass_on(reader, far)),
                 asyncio.ensure_future(_pass_on(far_reader, writer)),

@@ -135,6 +135,7 @@ class CpuKernels:
             out.data_ptr(),
             torch.get_num_threads(),
         )
+
         return out
 
     def rms_norm(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -188,6 +189,7 @@ class CpuKernels:
             k.data_ptr(),
             torch.get_num_threads(),
         )
+
         return q, k
 
     def keep(
@@ -232,6 +234,7 @@ class CpuKernels:
         prefix if there is one; of its Q places the first counts [B] are its last tokens, the rest
         pad. All int64; D is a multiple of WHOLE."""
         assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
+
         batch, queries = tokens.shape
         self._library.attend(
             cache,
@@ -312,6 +315,7 @@ def _attended(
     one = torch.ones(5, dtype=torch.int64)
     places = torch.arange(5)
     kernels.keep(cache, k, v, one, places)
+
     q = queries[:, None].contiguous()
     out = numbers.new_empty(5, 1, 16)
     length = torch.tensor([5])

@@ -93,6 +93,7 @@ def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak
     products: list[Callable[[], torch.Tensor]] = [lambda: left @ right]
     if device == "cpu" and dtype == torch.float32 and linear.available():
         products.append(lambda: linear.product(left, right))
+
     fastest = min(_seconds(product, device) for product in products)
     where = f"cpu, {threads} threads" if device == "cpu" else name_of(torch.device(device))
     return Peak(2 * side**3 / fastest, f"{where}, {str(dtype).removeprefix('torch.')}, measured")
@@ -108,4 +109,5 @@ def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
         product()
         synchronize(torch.device(device))
         seconds.append(time.perf_counter() - begun)
+
     return min(seconds[1:])

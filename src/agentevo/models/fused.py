@@ -50,9 +50,11 @@ class FusedLayer(PackedWeights):
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_rotated = self.num_heads + attention.k_proj.out_features // self.head_dim
         self.scaling = float(attention.scaling)
+
         self.window: int | None = getattr(attention, "sliding_window", None)
         if isinstance(layer, MistralDecoderLayer):
             self.window = getattr(attention.config, "sliding_window", None)
+
         self.attention = attention
         self.has_head_norms = hasattr(attention, "q_norm")
         self.epsilon = float(layer.input_layernorm.variance_epsilon)  # type: ignore[union-attr, arg-type]
@@ -82,6 +84,7 @@ class FusedLayer(PackedWeights):
         if weights is None:
             self.drop()
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+
         return self.of_tokens(hidden_states[0], weights, plan, rotation).unsqueeze(0)
 
     @property
@@ -150,8 +153,10 @@ class FusedLayer(PackedWeights):
             query = heads[:, :num_q]
             key = heads[:, num_q : self.num_rotated]
             heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
+
         if (kernels := cpu_kernels()) is not None:
             return kernels.rotated(heads, num_q, num_k, cos[0], sin[0])
+
         heads = heads[:, : self.num_rotated]
         cos = cos.transpose(0, 1)  # [T, 1, D]
         sin = sin.transpose(0, 1)  # [T, 1, D]
@@ -161,6 +166,7 @@ class FusedLayer(PackedWeights):
         rotated_low, rotated_high = rotated.chunk(2, -1)
         rotated_low.addcmul_(high, sin_low, value=-1)
         rotated_high.addcmul_(low, sin_high)
+
         return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
@@ -172,11 +178,13 @@ class FusedLayer(PackedWeights):
             if of_linear is None:
                 return None
             made_of += of_linear
+
         for name in NORMS:
             norm: Any = self.layer._modules[name]
             if type(norm) is not self.norm_class:
                 return None
             made_of.append(cast(Any, norm).weight)
+
         return made_of
 
     def _packed(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
@@ -203,6 +211,7 @@ class FusedLayer(PackedWeights):
             )
             self.packed_of = made_of  # keeps the ids in packed_state from being given away
             self.packed_state = state
+
         return self.packed
 
 
@@ -217,4 +226,5 @@ def use_fused_layers(model: PreTrainedModel) -> int:
         if plain_norms and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
             layer.forward = FusedLayer(layer)
             fused += 1
+
     return fused

@@ -44,6 +44,7 @@ class FusedDecoder:
         layers = self._layers() if straight else None
         if layers is None:
             return type(self.decoder).forward(self.decoder, *args, **kwargs)
+
         decoder: Any = self.decoder
         embedded = decoder.embed_tokens(kwargs["input_ids"])
         rotation = decoder.rotary_emb(embedded, position_ids=kwargs["position_ids"])
@@ -51,6 +52,7 @@ class FusedDecoder:
         plan = kwargs["plan"]
         for layer, weights in layers:
             x = layer.of_tokens(x, weights, plan, rotation)
+
         return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
 
     def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
@@ -82,6 +84,7 @@ class FusedDecoder:
             if listened or not isinstance(fused, FusedLayer) or (own := fused.weights()) is None:
                 return None
             layers.append((fused, own))
+
         return layers
 
 

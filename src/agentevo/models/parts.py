@@ -66,10 +66,12 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
     what is no grid of it."""
     if len(grid) != len(shape):
         raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
+
     for starts, length in zip(grid, shape, strict=True):
         ascends = all(one < other for one, other in itertools.pairwise([*starts, length]))
         if not starts or starts[0] != 0 or not ascends:
             raise ValueError(f"boxes that begin at {list(starts)} of {length}")
+
     sizes = [
         [end - begin for begin, end in itertools.pairwise([*starts, length])]
         for starts, length in zip(grid, shape, strict=True)
@@ -110,12 +112,15 @@ class Part:
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
         shape = list(place.shape)
+
         offset = [0] * place.dim()
         if isinstance(place, DTensor):
             offset = list(place.__create_chunk_list__()[0].offsets)
+
         if cut is not None:
             shape[cut.dim] = cut.length
             offset[cut.dim] += cut.first
+
         return cls(local, tuple(shape), tuple(offset))
 
     @property
@@ -164,14 +169,17 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
     tensor of another shape, where a part of it is asked for."""
     if not isinstance(parameter, DTensor) and cut is None:
         return saved.to(parameter.device) if isinstance(saved, torch.Tensor) else saved.read()
+
     part = Part.of(parameter, cut=cut)
     if tuple(saved.shape) != part.shape:
         raise ValueError(f"a tensor {tuple(saved.shape)} for one of {part.shape}")
+
     box = part.box
     local = saved.read(box) if not isinstance(saved, torch.Tensor) else saved[box.slices].clone()
     local = local.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return local
+
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -208,6 +216,7 @@ class Wholes:
         givers = self._givers(name)
         whole = _begun(part)
         self._take(whole, givers)
+
         found = sum(math.prod(box.sizes) for box in givers.values())
         wanted = whole.numel()
         if found != wanted:
@@ -215,6 +224,7 @@ class Wholes:
                 f"{name}: processes have parts of {found} elements of a tensor of {wanted}: this "
                 "is a defect, please report it"
             )
+
         return name, whole
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ def make_tiny(
     """
     tokenizer = tiny_tokenizer(tiny, corpus)
     _check_memory(tiny.num_parameters + 2 * len(tokenizer) * tiny.hidden_size)
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=tiny.hidden_size,

@@ -108,10 +108,12 @@ class _SideBySide:
             k = torch.cat([old_k, k])
             v = torch.cat([old_v, v])
             sources = [*self.before.tokens, *sources]
+
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
+
         hidden = [[not query.sees(key, window) for key in sources] for query in self.tokens]
         scores = scores.masked_fill(torch.tensor(hidden, device=q.device), float("-inf"))
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1).to(v.dtype), v)
@@ -165,6 +167,7 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
     if next(model.parameters()).is_meta:
         model.set_attn_implementation(implementation)
         return
+
     text, *others = _texts(model)
     with _evaluating(model):
         alone = _own_logits(model, text)
@@ -196,20 +199,24 @@ def _cause(
             "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), so "
             "packed sequences would mix"
         )
+
     if _difference(_packed_logits(model, text, others, None), alone) <= tolerance:
         return "what it predicts depends on the longest sequence of a pass"
+
     changed = _own_logits(model, [*text[:-1], others[0][0]])
     if not _difference(changed[:-1], alone[:-1]) <= tolerance:
         return (
             "a token sees those after it (is_decoder in its config.json is false, or it is no "
             "causal language model)"
         )
+
     given = _own_logits(model, text, position_ids=list(range(TEXT)))
     if not _difference(given, alone) <= tolerance:
         return (
             "its positions do not begin at 0, so it would meet other ones in training and in the "
             "engine than in transformers"
         )
+
     return None
 
 
@@ -279,6 +286,7 @@ def _logits(
             f"{_name(model)} gives logits of {len(logits)} tokens where {len(rows)} are asked for "
             f"(logits_to_keep): {REMEDY}"
         )
+
     return logits
 
 

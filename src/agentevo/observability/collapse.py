@@ -148,6 +148,7 @@ class CollapseMonitor:
             if message is not None and (last is None or step - last >= self.limits.cooldown_steps):
                 self._state.last_warned[code] = step
                 warnings.append(CollapseWarning(code=code, step=step, message=message))
+
         return warnings
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,12 +177,15 @@ class CollapseMonitor:
                 key == GRAD_NORM and value == 0.0
             ):  # a step whose groups were all dropped says nothing of gradients
                 continue
+
             past = state.means.setdefault(key, RunningMean())
             if key == GRAD_NORM and past.count >= limits.warmup_steps:
                 value = min(
                     value, limits.gradient_factor * past.mean
                 )  # a spike must not hide the next one
+
             past.add(value, limits.smoothing)
+
         state.failing_steps = state.failing_steps + 1 if _finite(metrics, SUCCESS) == 0.0 else 0
         score = self._mean(SCORE)
         if score is not None:
@@ -195,6 +199,7 @@ class CollapseMonitor:
             if state.best_score is None or score > state.best_score + gain:
                 state.best_score = score
                 state.best_score_step = step
+
         state.highest_spread = max(state.highest_spread, self._believed(SPREAD) or 0.0)
         entropy = self._believed(ENTROPY)
         if entropy is not None:
@@ -235,6 +240,7 @@ class CollapseMonitor:
         ]
         if not broken:
             return None
+
         return (
             f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
             "steps can't be trusted. "
@@ -252,6 +258,7 @@ class CollapseMonitor:
         }
         if total == 0 or sum(lost.values()) < self.limits.lost_rollouts * total:
             return None
+
         reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
         kinds = {
             key.removeprefix(FAILED): f"{count:.0f} {key.removeprefix(FAILED)}"
@@ -259,6 +266,7 @@ class CollapseMonitor:
             if key.startswith(FAILED) and (count := _finite(metrics, key))
         }
         late = any(kind.endswith("timeout") for kind in kinds)
+
         return (
             f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the "
             "environment, the agent or the engine is at fault rather than the policy. "
@@ -283,6 +291,7 @@ class CollapseMonitor:
         usual = self._state.usual_gradient
         if value is None or not usual or value <= self.limits.gradient_factor * usual:
             return None
+
         return (
             f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running "
             f"mean of {usual:.3g}. If it happens again the "
@@ -295,6 +304,7 @@ class CollapseMonitor:
         spread = self._believed(SPREAD)
         ratio = self._believed(ZERO_SPREAD)
         peak = self._state.highest_spread
+
         equal = ratio is not None and ratio >= self.limits.zero_spread_ratio
         shrunk = spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
         if (
@@ -304,6 +314,7 @@ class CollapseMonitor:
             or self._all_failing(metrics)
         ):
             return None
+
         seen = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
         seen += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
         return (
@@ -326,6 +337,7 @@ class CollapseMonitor:
             or not self._stalled()
         ):
             return None
+
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
             f"{entropy / start:.0%} of the {start:.2g} it "
@@ -348,6 +360,7 @@ class CollapseMonitor:
             or self._solved()
         ):
             return None
+
         return (
             f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
             f"{entropy:.2g} nats a token. Lower "
@@ -361,6 +374,7 @@ class CollapseMonitor:
         length = self._mean(LENGTH)
         if clipped is None or clipped < self.limits.clip_ratio or self._solved():
             return None
+
         words = "" if length is None else f" (mean length {length:.0f} tokens)"
         return (
             f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before "
@@ -374,6 +388,7 @@ class CollapseMonitor:
         score = self._believed(SCORE)
         if score is None or state.best_score is None or state.first_score is None:
             return None
+
         gained = state.best_score - state.first_score
         lost = state.best_score - score
         size = max(abs(state.best_score), abs(score), state.highest_spread)
@@ -384,6 +399,7 @@ class CollapseMonitor:
             or lost < self.limits.reward_noise * state.means[SCORE].deviation
         ):
             return None
+
         return (
             f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) "
             f"to {score:.3g}. The best checkpoint is "

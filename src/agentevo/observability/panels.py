@@ -57,6 +57,7 @@ def fonts(installed: Collection[str], texts: Iterable[str]) -> list[str]:
             "google-noto-sans-cjk-fonts (Fedora), and make them again with `agentevo report`",
             stacklevel=3,
         )
+
     return [*(name for name in FONTS if name in installed), *cjk]
 
 
@@ -116,6 +117,7 @@ def finish(axes: Axes, title: str, unit: str, *, steps: bool = True) -> None:
     left, right = axes.get_xlim()
     if right - left < 1:  # one step only
         axes.set_xlim(left - 1, right + 1)
+
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     if steps:
         axes.set_xlabel("step")

@@ -105,6 +105,7 @@ class SweepView:
         table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
         for name, (seconds, line) in runs.items():
             table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
+
         left = self._time_left(runs)
         heading = f"{self.title}  {len(self._ended)} of {self._total} ended" + (
             "" if left is None else f", about {format_duration(left)} left"

@@ -97,6 +97,7 @@ def outcome(trajectory: Trajectory) -> str:
     result = "success" if trajectory.success else "no success"
     if trajectory.status == "failed":
         result = f"failed: {visible(trajectory.error or 'no reason recorded')}"
+
     turns = len(trajectory.turns)
     tokens = trajectory.num_completion_tokens()
     drawn = [
@@ -104,6 +105,7 @@ def outcome(trajectory: Trajectory) -> str:
     ]
     logprob = f"log-prob {sum(map(sum, drawn)):.2f}" if drawn or not turns else "greedy"
     ended = ", ended by a limit" if trajectory.truncated else ""
+
     return (
         f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
         f"{tokens} {'sampled ' * (logprob != 'greedy')}tokens ({logprob}), "
@@ -179,9 +181,11 @@ class TokenLines:
                     top = Text(no_wrap=True)
                     bottom = Text(no_wrap=True)
                     used = 0
+
                 top.append(set_cell_size(token, width), style)
                 bottom.append(set_cell_size(logprob, width), "dim")
                 used += width
+
             yield top, bottom
 
         for top, bottom in lines():
@@ -218,6 +222,7 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
         parts.append(Text(visible(", ".join(facts)), "dim"))
     if credit:
         parts.append(Text(credit, "dim"))
+
     for turn in trajectory.turns:
         parts += [Rule(Text(_turn_heading(turn)), align="left", style="dim")]
         for role, text in prompt_texts(turn, decode):
@@ -225,9 +230,11 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             parts.append(
                 Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'blue')}"), lines)
             )
+
         parts.append(Text("policy:", f"bold {ROLE_STYLES['assistant']}"))
         parts.append(TokenLines(turn, decode))
         parts.append(Text(turn_facts(turn), "dim"))
+
     for remote in trajectory.remote_turns:
         parts += [Rule(Text(remote_heading(remote)), align="left", style="dim")]
         for message in remote.messages:
@@ -236,12 +243,15 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             style = f"bold {ROLE_STYLES.get(message.role, 'blue')}"
             parts.append(Text.assemble((f"{message.role}: ", style), lines))
         parts.append(Text(remote_facts(remote), "dim"))
+
     if trajectory.files:
         parts += [Rule(Text("files that were kept"), align="left", style="dim")]
         parts += [Text(line) for line in file_lines(trajectory)]
+
     legend = Text("probability: ", "dim")
     for (lowest, name), style in zip(LEVELS, STYLES, strict=True):
         legend.append(name, style).append(f" from {lowest:g}   ", "dim")
+
     return Group(*parts, Rule(style="dim"), legend)
 
 

@@ -32,6 +32,7 @@ class BackgroundSave:
     def start(self, step: int, write: Callable[[], str]) -> None:
         """`write` returns the checkpoint's sha256. Nothing else may be under way (`settle`)."""
         assert self._thread is None, "one checkpoint at a time"
+
         loop = _running_loop()
 
         def work() -> None:
@@ -52,18 +53,23 @@ class BackgroundSave:
         one that could not be."""
         if self._thread is None or not (wait or self._outcome is not None):
             return
+
         self._thread.join()
         outcome = self._outcome
         self._thread = None
         self._outcome = None
+
         if isinstance(outcome, AgentEvoError):
             raise outcome
+
         if isinstance(outcome, Exception):
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written "
                 f"({described(outcome)}): resume from an older one"
             ) from outcome
+
         assert outcome is not None
+
         self._saved(self._step, outcome)
 
     def __enter__(self) -> Self:

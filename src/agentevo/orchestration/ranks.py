@@ -123,10 +123,12 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
     if world_size() == 1:
         yield None
         return
+
     device = devices.find(config.model.device)
     devices.take(device, int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world = next(distributed.rendezvous("env://", timeout=COMPUTING))
     failures = Failures(distributed.PrefixStore("failures", store), rank, world)
+
     distributed.init_process_group(
         devices.collectives(device),
         store=distributed.PrefixStore("groups", store),
@@ -148,6 +150,7 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
             with suppress(RuntimeError):  # they may be gone already
                 _send_home(ranks, rank)
             raise
+
         _send_home(ranks, rank)
     except Exception as error:
         shown = failures.report(error)
@@ -167,6 +170,7 @@ def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
     with sigterm_told() as when_sigterm, joined(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
+
         when_sigterm(ranks.stops.tell)
         follower: _Follower | None = None
         while True:
@@ -175,10 +179,12 @@ def follow(config: RunConfig) -> None:
                 if follower is not None:
                     follower.saves.end()
                 return
+
             if name == "start":
                 follower = _Follower(ranks, config, *arguments)
                 continue
             assert follower is not None, f"{name} before start"
+
             follower.call(learner, name, arguments, options)
 
 
@@ -267,10 +273,12 @@ class Leader:
         self._is_spread = config.trainer.parallel.is_spread
         self._has_whole = serves or not self._is_spread
         """Whether this process has the whole model, too."""
+
         if self._is_spread:
             self._model = ranks.share(copy.deepcopy(model) if serves else model)
         else:
             self._model = model
+
         if not self._has_whole:
             lies_in_parts(
                 model,

@@ -54,6 +54,7 @@ class ResumeChecks:
         self._queues = beside and command_of(config.run_dir) != "loop"
         self._group_size = config.trainer.group_size
         self.warnings: list[str] = []
+
         for name, digests in ({} if self._head is None else self._head.files).items():
             if file_digest(self._folder / name) not in digests:
                 raise CheckpointError(
@@ -68,6 +69,7 @@ class ResumeChecks:
         committed = last.step if last is not None else 0
         if last is not None and KEY not in last.record:
             raise CheckpointError(f"{self._folder}: {OLDER}")
+
         later = sorted(step for step in checkpoints.folders() if step > committed + 1)
         ahead = self._head is not None and self._head.step > committed
         if later or ahead:
@@ -81,6 +83,7 @@ class ResumeChecks:
                 f"store, or, to give up all that came after step {committed}, delete "
                 f"{', '.join([*names, HEAD] if ahead else names)} in {self._folder}"
             )
+
         if last is not None and self._head is None:
             self.warnings.append(
                 f"{HEAD} was missing when the run was resumed after step {committed}: nothing says "
@@ -100,9 +103,11 @@ class ResumeChecks:
             )
             if newest is None:
                 return None, unusable
+
             saved = manifest.read(checkpoints.path(newest)).sha256
             if saved in await self._known_checkpoints(newest):
                 return newest, unusable
+
             unusable.append(
                 (newest, CheckpointError("it is whole, but the run has no record of saving it"))
             )
@@ -130,6 +135,7 @@ class ResumeChecks:
         head = self._head
         if head is not None and ends.get(head.step, head.chain) != head.chain:
             broken.append(head.step)
+
         if [record.step for record in records] != list(
             range(end.step + 1, end.step + 1 + len(records))
         ):
@@ -137,11 +143,13 @@ class ResumeChecks:
                 f"{self._folder}: the store {self._url} lacks committed steps after step "
                 f"{end.step}; {REMEDY}"
             )
+
         if broken:
             raise CheckpointError(
                 f"{self._folder}: the record of step {broken[0]} in the store {self._url} is not "
                 f"the one that was committed; {REMEDY}"
             )
+
         return records
 
     async def trajectories(self, steps: list[StepRecord], committed: int) -> None:
@@ -155,6 +163,7 @@ class ResumeChecks:
                 raise CheckpointError(
                     f"step {record.step} can't be done again: {error}; {REMEDY}"
                 ) from error
+
         groups: dict[str, str] = {}
         waiting: list[Filter] = [
             {"state": "ready", "split": "train"},
@@ -170,13 +179,16 @@ class ResumeChecks:
                         f"trajectory {one.trajectory.id!r} in the store {self._url} is not what "
                         f"was written; {REMEDY}"
                     )
+
                 if (one.state == "failed") == (one.trajectory.status == "completed"):
                     raise CheckpointError(
                         f"trajectory {one.trajectory.id!r} in the store {self._url} is "
                         f"{one.state}, though it {one.trajectory.status}; {REMEDY}"
                     )
+
                 if one.split == "train" and one.state in ("ready", "reserved"):
                     groups[one.trajectory.group_id] = one.trajectory.task_id
+
         if self._queues:
             await self._whole(groups)
 

@@ -127,6 +127,7 @@ class SynchronousRollouts:
         # An evaluation before must not change which tokens are computed together.
         for engine in self._parts.engines:
             await engine.forget_cache()
+
         trajectories = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
@@ -218,8 +219,10 @@ class Stream:
 
         with bar("waiting for attempts", len(groups), "groups") as passed:
             await self._until(finished)
+
         if len(aside) == len(groups):
             raise in_vain(step, aside)
+
         trajectories = [row.trajectory for row in await self._read(step=step, split="train")]
         order = {group: place for place, group in enumerate(groups.values())}
         agents = {agent: place for place, agent in enumerate(self._agents)}
@@ -236,6 +239,7 @@ class Stream:
             first = self._step == 0
             self._step = step
             self._taken = set()
+
             reserved = (
                 dict.fromkeys(
                     group_of_all(row.trajectory.group_id)
@@ -248,6 +252,7 @@ class Stream:
                 return Round(await self._groups(reserved), last=True)
             if first and self._serves_early and await self._served(step):
                 return Round([], last=True)
+
         size = self._config.trainer.group_size
         limit = len(self._taken) + wanted
 
@@ -264,6 +269,7 @@ class Stream:
 
         with bar("waiting for attempts", wanted, "groups") as passed:
             groups = (await self._until(fresh))[:wanted]
+
         self._taken.update(groups)
         return Round(await self._groups(groups))
 
@@ -279,11 +285,13 @@ class Stream:
             for agent in self._agents:
                 of_agent = group_of_agent(name, agent)
                 trajectories += [row.trajectory for row in await self._read(group_id=of_agent)]
+
             if self._baseline:
                 trajectories += [
                     row.trajectory
                     for row in await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))
                 ]
+
         return trajectories
 
     async def _read(self, **filters: Unpack[TrajectoryFilter]) -> list[StoredTrajectory]:
@@ -304,9 +312,12 @@ class Stream:
                 if self._look_after is not None:
                     await self._look_after()
                 looked = time.monotonic()
+
             if self._stop():
                 raise StopAskedError("stopped while waiting for attempts")
+
             await asyncio.sleep(self._config.rollout.poll_s)
+
         return answer
 
 
@@ -419,6 +430,7 @@ def _sleepers(parts: Components) -> list[SleepingEngine]:
             f"rollout.sharing=turns: the engine {parts.config.engine.type!r} can't sleep while the "
             "trainer computes: set rollout.sharing=overlap"
         )
+
     return engines
 
 
@@ -438,9 +450,11 @@ class DisaggregatedRollouts:
         self._elsewhere = parts.elsewhere
         """The engines that evaluate, where this process has none of its own: they get a step's
         weights before it is committed."""
+
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
         if self._elsewhere is not None:
             self._elsewhere.fed_by(self._published.look_after)
+
         self._lost = LostAttempts(parts.config, parts.store, note)
         self._stream = Stream(
             parts,

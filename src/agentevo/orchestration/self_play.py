@@ -28,6 +28,7 @@ class SelfPlayRollouts(SynchronousRollouts):
         section = parts.config.tasks.self_play
         proposals = parts.tasks.proposals
         assert section is not None and proposals is not None
+
         self._section = section
         self._group_size = proposals.group_size
         keys = (asked_key(task.query or "") for task in parts.tasks.never_trained())
@@ -39,6 +40,7 @@ class SelfPlayRollouts(SynchronousRollouts):
         config = self._parts.config
         for engine in self._parts.engines:
             await engine.forget_cache()
+
         sample = partial(
             sampler.sample,
             temperature=config.sampling.temperature,

@@ -45,13 +45,16 @@ def make_rollouts(
     program's own loop makes the attempts."""
     if submissions is not None:
         return SubmittedRollouts(parts, submissions)
+
     if apart:
         check = (lambda: None) if supervisor is None else supervisor.check
         return DisaggregatedRollouts(parts, stop, check, note)
+
     if parts.config.rollout.staleness and sampled:
         return ColocatedRollouts(parts, stop, note)
     if parts.config.tasks.self_play is not None:
         return SelfPlayRollouts(parts)
+
     return SynchronousRollouts(parts)
 
 
@@ -74,6 +77,7 @@ def make_trainer(
         )
         batches.measure = supervised.held_out
         return supervised, batches
+
     trainer: RolloutTrainer
     if config.algorithm.preference() is not None:
         make = partial(preference_trainer, config, demonstrations=solver_answers(parts))
@@ -96,8 +100,10 @@ def make_trainer(
             if leader is None
             else leader.make("policy")
         )
+
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
+
     tasks = parts.tasks
     store = parts.store
     note = parts.note

@@ -106,8 +106,10 @@ class TrainingRun:
             supervisor=processes,
             submissions=submissions,
         )
+
         if submissions is not None:
             submissions.save = self.keep_checkpoint
+
         self.leader = (
             None
             if ranks is None
@@ -147,11 +149,14 @@ class TrainingRun:
         self.end = start.end
         self.head = HeadFile(config.run_dir)  # as write_config has left it
         self.head.committed(self.end)
+
         for line in training_notes(self.parts):
             self.view.note(line)
+
         if resumed:
             something = start.checkpoint is not None or start.steps
             self.log.resume(start.end.step if something else -1)
+
         if start.checkpoint is not None:
             mapped = self.leader is not None and config.trainer.parallel.is_spread
             trainer_state, run_state = self.checkpoints.load(start.checkpoint, mapped=mapped)
@@ -159,12 +164,14 @@ class TrainingRun:
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
             await teach(self, again=bool(start.steps))
+
         if start.checkpoint is None and config.trainer.optimizer_from is not None:
             if isinstance(self.trainer, Led):
                 self.trainer.carry_on(config.trainer.optimizer_from)
             else:
                 trainer_state, _ = self.checkpoints.load(config.trainer.optimizer_from)
                 self.trainer.optimization.carry_on(trainer_state["optimization"])
+
         await replay_steps(self, start)
         for warning in start.warnings:
             self.warn(warning)
@@ -176,17 +183,21 @@ class TrainingRun:
             return  # the signal came while the policy was loaded or taught, or steps done again
         if nothing_left := self.progress.nothing_left(self._num_steps, self.command):
             self.view.note(nothing_left)
+
         await self.rollouts.begin(self.progress.step)
         if not self.progress.begun:
             if opening := self.source.opening_metrics():
                 self.log.log(0, opening)
+
             self.trainer.begin()
             try:
                 before = await self.evaluate("before", full=True)
             except StopAskedError:
                 return
+
             self.progress.before = self.progress.after = before
             self.progress.begun = True
+
         self.log.hand_over(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
@@ -195,19 +206,23 @@ class TrainingRun:
                     await obey(self)
                     if self.is_stopped():
                         break
+
                     with self.profiling.step(self.progress.step + 1):
                         committed = copy.deepcopy(self.progress)
                         try:
                             await self.step()
                         except StopAskedError:
                             break
+
         if self.progress.step > self.end.step:
             self._give_up_step(committed)
             self.background.settle(wait=True)
             return
+
         trains = self.parts.config.trainer.epochs > 0
         for text in self.progress.shortcomings(self.source.num_steps, trains=trains):
             self.warn(text)
+
         self.keep_checkpoint()
 
     def keep_checkpoint(self) -> None:
@@ -238,26 +253,33 @@ class TrainingRun:
         started = time.perf_counter()
         counters = self.parts.engine_stats()
         self.view.phase(source.activity, f"step {step}")
+
         with phase(source.activity):
             collected = await source.collect(step)
+
         if step == 1:
             check_first_step(self.parts, collected.trajectories, self.command, self.head)
+
         sampled = time.perf_counter()
         async with rollouts.training():
             with phase("prepare"):
                 batch = await rollouts.compute(lambda: source.prepare(collected, step))
             with phase("store"):
                 trained_ids = await reserve(self.parts.store, step, collected, batch)
+
             prepared = time.perf_counter()
             self.view.phase("training", f"step {step}")
+
             updated = {}
             if batch.samples:
                 updated = await rollouts.compute(lambda: trainer.step(batch.samples))
                 await self._keep_numbers(step)
+
             trained = time.perf_counter()
             self.view.phase("publishing weights", f"version {step}")
             with phase("publish"):
                 await rollouts.swap(step)
+
         now = time.perf_counter()
         reasons = drop_reasons(collected, batch)
         timings = {
@@ -267,11 +289,13 @@ class TrainingRun:
             "update_weights": now - trained + self._announced_s,
             "step": now - started + self._announced_s,
         }
+
         metrics = step_metrics(step, collected, batch, updated)
         engine = None
         if source.samples_rollouts:
             metrics |= rollouts.stats() | drop_metrics(reasons)
             engine = counted_since(counters, self.parts.engine_stats())
+
         metrics |= performance_metrics(timings, engine, metrics, self.peak.flops_per_s)
 
         self.progress.step = step
@@ -282,12 +306,15 @@ class TrainingRun:
         self.progress.count(metrics, reasons, updated=bool(batch.samples))
         self.log.log(step, metrics, attempts_table(self.parts.config, collected.trajectories))
         self.observe(step, metrics)
+
         checkpoint = await self._milestones(last=step == source.num_steps)
         with phase("store"):
             plan = plan_of(self.parts.config, trained_ids, collected, batch, metrics)
             await self._commit(plan, metrics, checkpoint)
+
         if checkpoint is not None:
             self.checkpoints.prune()
+
         await self._announce(step)
         self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
 
@@ -325,6 +352,7 @@ class TrainingRun:
         meanwhile."""
         self.view.phase("evaluating", name)
         started = time.perf_counter()
+
         step = self.progress.step
         with phase("evaluation"):
             held_out = self.source.evaluate(self.is_stopped)
@@ -334,6 +362,7 @@ class TrainingRun:
                 found = await self._played(step, full=full, label=label)
                 played = found.metrics
                 self.progress.generated_tokens += found.num_tokens
+
         metrics = held_out | played
         if held_out:
             texts = (
@@ -341,11 +370,13 @@ class TrainingRun:
                 for key, value in held_out.items()
             )
             self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
+
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
         if found is not None and not self.progress.begun:
             check_first_evaluation(self.parts, found, self.command, self.head)
         if found is not None:
             self.view.evaluation(step, metrics, found.notes(self.parts.config))
+
         return metrics
 
     async def _played(self, step: int, *, full: bool, label: str) -> Evaluated:
@@ -375,6 +406,7 @@ class TrainingRun:
                 if self.parts.plays
                 else self.source.value(self.progress.after)
             )
+
         every = config.checkpoint.every
         best = self.checkpoints.best_value
         due = bool(every) and step % every == 0
@@ -389,10 +421,12 @@ class TrainingRun:
         step = self.progress.step
         copied = self.parts.config.checkpoint.background
         self.view.phase("saving", f"checkpoint of step {step}")
+
         write = self._writer(value, copied=copied)
         if copied:
             self.background.start(step, write)
             return None
+
         path = self.checkpoints.path(step).relative_to(self.parts.config.run_dir)
         return {"path": str(path), "sha256": write()}
 
@@ -408,6 +442,7 @@ class TrainingRun:
             "source": self.source.state_dict(),
             CHAIN: msgspec.to_builtins(self.end),
         }
+
         parts = self.parts
         step = self.progress.step
         saved = {"": parts.model}
@@ -421,6 +456,7 @@ class TrainingRun:
             else:
                 trained, shared = self.leader.contribution(self.trainer, copied=copied)
                 trained, _ = split_state(trained)  # the parts are in what is shared
+
             if copied:
                 trained = copied_state(trained)
                 whole = {k: one for k, one in saved.items() if in_parts(one) is None}

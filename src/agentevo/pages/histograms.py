@@ -37,6 +37,7 @@ def histogram(title: str, bars: Sequence[Bar], *, is_whole: bool = False) -> Mar
     most = max((bar.size for bar in bars), default=0)
     if not most:
         return Markup("")
+
     width = WIDTH / len(bars)
     drawn = []
     for place, bar in enumerate(bars):
@@ -61,6 +62,7 @@ def histogram(title: str, bars: Sequence[Bar], *, is_whole: bool = False) -> Mar
                     good=good,
                 )
             )
+
     return Markup(
         '<svg class="histogram" viewBox="0 0 {w} {h}" role="group" aria-label="{title}">{bars}'
         '<text x="0" y="{foot}">{low}</text><text x="{w}" y="{foot}" class="y">{high}</text></svg>'

@@ -78,10 +78,12 @@ def serve(
         raise ConfigError(
             f"--name {name!r} becomes the name of a file: use letters, digits, `-`, `_` and `.`"
         )
+
     check_one_policy(config)
     check_memory(config)
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_engine(config.engine)
+
     make_engine = engines.get(config.engine.type)
     source = remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
@@ -89,11 +91,14 @@ def serve(
             tls = not is_this_machine(listener.getsockname()[0])
         if tls:
             check_installed()
+
         loaded = load_policy(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
+
         directory = EngineDirectory(config.run_dir / "engines")
         RunSecret(directory.folder, config.rollout.engine_secret).value()
+
         shown = RunCertificate(directory.folder).server_context() if tls else None
         with directory.named(name), lasting_heap():
             engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
@@ -122,6 +127,7 @@ async def _serve(
         await _until(lambda: stop() or engine.version != NO_VERSION, following, engine)
         if stop():
             return
+
         directory = EngineDirectory(config.run_dir / "engines")
         secret = RunSecret(directory.folder, config.rollout.engine_secret)
         door = EngineDoor(engine, name=name, secret=secret, stats=follower.stats)
@@ -141,8 +147,10 @@ async def _serve(
                     await stack.enter_async_context(
                         board.announced(announcement, serves=lambda: engine.version)
                     )
+
             note(f"{name}: serving version {engine.version} at {place}")
             await _until(stop, following, engine)
+
         note(f"{name}: stopped")
     finally:
         following.cancel()
@@ -245,8 +253,10 @@ class Follower:
                 )
                 self._say(f"{served}: {error}")
                 return False
+
             if version is None:
                 return False
+
             self._say(f"serving version {version}")
             return True
 
@@ -256,6 +266,7 @@ class Follower:
         latest, state = await in_thread(self._newest)
         if latest is None:
             return None
+
         how: _How = {"in_flight": self._in_flight, "deadline_s": self._deadline_s}
         source = self._weights
         engine = self._engine
@@ -266,8 +277,10 @@ class Follower:
                     incoming = await in_thread(source.incoming, latest, places)
                     await engine.receive(latest.version, incoming, **how)
                     return latest.version
+
         with self._refusing(state):
             verified = await in_thread(self._verified, latest)
+
         await self._engine.publish(latest.version, verified, **how)
         return latest.version
 
@@ -302,6 +315,7 @@ class Follower:
         except EngineError:
             self._num_unreadable += 1
             raise
+
         return self._engine.verify(weights)
 
     def _say(self, line: str) -> None:

@@ -123,15 +123,18 @@ def _told(
     """The arguments of FastAPI's decorator for a route."""
     failure = {"application/json": {"schema": _SCHEMAS[FailureBody]}}
     answered = {"description": "The answer.", "content": {"application/json": {"schema": answer}}}
+
     extra: dict[str, Any] = {"security": [{"bearer": []}]}
     if body is not None:
         content = {"application/json": {"schema": _SCHEMAS[body]}}
         extra["requestBody"] = {"required": False, "content": content}
         failures = failures | _OF_BODY
+
     if of_one:
         name = {"name": "session", "in": "path", "required": True, "schema": {"type": "string"}}
         extra["parameters"] = [name]
         failures = failures | _OF_ONE
+
     return {
         "summary": summary,
         "status_code": status,

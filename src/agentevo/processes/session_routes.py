@@ -96,6 +96,7 @@ class SessionRoutes:
             ):
                 await app(scope, receive, send)
                 return
+
             connection: Connection = scope["state"]["connection"]
             scope["state"]["bearer"] = bearer = _bearer(scope)
             # A key of the right length may be a session's; whoever shows none does not stay.
@@ -116,6 +117,7 @@ class SessionRoutes:
                 raise Refusal("size is the number of a group's attempts: name one", param="size")
             if body.next and (body.task, body.group) != (None, None):
                 raise Refusal("next is a task and a group of the run's: leave yours out")
+
             task = None if body.task is None else Task(**msgspec.structs.asdict(body.task))
             session = await self._there(
                 self._next_tasks.open()
@@ -124,6 +126,7 @@ class SessionRoutes:
             )
             answer = _json(self._opened(session), 201)
             answer.headers.update(session.trace)
+
             return answer
 
         return await self._answered(request, opened)

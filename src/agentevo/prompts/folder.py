@@ -157,6 +157,7 @@ class OptimizeFolder:
         path = self.path / SETTINGS
         if not self.is_begun:
             return False
+
         before = read_json_object(path)
         now = json.loads(_json(settings))
         changed = next((key for key in now if now[key] != before.get(key)), None)
@@ -166,6 +167,7 @@ class OptimizeFolder:
                 f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
                 f"{changed} = {is_now}: give the same words as then, or another --out"
             )
+
         return True
 
     def add(self, record: Record) -> None:
@@ -179,12 +181,14 @@ class OptimizeFolder:
         path = self.path / LOG
         if path.exists() and path.stat().st_size > MAX_READ:
             raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
+
         found: list[Record] = []
         for one in read_records(path):
             try:
                 found.append(msgspec.convert(one, Record))
             except msgspec.ValidationError:
                 continue  # half of a line, or what somebody else wrote
+
         return found
 
     def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:

@@ -55,6 +55,7 @@ class Playing:
         self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, Played]] = {}
         self._lowest = 0.0
+
         for one in records:
             if isinstance(one, Played):
                 self._remember(one)
@@ -74,6 +75,7 @@ class Playing:
         left = [task for task in tasks if len(self._of(candidate, task, label)) < size]
         final = label == HELD_OUT
         self.budget.take(size * len(left), final=final)
+
         began = time.monotonic()
         try:
             async with asyncio.timeout(self.budget.seconds_left(final=final)):
@@ -83,6 +85,7 @@ class Playing:
         finally:
             self.budget.playing_s += time.monotonic() - began
             self.budget.num_played += size * len(left)
+
         found = {task.id: list(self._of(candidate, task, label).values()) for task in tasks}
         self._check(candidate, found)
         return found
@@ -159,5 +162,6 @@ def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
     while place is not None:
         messages = [*turns[place].messages, *messages]
         place = turns[place].parent
+
     rows = [as_row(one) for one in messages]
     return rows if sum(len(str(row)) for row in rows) <= LONGEST_TALK else []

@@ -46,6 +46,7 @@ class ReplyCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = msgspec.json.encode(reply).decode()
             create_atomic(path, content)
+
         with self._lock:
             self._since_look += len(content)
             if self._since_look >= self._limit / 16:
@@ -59,9 +60,11 @@ class ReplyCache:
             with suppress(OSError):
                 status = path.stat()
                 kept.append((status.st_mtime, status.st_size, path))
+
         total = sum(size for _, size, _ in kept)
         if total <= self._limit:
             return
+
         for _, size, path in sorted(kept):
             if total <= self._limit * 3 / 4:
                 return

@@ -96,17 +96,21 @@ class RemoteConversations:
         UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
+
         remote = self.models[model]
         number = self._num_calls
         self._num_calls += 1
         seeds = [derive_seed(self._seed, "remote", number, one) for one in range(n)]
+
         if overrides is not None and overrides.penalties is not None:
             raise BadRequestError(
                 f"{model} is a remote model, to which no penalties are passed on: leave them out"
             )
+
         if overrides is not None and overrides.seed is not None:
             given = overrides.seed
             seeds = [derive_seed(given, "completion", one) if one else given for one in range(n)]
+
         with self._calls.call("remote", model) as call:
             replies = await gather_all(
                 [
@@ -217,6 +221,7 @@ class RemoteConversations:
         )
         self.turns.append(turn)
         self._ends[model, agent, tools, _keys([*messages, reply.message])] = turn.index
+
         return turn
 
 

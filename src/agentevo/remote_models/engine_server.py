@@ -84,8 +84,10 @@ class EngineServer:
             raise self._failure(f"gave no answer: {error}") from error
         except Exception as error:
             raise self._failure(f"failed: {described(error)}") from error
+
         if listen is not None:
             listen(ContentDelta(reply.text))
+
         return reply, 200
 
     def close(self) -> None:
@@ -93,10 +95,13 @@ class EngineServer:
         with self._lock:
             loop = self._loop
             self._loop = None
+
         if loop is None:
             return
+
         with suppress(Exception):  # whatever it was doing, nobody waits for it any more
             asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
+
         loop.call_soon_threadsafe(loop.stop)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -113,14 +118,17 @@ class EngineServer:
 
         if body.get("tools"):
             raise self._failure("is computed here, and calls no tools: leave them out")
+
         until = time.monotonic() + within_s
         if self._loaded is None:
             self._loaded = asyncio.ensure_future(in_thread(load, self._section))
+
         try:
             loaded = await asyncio.shield(self._loaded)
         except Exception:
             self._loaded = None  # the next question tries again
             raise
+
         conversation = Conversation(
             loaded.engine,
             loaded.chat,
@@ -139,6 +147,7 @@ class EngineServer:
             )
         finally:
             await conversation.close()
+
         thought, text = _parted(turn.messages[-1].text, conversation.opening(turn))
         return RemoteReply(
             message=Message("assistant", text, reasoning=thought or None),

@@ -71,6 +71,7 @@ class Server:
         self._client = httpx.Client(
             headers=headers, verify=trusted_context(), trust_env=not is_loopback(self.url)
         )
+
         self._name = name
         self._key = key
         self._key_reference = key_reference
@@ -98,6 +99,7 @@ class Server:
         until = time.monotonic() + within_s
         if self._resting_until >= until:
             raise self._failure("its server asked for a longer pause than is left", again=False)
+
         time.sleep(max(0.0, self._resting_until - time.monotonic()))
         left = max(until - time.monotonic(), 0.01)
         timeout = httpx.Timeout(left, connect=min(CONNECT_S, left))
@@ -117,12 +119,15 @@ class Server:
             raise self._failure(f"broke off: {_words(error)}", again=True, may_cost=True) from error
         except httpx.HTTPError as error:
             raise self._failure(_words(error), again=False) from error
+
         if response.status_code != 200:
             raise self._refused(response, content)
+
         try:
             answer = msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self._nonsense(error, content) from error
+
         return self._reply(answer, content), 200
 
     def _reply(self, answer: Any, content: bytes) -> RemoteReply:
@@ -159,6 +164,7 @@ class Server:
             num_bytes += len(part)
             if time.monotonic() > until:
                 raise self._late(None)
+
             if num_bytes > MAX_ANSWER:
                 raise self._failure(
                     f"answers with more than {MAX_ANSWER} bytes", again=False, may_cost=True
@@ -180,6 +186,7 @@ class Server:
             return self._failure(
                 f"refuses the key ({status}; {key}): {said}", status=status, again=False
             )
+
         again = (status in _AGAIN or status >= 500) and _NO_CREDIT not in said
         return self._failure(
             f"answered {status}: {said}",
@@ -206,6 +213,7 @@ class Server:
             text = f"{text} ({code})" if code else text
         except (msgspec.MsgspecError, LookupError, TypeError, RecursionError, UnicodeError):
             text = content.decode("utf-8", "replace")
+
         text = " ".join(self._without_key(text).split())
         return text[:SHOWN] + ("..." if len(text) > SHOWN else "") or "an empty answer"
 
@@ -221,13 +229,16 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
             return _seconds(float(milliseconds) / 1000)
     except ValueError:
         pass
+
     text = headers.get("retry-after", "").strip()
     if not text:
         return None
+
     try:
         return _seconds(float(text))
     except ValueError:
         pass
+
     try:
         return _seconds(parsedate_to_datetime(text).timestamp() - now)
     except (TypeError, ValueError, OverflowError):

@@ -73,19 +73,24 @@ def find_answer(text: str, place: str) -> str | None:
 def _finder(place: str) -> Callable[[str], str | None]:
     if place in _FIXED:
         return _FIXED[place]
+
     kind, colon, detail = place.partition(":")
     if kind == "regex" and detail:
         return _stripped(Pattern(detail).last)
+
     if kind == "json" and bool(colon) == bool(detail):
         keys = detail.split(".") if detail else []
         return lambda text: _in_json(text, keys)
+
     if not _WORD.fullmatch(place):
         raise ValueError(
             f"{place[:200]!r} is no place of an answer: give {', '.join(_FIXED)}, json:KEY, "
             "regex:PATTERN, or the name of an XML tag such as answer"
         )
+
     if place == "answer_tag":
         raise ValueError("the tag <answer> is written `answer`: give the name of the tag itself")
+
     return lambda text: _in_tag(text, place)
 
 
@@ -95,6 +100,7 @@ def _in_tag(text: str, tag: str) -> str | None:
     ends = [match.start() for match in re.finditer(f"</{name}>", text, re.IGNORECASE)]
     if not ends:
         return None
+
     starts = [m.end() for m in re.finditer(f"<{name}>", text, re.IGNORECASE) if m.end() <= ends[-1]]
     if not starts:
         return None
@@ -106,12 +112,14 @@ def _in_box(text: str) -> str | None:
     boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
     if not boxes:
         return None
+
     begin = boxes[-1].end()
     depth = 1
     for match in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             return text[begin : match.start()].strip()
+
     return None
 
 
@@ -143,8 +151,10 @@ def _in_json(text: str, keys: list[str]) -> str | None:
             value = value[int(key)]
         else:
             return None
+
     if value is None:
         return None
+
     return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -142,9 +142,11 @@ class ToolUse:
                 )
                 if place is not None and _is_error(text_of(message.content)):
                     good[place] = False
+
             calls = () if (said := _reply(turn)) is None else said.tool_calls
             under_way = {call.id: len(good) + n for n, call in enumerate(calls) if call.id}
             good += [bool(call.name) and _is_object(call.arguments) for call in calls]
+
         number = len(good) + trajectory.metrics.get("num_malformed_calls", 0.0)
         return Score(sum(good) / number if number else 0.0)
 

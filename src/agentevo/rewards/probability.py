@@ -106,10 +106,12 @@ def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[li
             low = middle
         else:
             high = middle - 1
+
     for count in range(low, max(low - MAX_STEPS_BACK, -1), -1):
         told = policy.text(ids[:count])
         if text.startswith(told) and len(told) <= end:  # not in the middle of a character
             return ids[:count], text[len(told) : end]
+
     raise ValueError("the texts of the reply's first tokens are no beginning of the reply's text")
 
 
@@ -128,6 +130,7 @@ class Rlpr:
         it is now. What can't be computed is left out: the score of such a task says why."""
         if not self.config.debias:
             return
+
         known = await policy.baselines.known()
         wanted = {
             baseline_key(policy.agent, one.context_ids, one.ids): (task, one)
@@ -154,6 +157,7 @@ class Rlpr:
         reply = self._reply(trajectory, task, policy)
         if reply is None:
             return self._score(0.0, is_valid=False, solved=False)
+
         context, before = reply
         values = await gather_all(
             [self._value(trajectory, task, policy, context, before, one) for one in answers]
@@ -189,11 +193,13 @@ class Rlpr:
         place = self._place(task)
         if not trajectory.turns:
             return None
+
         said = list(trajectory.turns[-1].completion_ids)
         text = policy.text(said)
         end = find_opening(text, place)
         if end is None:
             return None
+
         kept, before = split(policy, said, text, end)
         return [*context_of(trajectory.turns, len(trajectory.turns) - 1), *kept], before
 
@@ -212,6 +218,7 @@ class Rlpr:
         found = measured(logprobs[one.skipped :], self.config.measure)
         if not self.config.debias:
             return found, found
+
         without = [
             measured((await self._kept(policy, task, directly)).logprobs, self.config.measure)
             for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
@@ -238,6 +245,7 @@ class Rlpr:
                     for answer in self._answers(task)
                     for one in self._directly(policy, task, prompt, answer)
                 ]
+
         return []
 
     def _directly(

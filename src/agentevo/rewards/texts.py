@@ -80,9 +80,12 @@ def share_of_language(text: str, language: str) -> float:
         letter = next((character for character in word if character.isalpha()), None)
         if letter is None:
             continue
+
         if letter not in known:
             script = unicodedata.name(letter, "").partition(" ")[0]
             known[letter] = script in scripts
+
         mine += known[letter]
         counted += 1
+
     return mine / counted if counted else 1.0

@@ -105,6 +105,7 @@ class Attempt:
                 call.outcome(trajectory.status, trajectory.error)
                 call.keep(ending=self._endings.get(trajectory.id, ""))
                 self._tell(call, trajectory)
+
             return trajectories
 
     def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
@@ -116,6 +117,7 @@ class Attempt:
             call.note(reward=trajectory.reward, success=trajectory.success)
         if trajectory.truncated:
             call.note(truncated=True)
+
         if call.tracing.contents and trajectory.turns:
             first = trajectory.turns[0]
             last = trajectory.turns[-1]
@@ -127,13 +129,16 @@ class Attempt:
         clock = time.perf_counter()
         self._playing = self._scope.start(self._play())
         self._playing.add_done_callback(_heard)
+
         if self._cut is not None:
             self._playing.cancel()
+
         try:
             await self._until_over(self._playing)
             late = not self._playing.done() and self._cut is None
         finally:
             await self._let_go(self._playing)
+
         ended, status, error, raised = self._ended(self._playing, late)
         conversations = self.policy.conversations
         broken = next((one.broken for one in conversations.values() if one.broken), None)
@@ -141,14 +146,17 @@ class Attempt:
             raise InfrastructureFailure(
                 f"{self.name}: {type(broken).__name__}: {broken}"
             ) from broken
+
         remote = self.policy.remote
         if status == "failed":
             self._show(self.name, error or "", traceback_of(raised))
+
         trajectories = []
         for agent, conversation in conversations.items():
             outcome = ended.agents.get(agent, ended)
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
+
             self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
             is_main = conversation is self.policy.conversation
             beside = remote if is_main else None
@@ -175,6 +183,7 @@ class Attempt:
                     duration_s=time.perf_counter() - clock,
                 )
             )
+
         return trajectories
 
     async def _play(self) -> Outcome:
@@ -221,19 +230,24 @@ class Attempt:
             not playing.done() or playing.cancelled() or playing.exception() is not None
         ):
             return nothing, "cancelled", self._cut, None
+
         if late:
             reason = f"{TOO_LONG} agent.timeout_s={self._limit_s:g} s"
             return nothing, "failed", reason, None
+
         if playing.cancelled():
             return nothing, "failed", "CancelledError: the agent cancelled itself", None
+
         error = playing.exception()
         if error is None:
             try:
                 return self._checked(playing.result()), "completed", None, None
             except Exception as problem:  # noqa: BLE001 (what a user's objects raise)
                 error = problem
+
         if isinstance(error, Interrupt):
             raise error
+
         return nothing, "failed", described(error), error
 
     def _checked(self, returned: Any) -> Outcome:
@@ -250,6 +264,7 @@ class Attempt:
                     f"the {who}'s turn_rewards name the turn {min(unknown)}, but it took "
                     f"{len(turns)}: the first is 0"
                 )
+
         return outcome
 
 
@@ -298,12 +313,14 @@ class Group:
                     self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)
                 )
             )
+
         try:
             pending = set(runs)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for failed in done:
                     failed.result()
+
                 self._ended(len(runs) - len(pending))
                 if len(self.members) > self._wanted and pending & members:
                     completed = sum(
@@ -311,6 +328,7 @@ class Group:
                     )
                     if completed >= self._wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
+
             return await self._scored([run.result() for run in runs])
         finally:
             for run in runs:
@@ -328,6 +346,7 @@ class Group:
                 if judged:
                     without = [one.id in unrewarded for one in judged]
                     scored += await self._score(judged, without, calls)
+
         return scored
 
     def cut(self, reason: str) -> None:

@@ -31,6 +31,7 @@ class Mixture:
         self.round_size = sum(self.shares)
         self._sizes = list(sizes)
         self._seed = seed
+
         if self.round_size < at_least:
             raise ConfigError(
                 f"tasks.weights: with {', '.join(map(str, sizes))} tasks a round has "
@@ -47,6 +48,7 @@ class Mixture:
             own = permutation(size, derive_seed(self._seed, "source", source, turn))
             tasks += [first + index for index in own[part * share : (part + 1) * share]]
             first += size
+
         shuffled = permutation(len(tasks), derive_seed(self._seed, "order", round_))
         return [tasks[place] for place in shuffled]
 

@@ -49,6 +49,7 @@ class NextTasks:
                 "or bring the task along",
                 param="next",
             )
+
         async with self._lock:
             if not self._left or not self._sessions.is_under_way(self._group):
                 await self._begin(self._tasks)
@@ -66,6 +67,7 @@ class NextTasks:
         done = 0 if last is None else last.step
         if done >= config.trainer.steps:
             raise Refusal("the run has made its last step: no task is left", status=404)
+
         wanted = (config.rollout.staleness + 1) * config.trainer.groups_per_step
         waiting = await with_retries(
             lambda: store.outstanding("train"), within_s=STORE_RETRY_S, what="outstanding"
@@ -77,6 +79,7 @@ class NextTasks:
                 status=503,
                 kind="server_error",
             )
+
         self._step = max(self._step, done)
         while True:
             if not self._ahead:
@@ -88,11 +91,14 @@ class NextTasks:
                         status=503,
                         kind="server_error",
                     )
+
                 self._step += 1
                 self._ahead = tasks.queued(self._step)
+
             task = self._ahead.pop(0)
             if not await self._is_known(task):
                 break
+
         self._task = task
         self._left = config.trainer.group_size
         self._group = f"next-{secrets.token_hex(4)}"
@@ -106,4 +112,5 @@ class NextTasks:
             raise
         except StoreError:
             return False
+
         return True

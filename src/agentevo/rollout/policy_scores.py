@@ -44,6 +44,7 @@ class PolicyScores:
         in the engine is no attempt's failure: InfrastructureFailure."""
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
+
         try:
             with outside_scopes():  # the engine's own tasks outlive the reward
                 scores = await self._engine.score(
@@ -58,6 +59,7 @@ class PolicyScores:
             raise InfrastructureFailure(
                 f"a reward asked the engine: {type(error).__name__}: {error}"
             ) from error
+
         return scores.logprobs, scores.version
 
     def encode(self, text: str) -> list[int]:

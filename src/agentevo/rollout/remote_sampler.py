@@ -65,6 +65,7 @@ class RemoteSampler(Sampler):
             max_new_tokens=section.max_new_tokens,
             stop_strings=section.stop or None,
         )
+
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)

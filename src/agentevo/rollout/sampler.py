@@ -192,6 +192,7 @@ class Sampler:
             if len(stored[0]) >= attempts and all(stored):
                 ended(task, size)
                 return list(itertools.chain(*stored))
+
             trajectories = await self.play(
                 task,
                 attempts=attempts,
@@ -206,6 +207,7 @@ class Sampler:
 
         with bar(f"playing ({label})", len(tasks) * size, "attempts") as passed:
             groups = await gather_all([group(task) for task in tasks])
+
         return list(itertools.chain(*groups))
 
     async def write(
@@ -301,11 +303,13 @@ class Sampler:
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):
             return list(trajectories)
+
         player = self._players.get(agent, self._player)
         engine = engines.get(agent, player.engine)
         policy = PolicyScores(self._config, engine, player.chat, self._baselines, agent)
         if self._scoring.prepares:
             await self._prepared(policy)
+
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
     async def _prepared(self, policy: PolicyScores) -> None:
@@ -313,6 +317,7 @@ class Sampler:
         step is made before the first group is scored. Begun again after a failure."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
+
         preparing = self._preparing
         try:
             await asyncio.shield(preparing)
@@ -360,6 +365,7 @@ class Sampler:
         if models:
             seed = derive_seed(run_seed, main.name)
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
+
         others = remote_agents(self._config)
         own = self.texts(texts)
         return Policy(main, door or self._gateway, remote, agents, others, own)
@@ -395,6 +401,7 @@ class Sampler:
                 known[name] = sorted(
                     (row.trajectory for row in rows), key=lambda trajectory: trajectory.attempt
                 )
+
         return known
 
 

@@ -51,6 +51,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     file = path / "summary.json"
     if not is_run_folder(path) or not file.is_file():
         return None
+
     summary = read_summary(file)
     from agentevo.config import TrainerSection
 
@@ -58,14 +59,17 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     if planned is None:  # a run of an older version
         default = TrainerSection.model_fields["steps"].default
         planned = _section(path, "trainer").get("steps", default)
+
     if not isinstance(planned, int):
         raise ConfigError(
             f"{path}: the number of steps in summary.json or config.yaml is "
             f"{sources.shortened(str(planned))}: restore these files"
         )
+
     missing = [key for key in ("seed", "steps", "wall_s") if key not in summary]
     if missing:
         raise ConfigError(f"{file}: is damaged: it has no {missing[0]}: restore or delete it")
+
     evaluation = summary["eval"]
     all_failed = (evaluation.get("failed") or {}).get("after") == 1.0
     is_evaluated = evaluation["after"] is not None or all_failed
@@ -79,6 +83,7 @@ def check_run_folder(path: Path) -> Path:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
     if is_run_folder(path):
         return path
+
     near = sorted(
         {
             str(config_file.parent)
@@ -122,8 +127,10 @@ def queued_group_size(path: Path) -> int | None:
         trainer = _section(path, "trainer")
     except ConfigError:
         return None
+
     if command_of(path) == "loop":
         return None
+
     counts = [rollout.get("staleness", 0), rollout.get("samplers", 0)]
     size = trainer.get("group_size", TrainerSection.model_fields["group_size"].default)
     queues = any(isinstance(count, int) and count > 0 for count in counts)

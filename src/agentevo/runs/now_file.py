@@ -71,12 +71,15 @@ class NowFile:
             self._ended = ("failed", failure(error))
         else:  # Ctrl-C, SIGTERM, a cancellation
             self._ended = ("stopped", "")
+
         if not self._is_written:
             return
+
         self._over.set()
         self._thread.join(END_S)
         if self._thread.is_alive():
             self._problem = "its disk does not answer"
+
         if self._problem:
             self._note(
                 f"{self._path} could not be written ({self._problem}): what shows runs does not "
@@ -94,6 +97,7 @@ class NowFile:
                 last = moment
                 written_at = now
             self._over.wait(self._least_s)
+
         ended, reason = self._ended
         self._write(msgspec.structs.replace(self._look(), ended=ended, reason=reason))
 

@@ -59,6 +59,7 @@ def check_resume(
             "its folder with "
             "run.dir"
         )
+
     began = command_of(folder) or command
     if began != command:
         raise ConfigError(
@@ -69,6 +70,7 @@ def check_resume(
             else f"{short(folder)} is {KINDS.get(began, KINDS['train'])}: resume it so, or give "
             "another folder"
         )
+
     changed = changes(config)
     others = config.rollout.staleness > 0 or config.rollout.samplers > 0
     beside = apart or (command != "loop" and others)
@@ -79,6 +81,7 @@ def check_resume(
     ]
     if beside and "wait" in changed.get("rollout.policy", ()):
         refused.append("rollout.policy")
+
     if refused:
         raise ConfigError(
             f"{short(folder)} was started with {refused[0]}={changed[refused[0]][0]!r}, "
@@ -86,6 +89,7 @@ def check_resume(
             "are queued for that: resume it so, or "
             "give another run.dir"
         )
+
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     met = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
     fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * met)
@@ -98,6 +102,7 @@ def check_resume(
                 "same recipe and overrides, or give another "
                 "run.dir"
             )
+
     return changed
 
 
@@ -119,6 +124,7 @@ def changes(
     that tree of one: key -> (was, now). The same store with another password is none."""
     if before is None:
         before = sources.read_yaml(config.run_dir / "config.yaml")
+
     before = sources.leaves(with_defaults(before))
     now = sources.leaves(escaped(config.model_dump(mode="json")))
     keys = [

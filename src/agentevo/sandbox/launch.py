@@ -90,8 +90,10 @@ def python_folders() -> list[str]:
                 f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
                 "that has a folder of its own, as those of uv, pyenv, conda and the system do"
             )
+
     if any(folder.startswith("/nix/") for folder in found):
         found = {"/nix/store"}
+
     return sorted(folder for folder in found if not is_below(folder, SYSTEM))
 
 
@@ -139,6 +141,7 @@ def supervisor_settings(
         **section.env,
     }
     limits = ("memory_mib", "cpu_s", "processes", "file_mib", "max_files", "output_kib")
+
     return {
         **{name: getattr(section, name) for name in limits},
         "work": work,

@@ -53,14 +53,17 @@ def sandboxed(
     obstacle = Bubblewrap().obstacle()
     if bwrap is None or obstacle:
         raise SandboxError(f"bubblewrap: {obstacle}")
+
     way = working_way(bwrap)
     if way == "user" and os.geteuid() == 0:
         raise SandboxError("bubblewrap: root may make no namespaces here: start it as a user")
+
     limits = {"RLIMIT_DATA": section.memory_mib * 2**20, "RLIMIT_CORE": 0}
     uids = None
     if way == "root":
         uids = [FIRST_UID, NUM_UIDS]  # one for each start: a user that nobody else is
         limits["RLIMIT_NPROC"] = section.processes
+
     read_only = [*_own_folders(program), *map(_there, section.read_only)]
     read_only += [path for path in NETWORK_FILES if section.network and os.path.exists(path)]
     words = [
@@ -118,16 +121,21 @@ def _own_folders(program: str) -> list[str]:
         path = waiting.pop()
         if path in seen or not os.path.exists(path):
             continue
+
         seen.add(path)
         above = os.path.dirname(os.path.dirname(path))
         is_in_one = os.path.exists(os.path.join(above, "pyvenv.cfg"))
         found.add(above if is_in_one else path)
+
         if os.path.islink(path):
             target = os.path.join(os.path.dirname(path), os.readlink(path))
             waiting.append(os.path.abspath(target))
+
         waiting += [os.path.realpath(path), *_interpreter(path)]
+
     if os.path.realpath(program) == python_program() and sys.prefix != sys.base_prefix:
         found.add(sys.prefix)
+
     return sorted(path for path in found if not is_below(path, SYSTEM))
 
 

@@ -182,11 +182,13 @@ def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) ->
         number = numbers[column]
         if number is not None and not (network and name in _NETWORK):
             lines += _if(_EQUAL, number, _ERRNO | _EPERM)
+
     if keeps_attributes:
         for numbers in _ATTRIBUTES.values():
             number = numbers[column]
             if number is not None:
                 lines += _if(_EQUAL, number, _ERRNO)
+
     lines += _on_argument(_CLONE[column], 0, _if(_ANY_BIT, _NEW_NAMESPACES, _ERRNO | _EPERM))
     terminal = [line for code in _TERMINAL_INPUT for line in _if(_EQUAL, code, _ERRNO | _EPERM)]
     lines += _on_argument(_IOCTL[column], 1, terminal)
@@ -195,6 +197,7 @@ def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) ->
     for numbers in _OF_OTHER_PROCESSES.values():
         own = [*_if(_EQUAL, 0, _ALLOW), _line(_RETURN, _ERRNO | _EPERM)]
         lines += _on_argument(numbers[column], 0, own)
+
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 
 

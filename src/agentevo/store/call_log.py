@@ -108,6 +108,7 @@ class CallLog:
                     many = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
                     self._problem = self._problem or many
                 return False
+
             self._num_held += 1
             self._num_started += 1
             self._num_recorded += 1
@@ -131,15 +132,19 @@ class CallLog:
         with self._lock:
             self._closed = True
             wake = self._wake
+
         if wake is not None:
             with contextlib.suppress(RuntimeError):  # its loop has just ended
                 wake()
+
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
+
         with self._lock:
             self.dropped += len(self._new.keys() | dict(self._writing).keys())
             self._new = {}
             self._writing = []
+
         if self.dropped:
             why = self._problem or "the run ended before the store had taken them"
             self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
@@ -154,6 +159,7 @@ class CallLog:
             self._wake = lambda: loop.call_soon_threadsafe(ended.set)
             if self._closed:
                 ended.set()
+
         store: Store | None = None
         pause = FLUSH_S
         renewed_at = time.monotonic()
@@ -161,18 +167,22 @@ class CallLog:
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), pause)
+
                 try:
                     if store is None and self._new:
                         store = await self._open_store()
+
                     if store is not None:
                         await self._write(store)
                         if self._num_held and time.monotonic() - renewed_at > RENEW_S:
                             await store.renew_calls(self.recorder)
                             renewed_at = time.monotonic()
+
                     pause = FLUSH_S
                 except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
                     self._problem = f"{type(error).__name__}: {error}"
                     pause = min(2 * pause, LONGEST_PAUSE_S)
+
                 if ended.is_set():
                     return
         finally:
@@ -187,6 +197,7 @@ class CallLog:
             self._new = {}
             self._writing = waiting
             self._num_started = 0
+
         done = 0
         try:
             while done < len(waiting):
@@ -284,6 +295,7 @@ class AttemptCalls:
             self.listen(call)
         if self._log is None:
             return
+
         if self._log.admit(call):
             self._open[call.number] = call
         else:
@@ -292,12 +304,14 @@ class AttemptCalls:
     def end(self, call: RunningCall) -> None:
         if self.listen is not None:
             self.listen(call)
+
         self._open.pop(call.number, None)
         if call is self._root:
             if self.dropped:
                 call.note(calls_dropped=self.dropped)
             for left in list(self._open.values()):
                 left.end("cancelled", "its attempt ended")
+
         if self._log is not None and call.number:
             self._log.changed(call)
             if self.tracing is not None:
@@ -347,11 +361,14 @@ class RunningCall:
         nothing is traced."""
         if self.calls.trace is None:
             return None
+
         call: RunningCall | None = self
         while call is not None and not call.number:
             call = call.outer
+
         if call is None or call.calls.trace is None:
             return None
+
         return Place(call.calls.trace.trace_id, span_of(call.id), call.calls.trace.is_sampled)
 
     @property
@@ -390,6 +407,7 @@ class RunningCall:
         """The call as it is now. Called by the log's thread and the tracer's, at any moment."""
         if (known := self._record) is not None:
             return known
+
         ended_at = self._ended_at
         attributes = self._attributes
         record = Call(
@@ -410,6 +428,7 @@ class RunningCall:
         )
         if ended_at is not None:
             self._record = record
+
         return record
 
     def __enter__(self) -> Self:
@@ -417,10 +436,12 @@ class RunningCall:
         self._clock = time.monotonic()
         self._parent = self.calls.parent_of(self)
         self.calls.begin(self)
+
         self.outer = _current.get()
         if (asker := _asker.get()) is not None and asker.outer is self.outer:
             self.asker = asker.place
             asker.call = asker.call or self
+
         self._token = _current.set(self)
         return self
 
@@ -430,6 +451,7 @@ class RunningCall:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # it ends in another task than it began in
                 _current.reset(self._token)
+
         if error is None:
             self.end("completed", None)
         elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):

@@ -150,6 +150,7 @@ class MongoCalls(Transactions, Streaming):
             deleted += await self._again("gc", work) if ids else 0
             if len(page) < CHUNK:
                 return deleted
+
             after = page[-1]["seq"]
 
     async def _places_of_calls(self, after: int) -> list[Document]:

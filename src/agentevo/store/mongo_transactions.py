@@ -104,6 +104,7 @@ class Transactions:
         AWAY_S at most."""
         if self._read_only and what not in READS:
             raise only_read(self.where, what)
+
         from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
 
         first: float | None = None
@@ -123,7 +124,9 @@ class Transactions:
                     passes = labelled or clash or lost or isinstance(error, DuplicateKeyError)
                     if not passes or now - first > AWAY_S:
                         raise
+
                     passed[:] = [error]
+
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 
     async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:

@@ -190,6 +190,8 @@ def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int |
             raise StoreError(
                 f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}"
             )
+
     if limit is not None and limit < 0:
         raise StoreError(f"trajectories: limit={limit} is negative: leave it out to get all")
+
     return properties, limit, newest_first

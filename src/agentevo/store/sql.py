@@ -115,11 +115,13 @@ class SQLStore(Streaming):
                 raise self._too_late(what, began) from error
             if self._is_unreachable(error):
                 raise self._unavailable(what, error) from error
+
             reason = getattr(error, "orig", None) or error
             if self._is_damaged(error):
                 raise UnusableStoreError(
                     f"the store {self.where} is damaged ({what}: {reason}): restore it"
                 ) from error
+
             raise StoreError(f"store {self.where}: {what}: {reason}") from error
 
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
@@ -428,6 +430,7 @@ class SQLStore(Streaming):
         done = await self._run("gc", work, write=True, lock="alone")
         async with self._deadline("gc"):
             await self._vacuum()
+
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:

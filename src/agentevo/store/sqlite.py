@@ -171,6 +171,7 @@ class SQLiteStore(SQLStore):
         """
         path = _path_of(url)
         _check_file(path, create=create)
+
         store = cls(
             path,
             _engine(path, timeout_s, "ro" if read_only else "rwc"),
@@ -197,6 +198,7 @@ class SQLiteStore(SQLStore):
                     "it is"
                 ) from error
             raise
+
         return store
 
     async def _look(self) -> None:
@@ -237,6 +239,7 @@ class SQLiteStore(SQLStore):
             raise only_read(str(self.path), what)
         if self._is_still and self._log_bytes():
             self._read_as(still=False)  # somebody writes after all
+
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
@@ -249,6 +252,7 @@ class SQLiteStore(SQLStore):
                 )
                 if time.monotonic() > limit.stop_at:
                     raise TimeoutError  # the caller was told that there is no answer
+
                 return result
 
         async with self._deadline(what), self._writer if write else nullcontext():
@@ -332,16 +336,19 @@ def _check_file(path: Path, *, create: bool) -> None:
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise UnusableStoreError(f"{path} is a device, pipe or socket: give another path")
+
         if path.is_dir():
             raise UnusableStoreError(
                 f"{path} is a folder: give the path of the store's file in it, for example "
                 f"{path / 'store.sqlite'}"
             )
+
         if not path.exists():
             if not create:
                 raise NoStoreError(f"no store at {path}: check the path")
             path.parent.mkdir(parents=True, exist_ok=True)
             return
+
         if not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
@@ -390,6 +397,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
 
         connection.isolation_level = None  # we say BEGIN ourselves, below
         record.info["limit"] = _Limit(math.inf)
+
         connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
         for setting in (f"busy_timeout={busy_ms}", *settings):
             connection.execute(f"PRAGMA {setting}")
@@ -416,6 +424,7 @@ async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]
             f"{SCHEMA_VERSION}: upgrade with "
             "pip install -U agentevo; the file was left as it is"
         )
+
     return application, version
 
 
@@ -447,8 +456,10 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
             await _tell_the_planner(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
+
     if application or version or not empty or not create:
         raise _foreign(path)
+
     await connection.run_sync(metadata.create_all)
     await _tell_the_planner(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")

@@ -89,6 +89,7 @@ def tasks_from(
     for passage in order:
         if not _is_wanted(made, passage, train, held_out):
             continue
+
         draw = random.Random(f"gaps-{seed}-{passage.id}")
         found = [
             (_GAPPED.format(sentence=gapped, gap=GAP), answer)
@@ -98,7 +99,9 @@ def tasks_from(
         found = [one for one in found if one[0] not in made.asked]
         for question, answer in draw.sample(found, min(per_passage, len(found))):
             _keep(made, passage, question, answer, train, held_out)
+
         progress(len(made.train) + len(made.held_out))
+
     return made
 
 
@@ -137,29 +140,36 @@ async def asked_from(
             failures.append(error)
             reasons["the model did not answer"] += 1
             return []
+
         objects = [given for given in jsons_in(reply.text or "") if isinstance(given, dict)]
         listed = objects[-1].get("questions") if objects else None
         if not isinstance(listed, list):
             reasons["no JSON object with a list under `questions`"] += 1
             return []
+
         return [given for given in listed[:per_passage] if isinstance(given, dict)]
 
     for first in range(0, len(order), AT_ONCE):
         if len(made.train) >= train and len(made.held_out) >= held_out:
             break
+
         batch = [
             passage
             for passage in order[first : first + AT_ONCE]
             if _is_wanted(made, passage, train, held_out)
         ]
         answers = await asyncio.gather(*(one(first + n, each) for n, each in enumerate(batch)))
+
         num_asked += len(batch)
         if failures and len(failures) == num_asked:
             raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
+
         for passage, given in zip(batch, answers, strict=True):
             for question, answer in _without_problems(given, passage, on_both, reasons):
                 _keep(made, passage, question, answer, train, held_out)
+
         progress(len(made.train) + len(made.held_out))
+
     made.reasons = dict(reasons.most_common())
     return made
 
@@ -197,9 +207,11 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
         return "a question has no question mark"
     if _stands_in(answer, question):
         return "a question holds its answer"
+
     told = [one for one in _sentences(passage) if _stands_in(answer, one)]
     if told and all(asked_key(one) in on_both for one in told):
         return "its sentence stands on both sides of the split"
+
     return ""
 
 
@@ -277,6 +289,7 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
         sentence = " ".join(raw.split())
         if not WORDS[0] <= len(sentence.split()) <= WORDS[1] or GAP in sentence:
             continue
+
         for match in [*_NUMBER.finditer(sentence), *_NAME.finditer(sentence)]:
             answer = match.group().rstrip(".,")
             before = sentence[: match.start()]

@@ -127,12 +127,14 @@ class Database:
         """Shows the tables, as the statements that made them."""
         listed = "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"
         rows = self._run(f"{listed} LIMIT {self._max_rows}", False)[1]
+
         ((number,),) = self._run(f"SELECT count(*) FROM ({listed})", False)[1]
         lines = [str(sql) for (sql,) in rows]
         if number > len(lines):
             lines.append(
                 f"(the first {len(lines)} of {number}: query sqlite_schema for the others)"
             )
+
         return "\n".join(lines) or "There are no tables."
 
     def query(self, sql: str) -> str:
@@ -160,9 +162,11 @@ class Database:
         """1 where the tables are as the task's solution leaves them, else 0."""
         if self._solved is None:
             return None
+
         self._connection.set_authorizer(None)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**9)  # as setup may need
         self._until = time.monotonic() + SETUP_S
+
         try:
             return float(_tables(self._connection) == self._solved)
         except sqlite3.Error:  # a table that the policy made so that it can't be read
@@ -189,6 +193,7 @@ class Database:
                     f"the tool database: file: {path} can't be read ({error}): give a database of "
                     "SQLite"
                 ) from error
+
         self._run_script(connection, "setup")
         return connection
 
@@ -235,6 +240,7 @@ class Database:
         connection = self._connection
         for limit, value in _LIMITS.items():
             connection.setlimit(limit, value)
+
         connection.create_function("like", 2, like, deterministic=True)
         connection.create_function("like", 3, like, deterministic=True)
         connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
@@ -262,6 +268,7 @@ class Database:
                         f"the rows have more than {MAX_READ:,} characters: ask for fewer of them, "
                         "or for parts of their texts by substr()"
                     )
+
             return [one[0] for one in cursor.description or ()], rows, cursor.rowcount
         except sqlite3.OperationalError as error:
             late = time.monotonic() > self._until
@@ -286,6 +293,7 @@ def _tables(connection: sqlite3.Connection) -> Tables:
         rows = connection.execute(f'SELECT * FROM "{name.replace(chr(34), chr(34) * 2)}"')
         columns = tuple(one[0] for one in rows.description)
         found[name] = (columns, sorted(rows.fetchall(), key=repr))
+
     return found
 
 
@@ -315,6 +323,7 @@ def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
             pieces.append(next(characters, ""))
         else:
             pieces.append({"%": None, "_": ""}.get(character, character))
+
     return pieces
 
 
@@ -326,6 +335,7 @@ def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool
         steps += 1
         if steps % LOOK_OPS == 0 and is_late():  # SQLite itself does not look in here
             raise TimeoutError
+
         if place < len(pieces) and pieces[place] is None:
             star = place
             resume = at
@@ -339,4 +349,5 @@ def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool
             at = resume
         else:
             return False
+
     return all(piece is None for piece in pieces[place:])

@@ -47,14 +47,17 @@ def read_key(reference: str | None, host: str) -> str | None:
         raise ConfigError(
             f"--host {host}: others could ask as well: give a key, --api-key '${{env:NAME}}'"
         )
+
     found = REFERENCE.fullmatch(reference)
     if found is None:
         raise ConfigError("--api-key: write ${env:NAME}, not the key itself")
+
     key = os.environ.get(found[1])
     if not key or not key.isascii():
         raise ConfigError(
             f"--api-key: the environment variable {found[1]} should hold a key of ASCII characters"
         )
+
     return key
 
 
@@ -103,10 +106,12 @@ class _Guarded:
         if scope["type"] != "http" or not self._shows_key(scope):
             await self._app(scope, receive, send)  # which refuses whoever has no key
             return
+
         connection: Connection = scope["state"]["connection"]
         if not connection.admit():
             await _refuse(send, 503, "too many connections: try again")
             return
+
         try:
             try:
                 async with asyncio.timeout(BODY_S):

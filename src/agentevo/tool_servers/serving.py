@@ -123,6 +123,7 @@ class ToolServer:
                 about = "What the attempt is worth by the state that its calls left."
                 schema: dict[str, Any] = {"type": "object", "properties": {}}
                 listed.append(Tool(name=OUTCOME, description=about, input_schema=schema))
+
             return ListToolsResult(tools=listed)
 
         async def call_tool(context: Any, parameters: Any) -> Any:
@@ -142,6 +143,7 @@ class ToolServer:
         if not is_outcome and name not in known:
             there = ", ".join(known)
             raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {there}")
+
         limit = asyncio.timeout(self._section.timeout_s)
         is_error = True
         try:
@@ -166,6 +168,7 @@ class ToolServer:
             if kind not in self._told:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
+
         text = shortened(text, MAX_RESULT).encode("utf-8", "replace").decode()  # JSON takes Unicode
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
@@ -185,12 +188,14 @@ class ToolServer:
                 # The SDK has no other way to hear of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
+
             told = task or self._task
             opened.advice = (
                 "" if told.query or told.answer is not None or told.metadata else NO_TASK
             )
             made = self._tools.session(told, seed)
             opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
+
         assert opened.ready is not None
         try:
             return await asyncio.shield(opened.ready)
@@ -224,6 +229,7 @@ def _told_task(headers: Mapping[str, str]) -> Task | None:
     told = headers.get(TASK_HEADER)
     if not told:
         return None
+
     try:
         return msgspec.json.decode(base64.b64decode(told, validate=True), type=Task)
     except (ValueError, msgspec.DecodeError) as error:

@@ -30,10 +30,12 @@ class ResultCache:
         """The result of an equal call, or of `make`. Raises what `make` raises."""
         while (ended := self._running.get(key)) is not None:
             await ended.wait()
+
         if key in self._results:
             self.hits += 1
             self._results.move_to_end(key)
             return self._results[key]
+
         ended = self._running[key] = asyncio.Event()
         try:
             result = await make()

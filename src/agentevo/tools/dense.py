@@ -60,6 +60,7 @@ class Encoder:
         except Exception as error:  # whatever transformers and safetensors raise
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{folder} is no encoder of transformers: {reason}") from error
+
         self._model = model.eval()
         self._lock = threading.Lock()
 
@@ -74,6 +75,7 @@ class Encoder:
                 parts.append(
                     self._batch([texts[number] for number in order[start : start + BATCH]])
                 )
+
         stacked = np.concatenate(parts)
         vectors = np.empty_like(stacked)
         vectors[order] = stacked

@@ -53,6 +53,7 @@ class MCPManager:
             await self._learn(self._shared)
             yield self._shared
             return
+
         async with self._room:
             session = _Session(self._api, self._section)
             try:
@@ -106,8 +107,10 @@ class _Session:
             if is_own and self._is_suspect and not await _loop.run(lambda: self._api.answers(url)):
                 await self._release()
                 self._tell_restart = True
+
             if self._url is None:
                 self._node, self._url = await _loop.run(self._made)
+
             self._is_suspect = False
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -119,9 +122,11 @@ class _Session:
         except (ToolUnavailableError, asyncio.CancelledError):
             self._is_suspect = True
             raise
+
         if self._tell_restart:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
+
         return result
 
     async def outcome(self) -> Any:

@@ -83,12 +83,14 @@ class Toolbox:
             raise ConfigError(
                 f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
             )
+
         taken = next((n for one in self._offers if (n := one.toolset.name) in OWN_PARTS), None)
         if taken is not None:
             raise ConfigError(
                 f"agent.tools: {taken!r} is a part of every reward that tools say: give the entry "
                 "another name"
             )
+
         self._tell = tell
         self._told = set[tuple[str, type]]()
         self._cache = ResultCache()
@@ -104,6 +106,7 @@ class Toolbox:
             checks = state_checks(task.metadata)
         except ValueError as error:
             raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
+
         async with AsyncExitStack() as stack:
             sessions = []
             for offer in self._offers:
@@ -185,6 +188,7 @@ class AttemptTools:
         self._by_full_name = {
             one.spec.full_name: one for one in self._tools.values() if one.spec.full_name
         }
+
         if sessions and not self._tools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
             if not any(session.specs for _, session in sessions):
@@ -193,6 +197,7 @@ class AttemptTools:
                     "and name a server that has some"
                 )
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
+
         self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
         """What the policy reads of the tools before the task."""
         self.schemas = [one.spec.schema(name) for name, one in self._tools.items()]
@@ -215,6 +220,7 @@ class AttemptTools:
                 more = await session.offers()
                 prompts += more[0]
                 resources += more[1]
+
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
@@ -234,8 +240,10 @@ class AttemptTools:
                     f"the tools {offer.toolset.name!r} have not said within {limit_s:g} s what the "
                     "attempt is worth"
                 ) from error
+
         if self._checks:
             found[STATE_CHECKS] = await state_reached(self._checks, self._checked)
+
         return {name: one for name, one in found.items() if one is not None}
 
     async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
@@ -250,6 +258,7 @@ class AttemptTools:
         finally:
             self.metrics = metrics
             self.condense = condense
+
         return result, was_answered
 
     async def _answered(self, call: ToolCall) -> ToolResult:
@@ -262,12 +271,15 @@ class AttemptTools:
                 if condensed is not None:
                     recorded.keep(whole_result=result.text, summary_problem=condensed.problem)
                     result = msgspec.structs.replace(result, text=condensed.text)
+
             longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
             result = msgspec.structs.replace(result, text=shortened(result.text, longest))
             if result.is_error:
                 self.metrics["num_tool_errors"] += 1
                 recorded.outcome("failed", result.text)
+
             recorded.keep(result=result.text)
+
         return result
 
     def _found(self, name: str) -> _Bound | None:
@@ -282,6 +294,7 @@ class AttemptTools:
             hint = f"did you mean {guess}? " if guess else ""
             known = ", ".join(self._tools) or "none"
             return _error(f"there is no tool {call.name!r}: {hint}tools: {known}")
+
         recorded.note(toolset=bound.offer.toolset.name)
         try:
             result = await self._result(bound, _arguments(call))
@@ -306,6 +319,7 @@ class AttemptTools:
             self.metrics["num_tool_failures"] += 1
             self._show(call.name, error)
             return _error(f"{call.name} failed: {described(error)}")
+
         self.metrics["num_tool_calls"] += 1
         recorded.note(characters=len(result.text), reward=result.reward)
         return result
@@ -313,6 +327,7 @@ class AttemptTools:
     async def _result(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
         if not bound.is_cached:
             return await self._tried(bound, arguments)
+
         key = (
             bound.offer.toolset.name,
             bound.spec.name,
@@ -340,6 +355,7 @@ class AttemptTools:
             except ToolUnavailableError as error:
                 if tries >= section.retries or (error.was_sent and not bound.is_cached):
                     raise
+
             tries += 1
             await asyncio.sleep(pause)
             pause *= 2
@@ -380,8 +396,10 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
         raise ToolArgumentsError(
             f"the arguments of {call.name} are no JSON ({error}): give an object"
         ) from None
+
     if not isinstance(arguments, dict):
         raise ToolArgumentsError(f"the arguments of {call.name} are no JSON object")
+
     return arguments
 
 
@@ -397,11 +415,14 @@ def _named(tools: Sequence[_Bound]) -> dict[str, _Bound]:
         name = _NOT_IN_NAMES.sub("_", one.spec.name)
         if counts[name] > 1:
             name = f"{_NOT_IN_NAMES.sub('_', one.offer.toolset.name)}__{name}"
+
         if name in named or len(name) > MAX_NAME:
             why = "there are two of it" if name in named else f"longer than {MAX_NAME} characters"
             raise ConfigError(
                 f"agent.tools: the tool {name!r} of {one.offer.toolset.name!r}: {why}; leave one "
                 "out by `exclude`, or name the entry otherwise"
             )
+
         named[name] = one
+
     return named

@@ -37,12 +37,14 @@ class WordIndex:
         match = _match(query)
         if not match:
             return []
+
         with self._lock:
             rows = self._database.execute(
                 "SELECT rowid, -bm25(passages) FROM passages WHERE passages MATCH ? "
                 "ORDER BY bm25(passages), rowid LIMIT ?",
                 (match, count),
             ).fetchall()
+
         return [(self._passages[number], score) for number, score in rows]
 
 

@@ -77,8 +77,10 @@ class MLflowServer:
             known = self._asked(
                 "GET", "get-by-name", headers, params={"experiment_name": self._experiment}
             )
+
         if known is None:
             raise ExportError(f"{self._where} makes no experiment {self._experiment!r}")
+
         return str(known["experiment"]["experiment_id"])
 
     @property
@@ -97,6 +99,7 @@ class MLflowServer:
             return None
         if answer.status_code != 200:
             raise ExportError(f"{self._where} answered {answer.status_code}: {answer.text[:200]}")
+
         told: dict[str, Any] = answer.json()
         return told
 
@@ -112,6 +115,7 @@ class MLflowDatabase:
                 f"{where} needs the package 'mlflow': pip install mlflow, or give "
                 "tracing.endpoint=http://HOST:PORT of a server"
             )
+
         self._uri = uri
         self._experiment = experiment
         self._client: Any = None
@@ -137,6 +141,7 @@ class MLflowDatabase:
         """See Exporter. Seconds: MLflow is imported, and a new database gets its tables."""
         if self._client is not None:
             return
+
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
         from mlflow.tracing.client import TracingClient
@@ -150,8 +155,10 @@ class MLflowDatabase:
                 known = client.get_experiment_by_name(self._experiment)
                 if known is None:
                     raise
+
         if known is not None:
             self._experiment_id = known.experiment_id
+
         self._client = TracingClient(self._uri)
 
 

@@ -53,6 +53,7 @@ def open_tracing(
     section = config.tracing
     if section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, "")):
         return nullcontext(None)
+
     run_id = run_id_of(config.run_dir)
     contents = contents_of(section)
     run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
@@ -121,10 +122,12 @@ def source(*, of_this_process: bool = True) -> Source:
         key, separator, value = pair.partition("=")
         if separator and key.strip():
             attributes[_attribute(key)] = _attribute(value)
+
     if service := os.environ.get(names.ENV_SERVICE):
         attributes[names.SERVICE_NAME] = storable(service)
     if of_this_process:
         attributes["process.pid"] = str(os.getpid())
+
     return Source(attributes=attributes, version=agentevo.__version__)
 
 
@@ -143,10 +146,12 @@ def _exporter(config: RunConfig, process: str) -> Exporter:
             return JsonLines(path, source())
         except OSError as error:
             raise DiskError(f"tracing: {path} can't be written: {error}") from error
+
     if section.backend == "otlp":
         from agentevo.tracing.otlp import OTLP
 
         return OTLP(source(), endpoint)
+
     from agentevo.tracing.mlflow import mlflow_exporter
 
     uri = endpoint or os.environ.get("MLFLOW_TRACKING_URI")

@@ -68,6 +68,7 @@ class OTLP:
         """See Exporter."""
         if not made:
             return
+
         body = self._pack(request(made, self._source))
         try:
             try:
@@ -76,6 +77,7 @@ class OTLP:
                 problem = self._refusal(body)
         except httpx.HTTPError as error:
             problem = described(error)
+
         if problem:
             raise ExportError(f"{self._where} did not take {len(made)} spans: {problem}")
 
@@ -88,8 +90,10 @@ class OTLP:
                 said += piece
                 if len(said) > LONGEST_ANSWER or time.monotonic() > until:
                     break
+
         if answer.is_success:
             return ""
+
         words = said[:LONGEST_SHOWN].decode("utf-8", "replace")
         return (
             f"it answered {answer.status_code} {answer.reason_phrase}{': ' if words else ''}{words}"

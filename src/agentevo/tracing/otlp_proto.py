@@ -54,14 +54,17 @@ def encoded_span(span: Span) -> bytes:
     ]
     if span.parent_id is not None:
         parts += (b"\x22\x08", span.parent_id.to_bytes(8, "big"))  # field 4
+
     parts += map(_of_shared, span.shared)
     parts += [_attribute(key, value) for key, value in span.own.items()]
     if not (span.events or span.links or span.is_error):
         return b"".join(parts)
+
     parts += [_block(11, _event(event)) for event in span.events]
     parts += [_block(13, _link(*link)) for link in span.links]
     if span.is_error:
         parts.append(_block(15, _text(2, span.message) + _number(3, _ERROR)))
+
     return b"".join(parts)
 
 
@@ -121,10 +124,12 @@ def _varint(number: int) -> bytes:
     """Seven bits a byte, the lowest first; all but the last have their highest bit set."""
     if number < 0x80:
         return _BYTES[number]
+
     digits = bytearray()
     while number > 0x7F:
         digits.append(number & 0x7F | 0x80)
         number >>= 7
+
     digits.append(number)
     return bytes(digits)
 

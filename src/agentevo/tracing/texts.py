@@ -52,6 +52,7 @@ class Texts:
         }
         whole = sorted(values, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, whole))) if whole else None
+
         # Names, and the messages that every turn of an attempt has again.
         self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
 
@@ -79,12 +80,15 @@ class Texts:
                 note = _note(f"{number + 1} earlier messages are left out")
                 told.append(msgspec.Raw(msgspec.json.encode(note)))
                 break
+
             one = self._message(messages[number], left)
             if finish_reasons:
                 one["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
+
             encoded = msgspec.json.encode(one)
             told.append(msgspec.Raw(encoded))
             left -= len(encoded)
+
         return msgspec.json.encode(told[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
@@ -99,6 +103,7 @@ class Texts:
                 "response": response,
             }
             return told | {"parts": [part]}
+
         makers: list[Callable[[int], dict[str, Any]]] = [
             lambda left, kind=kind, text=text: {"type": kind, "content": self.shown(text, left)}  # type: ignore[misc]
             for kind, text in (("reasoning", message.reasoning), ("text", message.text))
@@ -112,6 +117,7 @@ class Texts:
                 break
             parts.append(make(longest))
             longest -= len(msgspec.json.encode(parts[-1]))
+
         return told | {"parts": parts}
 
     def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:

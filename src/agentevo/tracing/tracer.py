@@ -127,6 +127,7 @@ class Tracer:
                     f"the queue of {self._limits.queue} (tracing.max_queue) is dropped"
                 )
             return
+
         self._num_taken += 1
         self._queue.append(call)
         if waiting + 1 == self._limits.batch:
@@ -146,9 +147,11 @@ class Tracer:
         self._thread.join(self._flush_s)
         self._is_late = self._thread.is_alive()
         left = self._num_taken - self.exported - self.dropped
+
         why = self._problem or "more came than the exporter took in"
         if self._is_late:
             why = self._problem or f"the exporter did not end within {self._flush_s:g} s"
+
         if lost := self.dropped + self.refused + left:
             self._tell(f"tracing: {lost} spans were not exported, {self.exported} were: {why}")
         elif self.exported:
@@ -159,6 +162,7 @@ class Tracer:
             self._exporter.open()
         except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
             self._failed(error)
+
         while not self._closing.is_set():
             self._wake.wait(self._limits.delay_s)
             self._wake.clear()
@@ -166,8 +170,10 @@ class Tracer:
                 self._export(self._taken())
                 if len(self._queue) < self._limits.batch:
                     break
+
         while self._queue and not self._is_late:
             self._export(self._taken())
+
         with suppress(Exception):
             self._exporter.close()
 
@@ -187,13 +193,16 @@ class Tracer:
                 self.dropped += 1
                 self._told(error)
                 continue
+
             own = _characters(span) if has_texts else 0
             if piece and size + own > PIECE:
                 self._deliver(piece)
                 piece = []
                 size = 0
+
             piece.append(made)
             size += own
+
         if piece:
             self._deliver(piece)
 
@@ -210,8 +219,10 @@ class Tracer:
             if self._closing.wait(rest):
                 time.sleep(min(rest, LAST_REST_S))
                 break
+
         if self._is_late or self._is_given_up:
             return False
+
         try:
             self._exporter.open()
             self._exporter.export(piece)
@@ -219,6 +230,7 @@ class Tracer:
             self._failed(error)
             self._is_given_up = self._closing.is_set() and self._failures > 1
             return False
+
         self._failures = 0
         self._resting_until = 0.0
         return True
@@ -226,10 +238,12 @@ class Tracer:
     def _span(self, call: RunningCall) -> Span:
         trace = call.calls.trace
         assert trace is not None
+
         record = call.record(call.calls.recorder)
         around = None
         if record.parent is None and call.outer is not None:
             around = call.outer.place
+
         return self._spans.of(
             record,
             trace,

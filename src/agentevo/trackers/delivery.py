@@ -44,6 +44,7 @@ class Record:
         """None: nothing is kept, as for a run that is never resumed."""
         self._path = path
         self._lock = threading.Lock()
+
         self._entries: dict[str, dict[str, Any]] = {}
         if path is not None and path.is_file():
             try:
@@ -109,8 +110,10 @@ class Delivery:
                 self._left_out += 1
             self._rows.append(row)
             self._wake.notify()
+
         if self._left_out:
             self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of them are left out")
+
         self.look()
 
     def look(self) -> None:
@@ -144,6 +147,7 @@ class Delivery:
         """Once in the life of a run: a tracker is not worth more of a person's attention."""
         if self._warned:
             return
+
         self._warned = True
         self._say(
             f"tracker {self.name}: {what}. Training goes on; metrics.jsonl in the run's folder has "
@@ -157,12 +161,14 @@ class Delivery:
             with self._wake:
                 self._given_up = True
             return
+
         while (row := self._next()) is not None:
             if self._tried(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
                 self._step = row.step
                 self._keep()
             else:
                 self._left_out += 1
+
         for act in self._last or ():
             self._tried("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
@@ -179,6 +185,7 @@ class Delivery:
 
         if not self._tried("its beginning", begin):
             return None
+
         self._keep()
         return made[0]
 
@@ -203,8 +210,10 @@ class Delivery:
                     self._wake.wait_for(
                         lambda: self._given_up, self._first_pause_s * 2 ** (number - 1)
                     )
+
             if self._given_up:
                 return False
+
             self._busy = (time.monotonic(), what)
             try:
                 call()
@@ -217,6 +226,7 @@ class Delivery:
                 return True
             finally:
                 self._busy = None
+
         return False
 
 

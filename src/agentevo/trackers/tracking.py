@@ -89,9 +89,11 @@ class Tracking:
         ]
         for delivery in self._deliveries:
             delivery.finish(list(last))
+
         until = time.monotonic() + self._flush_s
         for delivery in self._deliveries:
             delivery.wait(until)
+
         self.hear()
 
 

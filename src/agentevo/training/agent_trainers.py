@@ -100,6 +100,7 @@ class AgentTrainers:
                     together[name] = together.get(name, 0.0) + value
                 else:
                     together[name if policy == self._main else f"agents/{policy}/{name}"] = value
+
         return together
 
     def state_dict(self) -> dict[str, Any]:

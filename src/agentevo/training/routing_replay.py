@@ -35,6 +35,7 @@ class RoutingReplay:
         self.routers = routers_of(policy)
         self._recording: Recording | None = None
         self._heard: list[tuple[int, np.ndarray]] = []
+
         if mode != "none" and self.routers is None:
             raise TrainingError(
                 f"{KEY}={mode}: the policy's routers are not prepared for it: call "
@@ -55,6 +56,7 @@ class RoutingReplay:
             assert self.routers is not None
             check_recorded(samples, self.routers)
             return list(rows)
+
         bare = [msgspec.structs.replace(sample, routed_experts=None) for sample in samples]
         return [row._replace(sample=sample) for row, sample in zip(rows, bare, strict=True)]
 
@@ -108,6 +110,7 @@ def mismatches(batch: PackedBatch) -> dict[str, float]:
     differs = routing.differs() if isinstance(routing, Replay) else None
     if differs is None:
         return {}
+
     at_tokens = differs[batch.logit_nodes[batch.rows]]  # [M, layers]
     return {
         "actor/router_mismatch": float(at_tokens.double().mean(1).sum()),

@@ -58,6 +58,7 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
     """(the state with names in place of its parts, the parts by these names)."""
     if isinstance(state, Part):
         return {_KEY: name}, {name: state}
+
     if isinstance(state, dict):
         plain: dict[Any, Any] = {}
         parts: dict[str, Part] = {}
@@ -65,9 +66,11 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
             plain[key], found = split_state(value, f"{name}.{key}" if name else str(key))
             parts |= found
         return plain, parts
+
     if isinstance(state, list):
         items = [split_state(value, f"{name}.{at}") for at, value in enumerate(state)]
         return [item for item, _ in items], {k: v for _, own in items for k, v in own.items()}
+
     return state, {}
 
 
@@ -117,6 +120,7 @@ class StoredPart:
                     f"{self._reader.path}: {self._name} can't be read ({error}): resume from an "
                     "older checkpoint"
                 ) from error
+
         return into
 
 
@@ -199,8 +203,10 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(path)
         with (Path(path) / METADATA).open("rb") as file:
             self.metadata: Metadata = _Restricted(file).load()
+
         if not isinstance(self.metadata, Metadata):
             raise UnusableCheckpointError(f"{path}/{METADATA} is not what torch writes")
+
         outside = [
             info.relative_path
             for info in self.metadata.storage_data.values()

@@ -40,11 +40,13 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
         if message.role != "assistant":
             new.append(message)
             continue
+
         prompt = chat.continuation(new, ended_with_stop=True) if ids else chat.first_prompt(new)
         answer = chat.completion(message)
         ids += [*prompt, *answer]
         mask += [False] * len(prompt) + [True] * len(answer)
         new = []
+
     return Sample.given(name, name, ids, mask)
 
 
@@ -115,15 +117,18 @@ class SupervisedTrainer:
         device = device_of(self.model)
         batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
+
         for indices, batch in batches:
             self.flops.trained([samples[i] for i in indices], batch)
             with phase("forward"):
                 logp, _ = token_logprobs(self.model, batch)
                 loss = -(logp / trained).sum()
+
             self.optimization.backward(loss)
             sums["sft/loss"] += float(loss.detach())
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
+
         keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         metrics = {
@@ -180,9 +185,12 @@ def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> li
                 batches.append(batch)
                 batch = []
                 used = 0
+
             batch.append(name)
             used += sizes[name]
+
         batches.append(batch)
+
     return batches
 
 
@@ -204,17 +212,21 @@ def held_out_metrics(
     for place in range(max(gathered(len(batches)))):
         if anywhere(stop()):
             return None
+
         counts = place < len(batches)
         if not counts and not nulls:
             continue
+
         batch = batches[place][1] if counts else nulls[0]
         logits = all_logits(model, batch)
         if not counts:
             continue
+
         logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         sums["loss"] -= float(logp.double().sum())
         sums["right"] += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
         sums["count"] += len(batch.targets)
+
     loss, right, count = summed(sums).values()
     mean = loss / count
     return {
@@ -257,6 +269,7 @@ def train_supervised(
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:
         episodes.setdefault(sample.trajectory_id, []).append(sample)
+
     batches = plan_batches(
         {name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed
     )
@@ -273,4 +286,5 @@ def train_supervised(
             supervised.step([sample for name in batch for sample in episodes[name]])["sft/loss"]
         )
         progress(len(losses), len(batches), losses[-1])
+
     return losses

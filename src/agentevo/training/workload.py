@@ -80,6 +80,7 @@ def speed_metrics(
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics
+
     for name, flops, mfu in (
         ("distinct", DISTINCT, "perf/mfu"),
         ("logical", LOGICAL, "perf/mfu_logical"),
@@ -90,4 +91,5 @@ def speed_metrics(
             reached = trained[flops] / seconds / num_processes()
             peak = max(peak_flops_per_s, reached) if flops == DISTINCT else peak_flops_per_s
             metrics[mfu] = reached / peak
+
     return metrics

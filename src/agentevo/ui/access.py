@@ -106,10 +106,12 @@ class Access:
         name = name.lower().rstrip(".")
         if name in self._hosts:
             return True
+
         try:
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
         except ValueError:
             return False
+
         return True
 
     def is_token(self, given: str) -> bool:
@@ -165,18 +167,22 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+
         headers = _headers_of(scope)
         connection: Any = (scope.get("state") or {}).get("connection")
+
         sending = _with_headers(send, self._headers)
         answer = self._refusal(scope, headers)
         if answer is not None:
             await _send(sending, *answer, is_head=scope["method"] == "HEAD")
             return
+
         if connection is not None and not connection.admit():
             await _send(
                 sending, 503, [], b"too many connections: close some pages, and try again\n"
             )
             return
+
         try:
             visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
             scope = {**scope, VISITOR: visitor, FORM: Form()}
@@ -184,6 +190,7 @@ class Guard:
                 form, body = await self._form(receive, headers, visitor)
                 scope[FORM] = form
                 receive = received(body, receive)
+
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
@@ -217,10 +224,12 @@ class Guard:
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
             return 421, [], b"this server does not go by that name: open the URL that was printed\n"
+
         methods = (*METHODS, "POST") if access.control else METHODS
         if method not in methods:
             allowed = [("allow", ", ".join(methods))]
             return 405, allowed, b"only GET: this dashboard changes nothing\n"
+
         query = scope["query_string"].decode("latin-1")
         pairs = parse_qsl(query, keep_blank_values=True)
         tokens = [value for name, value in pairs if name == TOKEN]
@@ -229,14 +238,17 @@ class Guard:
             is_control = bool(controls) and access.is_control_token(controls[0])
             if not is_control and (controls or not access.is_token(tokens[0])):
                 return 401, _HTML, CLOSED_PAGE
+
             rest = urlencode([pair for pair in pairs if pair[0] not in (TOKEN, CONTROL)])
             # One slash at the beginning: two would be another host.
             path = "/" + quote(scope["path"].lstrip("/"), safe="/~:@!$&'()*+,;=-._")
             place = f"{path}?{rest}" if rest else path
             cookies = [("set-cookie", one) for one in access.set_cookies(control=is_control)]
             return 303, [("location", place), ("cache-control", "no-store"), *cookies], b""
+
         if not access.has_pass(headers.get("cookie", "")):
             return 401, _HTML, CLOSED_PAGE
+
         return None
 
 
@@ -282,6 +294,7 @@ def _headers_of(scope: Scope) -> dict[str, str]:
             headers[key] += f"; {text}"
         else:
             headers.setdefault(key, text)
+
     return headers
 
 
@@ -297,6 +310,7 @@ def _with_headers(send: Send, more: dict[str, str]) -> Send:
                     if name.encode() not in has
                 ),
             ]
+
         async with asyncio.timeout(SEND_S):
             await send(message)
 

@@ -79,6 +79,7 @@ async def save(view: RunView, record: Record) -> None:
     folder = view.source.folder
     if folder is None:
         raise NotFoundError("This run has no folder here, which annotations would lie in.")
+
     try:
         async with asyncio.timeout(WRITE_S):
             await in_thread(annotate, Path(folder), record)
@@ -91,12 +92,15 @@ def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
     verdict = change.get("verdict")
     note = change.get("note")
     reply = change.get("reply")
+
     if verdict not in ("", "right", "wrong"):
         raise WrongFormError("A verdict is right, wrong, or none.")
+
     if len(note) > MAX_NOTE or len(reply) > MAX_REPLY:
         raise WrongFormError(
             f"A note has at most {MAX_NOTE:,} characters, an edited reply {MAX_REPLY:,}."
         )
+
     original = last_reply(trajectory)
     # A browser sends every newline as \r\n and leaves out one at the beginning.
     is_edited = original is not None and reply.strip() and _plain(reply) != _plain(original)
@@ -133,6 +137,7 @@ async def listed(request: Request, run: str, show: str = "all", q: str = "") -> 
     found = await annotations_of(view)
     rows = [one for one in reversed(found.attempts.values()) if _fits(one, show, q)]
     pairs = [one for one in reversed(found.pairs.values()) if show in ("all", "pairs")]
+
     return run_page(
         request,
         "annotations.html",
@@ -154,6 +159,7 @@ async def listed(request: Request, run: str, show: str = "all", q: str = "") -> 
 def _fits(one: Annotation, show: str, q: str) -> bool:
     if q and q.casefold() not in f"{one.note}\n{one.attempt}\n{one.task}".casefold():
         return False
+
     return {
         "right": one.verdict == "right",
         "wrong": one.verdict == "wrong",
@@ -183,6 +189,7 @@ async def prefer(request: Request, run: str) -> Response:
     right, _ = await load_attempt(request, view, change.get("b"))
     if left.trajectory.id == right.trajectory.id:
         raise WrongFormError("These are the same attempt.")
+
     await save(view, preference_from(change, left.trajectory, right.trajectory))
     names = {"a": left.trajectory.id, "b": right.trajectory.id}
     return see(f"{run_url(view.key, 'attempts', 'compare')}?{_query(**names)}")

@@ -85,6 +85,7 @@ def make_app(
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)
+
     app.get("/static/{digest}/{name:path}", include_in_schema=False)(_static)
     app.exception_handler(UnknownRunError)(_unknown_run)
     app.exception_handler(NotFoundError)(_not_found)
@@ -94,6 +95,7 @@ def make_app(
     app.exception_handler(RequestValidationError)(_wrong_words)
     app.exception_handler(HTTPException)(_http)
     app.exception_handler(Exception)(_broken)
+
     return Guard(SharedAnswers(app, watcher, VISITOR), access), shared
 
 
@@ -148,6 +150,7 @@ async def _http(request: Request, error: Exception) -> Response:
     else:
         heading = "Not found"
         text = "There is no such page."
+
     answer = _problem(request, error.status_code, heading, text)
     answer.headers.update(error.headers or {})
     return answer

@@ -107,6 +107,7 @@ class Change:
         folder = view.source.folder
         if folder is None:
             raise NotFoundError("This run has no folder here, so nothing of it can be changed.")
+
         record = {
             "at": time.time(),
             "who": self.visitor.who,

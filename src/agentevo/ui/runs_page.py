@@ -81,6 +81,7 @@ async def runs(
     }
     if is_part(request):
         return part("runs_table.html", **data)
+
     news = [row.view.key for row in chosen if row.view.state == "running"] or [
         row.view.key for row in chosen
     ]
@@ -104,11 +105,13 @@ def row_of(view: RunView) -> Row:
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
     if not view.summary:
         figures |= newest_evaluation(view)
+
     _, rewards = view.table.series(SCORE)
     environment = view.summary.get("environment") or view.setting("environment", "type")
     model = view.summary.get("model") or view.setting("model", "name")
     how = view.command if view.command in ("sft", "rm") else view.setting("algorithm", "name")
     about = [environment, model, how]
+
     return Row(
         view=view,
         rewards=list(rewards),
@@ -130,10 +133,12 @@ def newest_evaluation(view: RunView) -> dict[str, float | None]:
             if values:
                 first[name] = values[0]
                 last[name] = values[-1]
+
     opening = read_evaluations(first)
     newest = read_evaluations(last)
     if not newest:
         return {}
+
     return {
         "before": opening[0].success,
         "after": newest[0].success,

@@ -88,9 +88,12 @@ class Stores:
                     read_only=True,
                 )
                 opened = self._opened[url] = _Opened(store)
+
             opened.users += 1
+
         if self._sweeping is None:
             self._sweeping = asyncio.ensure_future(self._sweep())
+
         try:
             yield cast(Store, ReadOnlyStore(opened.store))
         finally:

@@ -78,6 +78,7 @@ class Watcher:
         tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
         if tasks:
             await asyncio.wait(tasks, timeout=FIRST_S)
+
         return [
             task.result() if task.done() and task.exception() is None else one.reader.view
             for task, one in zip(tasks, watched, strict=True)
@@ -103,11 +104,13 @@ class Watcher:
                 StoreReader(source, self._stores) if source.folder is None else RunReader(source)
             )
             watched = _Watched(reader, self._heard)
+
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
             if key not in self._viewers:
                 del self._readers[key]
                 self.events.pop(key, None)
+
         return watched
 
     def _list(self, runs: Iterable[str]) -> bool:
@@ -128,6 +131,7 @@ class Watcher:
         had = self._listed
         listed = -1
         self._look(keys, 1)
+
         try:
             while not self.is_closed:
                 changed = self._next  # what changes from here on is not missed
@@ -137,6 +141,7 @@ class Watcher:
                     self._look(later, 1)
                     keys += later
                     yield listed
+
                 for key in keys:
                     watched = self._readers.get(key)
                     if watched is None:
@@ -145,6 +150,7 @@ class Watcher:
                     if view.version and known.get(key) != _told(view):
                         known[key] = _told(view)
                         yield view
+
                 yield None
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
@@ -230,4 +236,5 @@ class _Watched:
                     await in_thread(self.reader.read)
                 self._read_at = time.monotonic()
                 self._heard(before, self.reader.view)
+
         return self.reader.view

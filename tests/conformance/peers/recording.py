@@ -80,6 +80,7 @@ def loss_batch(generator: torch.Generator, gaps: torch.Tensor, mask: torch.Tenso
     base = -torch.rand(rows, tokens, generator=generator, dtype=torch.float64) * 2.0 - 0.01
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(rows)[:rows]
     size = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.5
+
     return {
         "logp": base + gaps.clamp(max=0.0),
         "old_logp": base - gaps.clamp(min=0.0),
@@ -113,6 +114,7 @@ def batches(seed: int = 20261121) -> dict[str, Batch]:
         "mask": whole,
         "dense_rewards": made["groups"]["values"].flip(0) * whole,
     }
+
     scale = torch.tensor([0.6, 0.3, 1e-3, 0.05, 0.9, 1e-4], dtype=torch.float64)[:, None]
     made["loss"] = loss_batch(generator, normal(6, 7).clamp(-2, 2) * scale, ragged(generator, 6, 7))
     far = torch.tensor(
@@ -168,6 +170,7 @@ def write(
             for name, entry in entries.items()
         ]
         lines.append(f'"{part}": {{\n' + ",\n".join(rows) + "\n}")
+
     path = HERE / f"{peer.lower()}.json"
     path.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
     print(f"{path}: {len(cases)} cases, {path.stat().st_size:,} bytes")

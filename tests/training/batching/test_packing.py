@@ -56,8 +56,10 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
     samples = samples_of(branching(1), temperature=temperature)
     batch = pack(samples, torch.device("cpu"))
     assert batch.num_distinct < 0.6 * batch.num_logical
+
     with torch.no_grad():
         found, entropy = token_logprobs(one.model, batch)
+
     expected = []
     expected_entropy = []
     for sample in samples:
@@ -67,6 +69,7 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
         expected_entropy += [
             float(-(rows[place - 1].exp() * rows[place - 1]).sum()) for place in places
         ]
+
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(
         entropy[batch.rows], torch.tensor(expected_entropy), rtol=1e-5, atol=2e-5
@@ -93,10 +96,12 @@ def test_loss_and_gradients_of_the_whole_objective(
     trainer = Trainer(one.model, WHOLE_GRADIENT, section)
     trainer.begin()
     other = copy.deepcopy(one.alone)
+
     with torch.no_grad():  # the policy moves away from its reference
         for ours, theirs in zip(one.model.parameters(), one.alone.parameters(), strict=True):
             ours.mul_(1.05)
             theirs.mul_(1.05)
+
     expected = slow_loss(one.alone, samples, section, other)
     expected.backward()
     expected = float(expected.detach())
@@ -105,6 +110,7 @@ def test_loss_and_gradients_of_the_whole_objective(
     found = gradient(one.model)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     assert metrics["actor/grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-5)
+
     if (
         aggregation == "token-mean"
     ):  # of the KL and the entropy the metrics hold the mean over tokens

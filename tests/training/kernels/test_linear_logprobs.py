@@ -191,6 +191,7 @@ def test_one_gradient_alone():
         ((problem.of_logp * logp).sum() + (problem.of_entropy * entropy).sum()).backward()
         assert_same([leaves[place].grad], [wanted[2 + place]], 1e-5)
         assert leaves[1 - place].grad is None
+
     leaves = [one.clone().requires_grad_() for one in problem.inputs[:2]]
     (
         problem.of_entropy * linear_logprobs(*leaves, None, problem.rows, problem.targets)[1]
@@ -219,6 +220,7 @@ def test_a_frozen_output_layer(dtype, softcap, entropy):
         loss = (problem.of_logp * logp).sum()
         (loss + (problem.of_entropy * entropies).sum() if entropy else loss).backward()
         found.append((logp.detach(), entropies.detach(), hidden.grad.float()))
+
     assert_same(*found, 1e-5 if dtype == torch.float32 else 0.05)
 
 
@@ -238,8 +240,10 @@ def test_a_sure_model_far_from_zero_keeps_its_digits():
             table = (hidden.double() @ matrix.t()).log_softmax(-1)
             logp = table[rows, targets]
             entropy = -(table.exp() * table).sum(-1)
+
         (logp.sum() + 0.1 * entropy.sum()).backward()
         gradients.append((logp.double(), entropy.double(), matrix.grad.double()))
+
     for ours, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, exact, rtol=2e-4, atol=1e-9)
 
@@ -252,6 +256,7 @@ def test_scores_far_apart_stay_finite():
     )
     assert logp.tolist() == pytest.approx([-4.54e-5, -2000.0, -2000.0], abs=1e-6, rel=1e-6)
     assert entropy.tolist() == pytest.approx([5e-4, 5e-4], abs=1e-5)
+
     (logp.sum() + entropy.sum()).backward()
     assert torch.isfinite(hidden.grad).all()
     assert torch.isfinite(weight.grad).all()
@@ -273,11 +278,13 @@ def test_half_precision_is_summed_in_float32():
         torch.bfloat16,
         torch.bfloat16,
     ]
+
     products = (
         problem.inputs[0] @ problem.inputs[1].T
     )  # rounded to bfloat16, as the model's own output layer does
     logp = torch.log_softmax(products.float(), -1)
     assert_same(ours[:1], [logp[problem.rows, problem.targets]], 1e-5)
+
     exact = Problem(7, 4000, 40, 4000)
     exact.inputs = [problem.inputs[0].float(), problem.inputs[1].float(), None]
     exact.rows = problem.rows
@@ -317,6 +324,7 @@ def saved_bytes(num_rows, num_tokens):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         linear_logprobs(*leaves, None, problem.rows, problem.targets)
+
     return sum(sizes)
 
 

@@ -19,6 +19,7 @@ def plain(logits, rows, targets, temperature):
 def test_values_and_gradients(temperature, with_entropy):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(5, 11, generator=generator)
+
     rows = torch.tensor(
         [0, 4, 4, 2, 4]
     )  # one row is asked thrice, two of them for the same token, others not at all
@@ -31,6 +32,7 @@ def test_values_and_gradients(temperature, with_entropy):
         logp, entropy = function(leaf, rows, targets, temperature)
         ((weights * logp).sum() + (entropy_weights * entropy).sum()).backward()
         found.append((logp.detach(), entropy.detach(), leaf.grad))
+
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -39,6 +41,7 @@ def test_values_and_gradients(temperature, with_entropy):
 def test_more_rows_than_a_block_holds(num_rows):
     generator = torch.Generator().manual_seed(num_rows)
     logits = 3 * torch.randn(num_rows, 11, generator=generator)
+
     rows = torch.randperm(num_rows, generator=generator)
     targets = torch.randint(11, (num_rows,), generator=generator)
     weights = torch.randn(num_rows, generator=generator)
@@ -48,6 +51,7 @@ def test_more_rows_than_a_block_holds(num_rows):
         logp, entropy = function(leaf, rows, targets, 0.7)
         (weights * (logp - 0.5 * entropy)).sum().backward()
         found.append((logp.detach(), entropy.detach(), leaf.grad))
+
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -69,8 +73,10 @@ def test_a_sure_model_far_from_zero_keeps_its_digits(height):
             table = leaf.log_softmax(-1)
             logp = table[rows, targets]
             entropy = -(table.exp() * table).sum(-1)
+
         (logp.sum() + 0.1 * entropy.sum()).backward()
         gradients.append((logp.double(), entropy.double(), leaf.grad.double()))
+
     for ours, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, exact, rtol=2e-4, atol=1e-9)
 

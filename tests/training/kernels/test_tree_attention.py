@@ -33,6 +33,7 @@ def attention_alone(q, k, v, scaling, window, softcap):
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         out[place] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[first : place + 1])
+
     return out
 
 
@@ -73,6 +74,7 @@ def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, blo
         found = TreeAttention(tree, CPU).attend(q, k, v, 0.4, window, softcap)
         expected = alone(tree, q, k, v, 0.4, window, softcap)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
         for ours, theirs in zip(
             *(torch.autograd.grad(out, (q, k, v), above) for out in (found, expected)), strict=True
         ):
@@ -91,6 +93,7 @@ def test_bfloat16_rounds_no_more_than_bfloat16_must(monkeypatch, window, softcap
     for q, k, v, above in (exact, rounded):
         out = TreeAttention(tree, CPU).attend(q, k, v, 0.25, window, softcap)
         results.append([out, *torch.autograd.grad(out, (q, k, v), above)])
+
     for full, half in zip(*results, strict=True):
         assert half.dtype is torch.bfloat16
         torch.testing.assert_close(half.float(), full, rtol=0.05, atol=0.05)

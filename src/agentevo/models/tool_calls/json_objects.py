@@ -50,6 +50,7 @@ def read_json(out: Output) -> Wait:
         if mark in ("{", "["):
             yield from read_objects(out, skip(), bare=True)
             continue
+
         lead = text.take_next(len(mark)) + (yield from text.skip_space())
         if (yield from text.peek()) not in ("{", "["):
             out.content(lead)

@@ -58,10 +58,12 @@ def _read_separated(out: Output) -> Wait:
         if (yield from text.peek()) != ";":
             out.content(lead)
             return
+
         lead += text.take_next() + (yield from text.skip_space())
         if (yield from text.peek()) != "{":
             out.content(lead)
             return
+
         if not (yield from read_objects(out, skip(before=BEGINS), lead=lead, bare=True)):
             return
 
@@ -81,6 +83,7 @@ def _read_marked(out: Output, mark: str) -> Wait:
     else:
         body = partial(read_expression, out, method=".call")
         yield from read_call(out, body, recover, lead=lead)
+
     if end:
         yield from _skip_end(out, end)
 
@@ -124,9 +127,11 @@ def _separator(text: Text) -> Generator[None, None, str]:
         char = yield from text.peek()
         if char != "]":
             return comma
+
     if char != "]":
         raise text.broken(
             f"it needs a comma or ], not {char!r}" if char else "the text ends inside the list"
         )
+
     text.take_next()
     return ""

@@ -41,15 +41,18 @@ class Prose:
         """What of this text and of what was held back can be shown."""
         if not self._begun and self._cut:
             text = text.lstrip()
+
         body = text.rstrip()
         if not body:
             if text:
                 self._space.append(text)
             return ""
+
         shown = "".join([*self._space, body])
         self._space = [text[len(body) :]]
         self._begun = True
         self._cut = self._cut_at_end
+
         return shown
 
     def cut(self) -> None:
@@ -126,9 +129,11 @@ class Output:
     def _flush(self) -> None:
         if self._growing is None:
             return
+
         kind, pieces = self._growing
         text = "".join(pieces)
         self._growing = None
+
         if kind == "content":
             self._deltas.append(ContentDelta(text))
         elif kind == "reasoning":
@@ -231,6 +236,7 @@ def read_call(
         call.fail("".join(text.record), problem)
     else:
         call.finish()
+
     whole = call.finished
     text.record = None
     out.cut()

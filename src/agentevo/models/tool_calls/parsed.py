@@ -48,6 +48,7 @@ class Parsed:
                     calls.append(call)
                 case CallFailed(_, broken):
                     malformed.append(broken)
+
         return cls("".join(content), "".join(reasoning) or None, tuple(calls), tuple(malformed))
 
 

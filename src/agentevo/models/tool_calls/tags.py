@@ -66,17 +66,22 @@ def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
     arguments = _Arguments(out, call)
     yield from _take(out, "<function=")
     call.named(checked_name(text, (yield from _up_to(out, ">")).strip()))
+
     while True:
         yield from text.skip_space()
         mark = yield from text.starts_with("<parameter=", "</function>")
         text.take_next(len(mark))
+
         if mark != "<parameter=":
             break
+
         key = yield from _up_to(out, ">")
         value = yield from _up_to(out, "</parameter>")
         arguments.add(key.strip(), value.removeprefix("\n").removesuffix("\n"))
+
     if not mark:
         raise _unexpected(out, "<parameter=...> or </function>")
+
     arguments.end()
     if in_block:
         yield from text.skip_space()
@@ -99,17 +104,22 @@ def _glm_call(out: Output, call: OpenCall) -> Wait:
     yield from text.skip_space()
     name, _ = yield from text.collect("a call", "\n", "<arg_key>", _BLOCK_END, _BLOCK)
     call.named(checked_name(text, name.strip()))
+
     while True:
         yield from text.skip_space()
         mark = yield from text.starts_with("<arg_key>", _BLOCK_END)
         text.take_next(len(mark))
+
         if mark != "<arg_key>":
             break
+
         key = yield from _up_to(out, "</arg_key>")
         yield from _take(out, "<arg_value>")
         arguments.add(key.strip(), (yield from _up_to(out, "</arg_value>")))
+
     if not mark:
         raise _unexpected(out, f"<arg_key> or {_BLOCK_END}")
+
     arguments.end()
 
 
@@ -133,6 +143,7 @@ class Invocations:
                 if not (yield from text.starts_with(invoke)):
                     out.content(lead)
                     continue
+
             yield from read_call(out, partial(self._call, out), recover, lead=lead)
             yield from self._skip_wrapper_end(out)
 
@@ -151,19 +162,24 @@ class Invocations:
         end = f"</{self.prefix}invoke>"
         yield from _take(out, f"<{self.prefix}invoke")
         call.named(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
+
         while True:
             yield from text.skip_space()
             mark = yield from text.starts_with(parameter, end)
             text.take_next(len(mark))
+
             if mark != parameter:
                 break
+
             attributes = yield from _up_to(out, ">")
             key = self._name(out, attributes)
             value = yield from _up_to(out, f"</{self.prefix}parameter>")
             is_text = 'string="true"' in attributes
             arguments.add(key, value, is_text=is_text)
+
         if not mark:
             raise _unexpected(out, f"{parameter} ...> or {end}")
+
         arguments.end()
 
     @staticmethod

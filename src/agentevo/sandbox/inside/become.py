@@ -18,6 +18,7 @@ def main() -> None:
     program = sys.argv[2:]
     for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
+
     os.makedirs("/sandbox/.tmp", exist_ok=True)
     os.chmod("/sandbox/.tmp", 0o1777)
     if settings["uids"]:
@@ -26,6 +27,7 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+
     os.execvp(program[0], program)
 
 

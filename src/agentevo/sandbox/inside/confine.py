@@ -63,13 +63,16 @@ def main() -> None:
     program = sys.argv[2:]
     with open(settings["filter"], "rb") as file:
         seccomp = file.read()
+
     if settings["namespaces"]:
         enter_namespaces(settings)
         make_mounts(settings)
+
     if settings["uid"]:
         os.setgroups([])
         os.setresgid(*[settings["uid"]] * 3)
         os.setresuid(*[settings["uid"]] * 3)
+
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     restrict_files(settings)
@@ -93,6 +96,7 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
                 file.write(text)
     else:
         call("unshare", _NAMESPACES)
+
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     pid = os.fork()
     if pid:
@@ -100,6 +104,7 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
         os.dup2(null, 0)
         os.dup2(null, 1)
         end_as(os.waitpid(pid, 0)[1])
+
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -126,14 +131,17 @@ def make_mounts(settings: dict[str, Any]) -> None:
     owner = settings["uid"] or os.getuid()
     size = f"size={settings['disk_mib']}m,nr_inodes={settings['max_files'] + 16}"
     kept = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
+
     closed = {first_closed_folder(path) for path in settings["unreachable"]} - {None}
     for folder in closed:
         mount("tmpfs", str(folder), "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=0755,size=64k")
+
     for path, handle in kept:
         os.makedirs(path, mode=0o755, exist_ok=True)
         mount(f"/proc/self/fd/{handle}", path, "", _BIND | _RECURSIVE)
         mount("none", path, "", _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
         os.close(handle)
+
     options = f"{size},mode=0700,uid={owner},gid={owner}"
     mount("tmpfs", settings["work"], "tmpfs", _NO_SETUID | _NO_DEVICES, options)
     mount("proc", "/proc", "proc", _NO_SETUID | _NO_DEVICES)
@@ -154,6 +162,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
     version = landlock_version()
     if version < 1:
         raise OSError("the kernel has no landlock")
+
     known = (1 << 13) - 1
     known |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     known |= _IOCTL_DEVICE if version >= 5 else 0
@@ -168,6 +177,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
         allow(ruleset, path, readable)
     for path in DEVICES:
         allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+
     allow(ruleset, settings["work"], known & ~_MAKE_DEVICES & ~_IOCTL_DEVICE)
     call("syscall", _RESTRICT, ruleset, 0)
     os.close(ruleset)
@@ -178,8 +188,10 @@ def allow(ruleset: int, path: str, rights: int) -> None:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
+
     if not stat.S_ISDIR(os.fstat(handle).st_mode):
         rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+
     rule = struct.pack("=Qi", rights, handle)
     call("syscall", _ADD_RULE, ruleset, 1, rule, 0)
     os.close(handle)

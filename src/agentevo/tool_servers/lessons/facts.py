@@ -69,12 +69,14 @@ class Facts:
         else:
             query = f"What is the city known for where {person} lives?"
             answer = self._goods[city]
+
         return {"query": query, "answer": answer, "person": person}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
         """See Lesson.step."""
         if not results:
             return Call("search", {"query": task["person"]})
+
         found = _KNOWN.search(results[-1]) or _LIVES.search(results[-1])
         if found is None:
             return "nothing"

@@ -37,11 +37,13 @@ def masks_of(
         for turn in trajectory.turns:
             if turn.constraint is None or turn.overrides is not None:
                 continue
+
             if grammars is None:
                 raise TrainingError(
                     f"turn {turn.index} of {trajectory.id} was drawn under a grammar, which this "
                     "trainer can't apply: give Trainer(grammars=Grammars(tokenizer, vocabulary))"
                 )
+
             try:
                 made = grammars.masks_of(turn.constraint, turn.completion_ids)
                 of_turns[turn.index] = made._replace(
@@ -51,10 +53,13 @@ def masks_of(
                 of_turns[turn.index] = None
                 lost += len(turn.completion_ids)
                 problem = str(error)
+
         if of_turns:
             masks[trajectory.id] = of_turns
+
     if lost:
         LOG.warning("%d tokens that were drawn under a grammar are not trained: %s", lost, problem)
+
     return masks, {"trainer/unmasked_tokens": float(lost)} if masks else {}
 
 
@@ -62,6 +67,7 @@ def joined(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
     """The masks of a sample from those of its stretches of tokens, each with its length."""
     if all(masks is None for _, masks in parts):
         return None
+
     table: list[np.ndarray] = []
     rows = []
     for length, masks in parts:
@@ -70,4 +76,5 @@ def joined(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
         else:
             rows.append(masks.rows + np.int32(len(table)))
             table += masks.table
+
     return TokenMasks(table, np.concatenate(rows))

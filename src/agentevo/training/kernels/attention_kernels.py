@@ -75,6 +75,7 @@ class Math:
             lse = scores.logsumexp(-1)
             outs.append((scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ values)
             sums.append(lse)
+
         return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
     def backward(
@@ -103,6 +104,7 @@ class Math:
             of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype) * self.scale
             grad_q.append(of_scores @ keys)
             grad_k += of_scores.transpose(-1, -2) @ queries
+
         return torch.cat(grad_q, dim=2), _summed(grad_k, k), _summed(grad_v, v)
 
     def _scores(
@@ -116,8 +118,10 @@ class Math:
             bent = torch.tanh(scores / self.softcap)
             scores = self.softcap * bent
             slope = 1 - bent * bent
+
         if mask is not None:
             scores = scores + mask[:, :, rows]
+
         return scores, slope
 
 

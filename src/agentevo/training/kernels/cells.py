@@ -57,6 +57,7 @@ class Cells:
             max(COLUMN_STEP, CELL_BYTES.get(kind, OTHER_CELL_BYTES) // (4 * height)),
             COLUMN_STEP,
         )
+
         of_rows = [
             slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)
         ]

@@ -59,8 +59,10 @@ class FlexTree:
         if self.texts and window is None and softcap is None:
             outs = [_flash(q[text], k[text], v[text], scaling) for text in self.texts]
             return outs[0] if len(outs) == 1 else torch.cat(outs)
+
         if window not in self._masks:
             self._masks[window] = self.block_mask(window)
+
         more = len(self.ends) - self.num_nodes
         dim = q.shape[-1]
         wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
@@ -113,6 +115,7 @@ class FlexTree:
         if window is not None:
             some &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
             every &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
+
         return some, every
 
 
@@ -157,6 +160,7 @@ def _seen(
 
     if window is None:
         return on_the_path
+
     reach: int = window
 
     def and_near(

@@ -69,6 +69,7 @@ class VocabularySlice:
         targets, of which `mine` [m] are this process's, with the scores `picked` [m]."""
         highest = top.clone()
         distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=self.ranks.group)
+
         total, moment, squares = sums
         fall = top - highest
         fade = fall.exp()

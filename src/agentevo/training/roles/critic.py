@@ -47,10 +47,12 @@ class Critic:
         )
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
+
         self.model = policy
         trained: torch.nn.Module = self.head
         if not self.shared:
             self.model = trained = copy_policy(policy, self._behead)
+
         self.weights = trained_parameters(trained)
         self.optimization = Optimization(
             trained.parameters(),
@@ -105,6 +107,7 @@ class Critic:
         alone of a shared trunk. `nulls`: see `null_batches`."""
         num_tokens = sum(gathered(sum(int(batch.mask.sum()) for batch in batches)))
         lr = self.optimization.begin()
+
         sums: dict[str, float] = {}
         for batch in batches:
             with phase("forward"):
@@ -112,8 +115,10 @@ class Critic:
             self.optimization.backward(loss)
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
+
         for batch in nulls:
             self.optimization.backward(0.0 * self._trained_values(batch).sum())
+
         norm = self.optimization.finish()
         return {key: value / num_tokens for key, value in summed(sums).items()} | {
             "critic/grad_norm": norm,

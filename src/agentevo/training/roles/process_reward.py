@@ -86,6 +86,7 @@ class ImplicitProcessReward:
         )
         norm = self.optimization.finish()
         right = ((sums.cpu() > offset) == (outcome > 0.5)).float().mean()
+
         return {
             "process_reward/loss": float(loss),
             "process_reward/accuracy": float(right),

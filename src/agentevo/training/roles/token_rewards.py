@@ -31,5 +31,6 @@ class TokenRewardModel:
         rewards = self.section.coef * scores[0, batch.nodes, 0].float()
         if self.section.at == "all":
             return rewards
+
         last = batch.mask.sum(1)[batch.samples] - 1 == batch.places
         return torch.where(last, rewards, 0.0)

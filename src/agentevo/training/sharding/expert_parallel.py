@@ -70,14 +70,17 @@ def check_experts(model: PreTrainedModel, size: int, tensor: int = 1) -> dict[st
             "trainer.parallel.expert is not possible with adapters (model.lora): set it to 1, and "
             "share the base by trainer.parallel.shard"
         )
+
     stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
     if not stacks:
         raise TrainingError(
             f"trainer.parallel.expert={size}: {type(model).__name__} has no experts that lie "
             "stacked in one parameter: set it to 1"
         )
+
     for stack in stacks.values():
         _check(stack, size * tensor, "expert" if tensor == 1 else "expert x tensor")
+
     return stacks
 
 
@@ -107,6 +110,7 @@ def _check(stack: Any, size: int, key: str) -> None:
             f"trainer.parallel.{key}={size} does not divide the {number} experts of a layer: "
             "choose a divisor"
         )
+
     if any(name not in STACKS for name, _ in stack.named_parameters()):
         raise TrainingError(
             f"trainer.parallel.{key} is not possible with {type(stack).__name__}, whose experts "
@@ -153,11 +157,13 @@ class _Dispatch:
         """hidden [T, H], chosen experts and their weights [T, K] -> [T, H]."""
         stack: Any = self.stack
         num_chosen = chosen.shape[1]
+
         of_place = stack.num_experts
         if self.tensor is not None:
             of_place *= self.tensor.size
             hidden = copied(hidden, self.tensor)
             weights = copied(weights, self.tensor)
+
         # Step 1: the pairs of token and expert, in order of the process that has the expert; of
         # those that a tensor group shares, this process's.
         experts, order = torch.sort(chosen.flatten(), stable=True)
@@ -165,16 +171,19 @@ class _Dispatch:
             own = experts // stack.num_experts % self.tensor.size == self.tensor.rank
             experts = experts[own]
             order = order[own]
+
         given_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
         taken_counts = torch.empty_like(given_counts)
         distributed.all_to_all_single(taken_counts, given_counts, group=self.ranks.group)
         given = given_counts.tolist()
         taken = taken_counts.tolist()
+
         # Step 2: their hidden states and experts travel there, each pair is computed by itself.
         sent = routed(hidden[order // num_chosen], given, taken, self.ranks)
         theirs = routed(experts, given, taken, self.ranks) - self.first
         ones = torch.ones(len(sent), 1, dtype=weights.dtype, device=weights.device)
         out = type(stack).forward(stack, sent, theirs.unsqueeze(1), ones)
+
         # Step 3: back in their order, weighted, and added up for each token.
         back = routed(out, taken, given, self.ranks)
         all_pairs = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)

@@ -23,8 +23,10 @@ def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str
             layout = layouts.get(name)
             part = Part.of(parameter, cut=None if layout is None else layout.cut)
             found[name] = part.to(dtypes.get(name, parameter.dtype))
+
     if not only_trained:
         found |= {name: Part.of(buffer) for name, buffer in _saved_buffers(model).items()}
+
     return found
 
 

@@ -36,6 +36,7 @@ def derived(trajectory: Trajectory) -> Derived:
     logprobs = np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.float32)
     logprobs = logprobs[np.isfinite(logprobs)]
     versions = [min(turn.versions) for turn in trajectory.turns if len(turn.versions)]
+
     return Derived(
         lowest_logprob=float(logprobs.min()) if len(logprobs) else None,
         mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
@@ -60,12 +61,14 @@ def said(trajectory: Trajectory) -> str:
             piece = piece[taken:]
         if piece:
             tail = (tail + piece[-last:] + "\n")[-last:]
+
     return head if not tail else f"{head}\n…\n{tail}"
 
 
 def _pieces(trajectory: Trajectory) -> Iterator[str]:
     if trajectory.error:
         yield trajectory.error
+
     turns: Iterable[tuple[list[Message]]] = ((turn.messages,) for turn in trajectory.turns)
     remote: Iterable[tuple[list[Message]]] = ((turn.messages,) for turn in trajectory.remote_turns)
     for (messages,) in chain(turns, remote):
@@ -131,7 +134,9 @@ def judge_gap(
         part = metrics.get(f"{REWARD_PARTS}{name}")
         if part is not None and weight:
             scores[is_judge].append(part / weight)
+
     if not scores[True] or not scores[False]:
         return None
+
     judges, rules = (sum(of) / len(of) for of in (scores[True], scores[False]))
     return abs(judges - rules)

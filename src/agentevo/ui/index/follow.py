@@ -78,6 +78,7 @@ class Follower:
             record = await self.record_of(known["step"])
             if record is None or mark_of(record) != known["mark"]:
                 return await self._last_common()
+
         if newest is not None:
             rows = await self._store.written_summaries(
                 range(newest["seq"], newest["seq"] + 1), limit=1
@@ -85,6 +86,7 @@ class Follower:
             same = [row for _, row in rows if row.id == newest["id"]]
             if not same or same[0].written_at != newest["written_at"]:
                 return await self._last_common()
+
         return None
 
     async def _last_common(self) -> int:
@@ -103,6 +105,7 @@ class Follower:
                 low = middle + 1
             else:
                 high = middle
+
         return marks[low - 1][0] if low else 0
 
     async def _undo(self, step: int) -> None:
@@ -114,6 +117,7 @@ class Follower:
         )
         with self._writer.transaction():
             self._writer.forget_steps(step)
+
         await self._sweep((touched[0] or 0) if touched is not None and step else 0)
 
     async def _sweep(self, first: int) -> None:
@@ -130,6 +134,7 @@ class Follower:
             with self._writer.transaction():
                 self._writer.bury([one["place"] for one in there if one["id"] not in names])
                 self._writer.put(rows)
+
             first = until + 1
             self._tell("comparing", min(first, end), end)
 
@@ -142,6 +147,7 @@ class Follower:
                 self._writer.note_gaps(
                     [seq for seq, _ in rows], after, [row.written_at for _, row in rows]
                 )
+
             after = rows[-1][0]
             self._tell("listing", after, 0)
             if len(rows) < ROWS:
@@ -161,6 +167,7 @@ class Follower:
         ).fetchall()
         self._looked_at = rows[-1][0] if len(rows) == LOOKED_AT and not is_moved else -1
         await self._again(_runs([row[0] for row in rows]))
+
         for gap in self._db.execute("SELECT * FROM gaps").fetchall():
             await self._again([(gap["first"], gap["last"])])
             if time.time() - gap["since"] > GAP_S:
@@ -176,6 +183,7 @@ class Follower:
                 self._writer.put_steps(new)
             after = new[-1].step
             is_moved = True
+
         return is_moved
 
     async def _again(self, runs: list[tuple[int, int]]) -> None:
@@ -191,8 +199,10 @@ class Follower:
                 with self._writer.transaction():
                     self._writer.bury([one["place"] for one in there if one["id"] not in names])
                     self._writer.put(rows)
+
                 if len(rows) < ROWS:
                     break
+
                 first = rows[-1][0] + 1
 
     async def _agrees(self) -> bool:
@@ -210,6 +220,7 @@ class Follower:
             if name.startswith("tasks/")
         }
         self._writer.set_facts(task_states=json.dumps(tasks), task_states_at=time.time())
+
         return all(
             counts.get(name, 0) == count
             for name, count in found.items()
@@ -226,11 +237,13 @@ class Follower:
         ).fetchall()
         if not rows:
             return 0
+
         places = {row["id"]: row["place"] for row in rows}
         found: list[StoredTrajectory] = []
         for first, last in _runs(sorted(row["seq"] for row in rows), slack=1):
             page = await self._store.written(range(first, last + 1), limit=limit)
             found += [stored for _, stored in page]
+
         found = [stored for stored in found if stored.trajectory.id in places]
         words = [await self._words_of(stored.trajectory.task_id) for stored in found]
         numbers = await in_thread(lambda: [derived(stored.trajectory) for stored in found])
@@ -243,6 +256,7 @@ class Follower:
             )
             missing = places.keys() - {stored.trajectory.id for stored in found}
             self._writer.bury(places[name] for name in missing)
+
         return len(rows)
 
     def has_steps_to_value(self) -> bool:
@@ -257,6 +271,7 @@ class Follower:
         )
         if row is None:
             return False
+
         step = row["step"]
         record = await self.record_of(step)
         found: dict[str, float] = {}
@@ -268,8 +283,10 @@ class Follower:
                 ]
                 samples = await in_thread(step_samples, step, record.record, stored, rule)
                 found = largest(samples)
+
         with self._writer.transaction():
             self._writer.put_advantages(step, found)
+
         return True
 
     async def move_some(self, folder: Path | None) -> bool:
@@ -278,6 +295,7 @@ class Follower:
         row = self._one("SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1")
         if row is None:
             return False
+
         step = row["step"]
         found = {} if folder is None else await in_thread(largest_moves, folder / name_of(step))
         with self._writer.transaction():
@@ -292,6 +310,7 @@ class Follower:
                 self._words[task_id] = task_words(await self._store.task(task_id))
             except StoreError:  # attempts whose task is not in the store
                 self._words[task_id] = TaskWords()
+
         return self._words[task_id]
 
     def num_unread(self) -> int:

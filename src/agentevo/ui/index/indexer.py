@@ -71,6 +71,7 @@ class Indexer:
     def _run(self) -> None:
         with suppress(OSError, AttributeError):  # of this thread alone, on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
         while not self._stop.is_set():
             try:
                 self._with_lock()
@@ -133,6 +134,7 @@ class Indexer:
             unread = follower.num_unread()
             phase = "reading" if unread else ""
             writer.set_facts(phase=phase, done=0, of=unread, listed_at=time.time())
+
             rest_until = time.monotonic() + min(max(self._every_s, 10 * took), REST_S)
             while time.monotonic() < rest_until and not self._stop.is_set():
                 if not await self._read_for_a_while(follower, rules):
@@ -150,8 +152,10 @@ class Indexer:
                 more = isinstance(rule, Rule) and await follower.value_some(rule)
             if not more:
                 return False
+
         if time.time() - follower.newest_written_at() < LIVE_S:
             await self._sleep(time.monotonic() - began)
+
         return True
 
     async def _sleep(self, seconds: float) -> None:

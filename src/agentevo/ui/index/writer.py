@@ -81,6 +81,7 @@ class Writer:
                 row["text"]: row["number"] for row in self._db.execute("SELECT * FROM words")
             }
             raise
+
         self._db.execute("COMMIT")
 
     def fact(self, name: str) -> Any:
@@ -106,18 +107,21 @@ class Writer:
         self._db.executemany(
             "INSERT OR IGNORE INTO tasks (id) VALUES (?)", [(name,) for name in names]
         )
+
         found: dict[str, int] = {}
         for start in range(0, len(names), 500):
             some = names[start : start + 500]
             marks = ", ".join("?" * len(some))
             query = f"SELECT id, number FROM tasks WHERE id IN ({marks})"
             found.update((row["id"], row["number"]) for row in self._db.execute(query, some))
+
         return found
 
     def _forget_clashes(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Another row that has the number of one of these is gone from the store."""
         if not rows:
             return
+
         there = self._db.execute(
             "SELECT place, id, seq FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
             (rows[0][0], rows[-1][0]),
@@ -149,6 +153,7 @@ class Writer:
             number = len(self._words)
             self._db.execute("INSERT INTO words VALUES (?, ?)", (number, text))
             self._words[text] = number
+
         return number
 
     def bury(self, places: Iterable[int]) -> None:
@@ -171,6 +176,7 @@ class Writer:
                 self._db.execute("INSERT INTO texts VALUES (?, ?)", (place, found.text))
                 text = unpacked(found.text)
                 self._db.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (place, text))
+
         self._db.executemany(
             "UPDATE attempts SET is_read = 1, lowest_logprob = ?, mean_logprob = ?, "
             "lowest_version = ?, kind = ?, difficulty = ?, change = ? WHERE place = ?",
