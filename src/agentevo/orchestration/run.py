@@ -142,23 +142,25 @@ async def run_training(
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = _join(config, stack, stop_signals, view)
 
-        def stopped() -> bool:
+        def is_stopped() -> bool:
             return bool(stop_signals)
 
         start = ResumePoint()
         _begin_view(config, view)
         if resume:
-            stack.enter_context(only_trainer_here(folder, view, stopped))
+            stack.enter_context(only_trainer_here(folder, view, is_stopped))
             start, make_final = await _resumed(config, checkpoints, confirm, view.note)
 
         if loaded is None or start.checkpoint is not None:
             loaded = load_checked(config, start.checkpoint)
 
-        conversations = read_sft_data(config, loaded, view, stopped) if command == "sft" else None
+        conversations = (
+            read_sft_data(config, loaded, view, is_stopped) if command == "sft" else None
+        )
         end_stopped(stop_signals)
         if not resume:
             make_final = stack.enter_context(new_folder(config))
-            stack.enter_context(only_trainer_here(folder, view, stopped))
+            stack.enter_context(only_trainer_here(folder, view, is_stopped))
 
         processes = None if supervisor is None else supervisor(config, view.note)
         beside = bool(supervisor) or command == "learn"  # others sample for training
@@ -182,7 +184,7 @@ async def run_training(
                 conversations,
                 checkpoints=checkpoints,
                 view=view,
-                is_stopped=stopped,
+                is_stopped=is_stopped,
                 command=command,
                 processes=processes,
                 submissions=submissions,
@@ -190,7 +192,7 @@ async def run_training(
             )
             _begin_folder(config, command, make_final, conversations)
             run.control = stack.enter_context(asked_through(folder, stop_signals, view))
-            run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))
+            run.log.tracking = stack.enter_context(tracked(config, command, view, is_stopped))
             stack.enter_context(lasting_heap())
 
             with run.log, run.background, processes if processes is not None else nullcontext():
