@@ -81,8 +81,10 @@ bench: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/ast-grep scan --config .ci/ast-grep/sgconfig.yml src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/long.py
 
 venv: $(VENV)/.dev
 

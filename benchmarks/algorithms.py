@@ -43,7 +43,9 @@ from agentevo.catalogue.presets import PRESETS, Algorithm, resolve_preset
 from figures import Figure
 from memory import peak_bytes
 
-NUM_SEQUENCES, NUM_TOKENS, GROUP_SIZE = 1024, 4096, 8
+NUM_SEQUENCES = 1024
+NUM_TOKENS = 4096
+GROUP_SIZE = 8
 NUM_TURNS = 6
 LIMIT = 0.02
 """What the share may be at most."""
@@ -76,6 +78,7 @@ def make_table(seed: int = 0) -> Table:
     ends = torch.cat([cuts, lengths.float()], 1).gather(1, turn_ids)
     mask = (place >= (starts + ends) / 2) & (place < lengths)
     logp = -torch.rand(shape, generator=rng).mul_(3.0)
+
     return Table(
         mask,
         turn_ids,
@@ -123,8 +126,10 @@ def run_loss(
         "mask": table.mask,
         **{key: table.floats[key] for key in needed},
     }
+
     loss = bind_policy_loss(name, hyper, aggregation=aggregation)
-    lengths, rows = table.mask.sum(1), range(len(table.mask))
+    lengths = table.mask.sum(1)
+    rows = range(len(table.mask))
     weights = bind_aggregation(aggregation, aggregation_hyper)(lengths, rows).float()[:, None]
     statistics = loss.statistics(LossTables(**columns))
     gradient = torch.empty_like(columns["logp"])
@@ -178,6 +183,7 @@ def make_forward(length: int, dtype: torch.dtype) -> Callable[[], object]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2Model(config).to(dtype).eval()
+
     ids = torch.randint(0, config.vocab_size, (1, length))
 
     @torch.inference_mode()
@@ -232,6 +238,7 @@ def share_of_forward(repeats: int) -> list[Figure]:
         f"for {NUM_SEQUENCES}",
         file=sys.stderr,
     )
+
     for name in parts:
         line = (
             f"{1e3 * medians[name]:6.0f} ms {medians[name] / whole:8.4%} of the forward pass, "

@@ -122,10 +122,12 @@ def tiny_model(config: Any, seed: int = 0) -> PreTrainedModel:
         size = sum(p.numel() for p in model.parameters())
         if size > MOST_PARAMETERS:
             raise ValueError(f"{size:,} parameters")
+
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
+
     return model.float().eval()
 
 
@@ -141,6 +143,7 @@ def check(name: str) -> Row:
     except Exception as error:  # noqa: BLE001
         row.missing = _one_line(error)
         return row
+
     row.class_name = type(model).__name__
     try:
         prepared = prepare(copy.deepcopy(model))
@@ -150,6 +153,7 @@ def check(name: str) -> Row:
     except Exception as error:  # noqa: BLE001
         row.defect = _one_line(error)
         return row
+
     try:
         row.figures = _figures(model, prepared)
         row.figures |= _lora_figures(model)
@@ -159,6 +163,7 @@ def check(name: str) -> Row:
         row.lora_refusal = _one_line(error, kind=False)
     except Exception as error:  # noqa: BLE001
         row.defect = _one_line(error)
+
     limits = {"training": LIMIT, "engine": LIMIT, "gradient": GRADIENT_LIMIT, "lora": LIMIT}
     wrong = [key for key, limit in limits.items() if not row.figures.get(key, 0.0) <= limit]
     row.defect = row.defect or ", ".join(f"{key} {row.figures[key]:.1e}" for key in wrong)
@@ -229,6 +234,7 @@ def _figures(model: PreTrainedModel, prepared: PreTrainedModel) -> dict[str, flo
     exact = _in_float64(model)
     with Float64():
         logp, gradient = _by_transformers(exact)
+
     ours, our_gradient = _by_us(prepared)
     eager, eager_gradient = _by_transformers(model)
     return {
@@ -247,10 +253,12 @@ def _lora_figures(model: PreTrainedModel) -> dict[str, float]:
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
     exact = _in_float64(adapted)
     ours, our_gradient = _by_us(prepare(adapted))
     with Float64():
         logp, gradient = _by_transformers(exact)
+
     return {"lora": _largest(ours, logp), "lora gradient": _relative(our_gradient, gradient)}
 
 
@@ -279,6 +287,7 @@ def _engine_difference(prepared: PreTrainedModel, exact: PreTrainedModel) -> flo
         for prompt, completion in done:
             wanted = _alone(exact, [*prompt, *completion.ids])[len(prompt) - 1 :]
             worst = max(worst, _largest(torch.tensor(completion.logprobs).double(), wanted))
+
     return worst
 
 
@@ -326,6 +335,7 @@ def page(rows: Sequence[Row]) -> str:
     if by_verdict["defect"]:
         lines += ["", "## Defects", "", "| model type | what is wrong |", "|---|---|"]
         lines += [f"| {r.name} | {_cell(r.defect)} |" for r in by_verdict["defect"]]
+
     return "\n".join(lines) + "\n"
 
 
@@ -355,6 +365,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+
     rows = []
     for name in options.names or all_names():
         row = check(name)
@@ -362,8 +373,10 @@ def main() -> None:
         figures = "  ".join(f"{key} {value:.1e}" for key, value in row.figures.items())
         reason = row.defect or row.refusal or row.missing or row.lora_refusal
         print(f"{row.verdict:9} {name}: {figures} {reason}".rstrip(), flush=True)
+
     if options.write:
         PAGE.write_text(page(rows), encoding="utf-8")
+
     sys.exit(any(row.verdict == "defect" for row in rows))
 
 

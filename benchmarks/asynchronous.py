@@ -110,7 +110,8 @@ class SlowTools:
     """The policy of a training attempt, after each of whose answers a tool runs."""
 
     def __init__(self, policy: Any, seconds: Iterator[float]) -> None:
-        self._policy, self._seconds = policy, seconds
+        self._policy = policy
+        self._seconds = seconds
 
     async def generate(self, messages: Sequence[Message]) -> Any:
         reply = await self._policy.generate(messages)
@@ -158,12 +159,14 @@ def one_run(folder: Path, latency: str, seed: int, staleness: int, policy: str) 
     rows = read_metrics(run.dir / "metrics.jsonl")
     steps = [row for row in rows if "training/global_step" in row]
     begun = max(row["time"] or 0.0 for row in rows if row["step"] == 0)
+
     problems = run.audit().violations
     oldest = max(row.get("staleness/max") or 0.0 for row in steps)
     if problems or oldest > staleness:
         raise NotComparableError(
             f"{folder.name}: oldest token {oldest:g} of {staleness}; {problems[:3]}"
         )
+
     return {
         "wall_s": (steps[-1]["time"] or 0.0) - begun,
         "success": run.summary["eval"]["after"],
@@ -193,9 +196,11 @@ def compare(
                 file=sys.stderr,
                 flush=True,
             )
+
     walls = {arm: median(run["wall_s"] for run in runs) for arm, runs in found.items()}
     success = {arm: fmean(run["success"] for run in runs) for arm, runs in found.items()}
-    figures, failures = [], {}
+    figures = []
+    failures = {}
     for staleness, policy in arms:
         recommended = staleness == 2 and policy == RECOMMENDED
         name = (
@@ -214,11 +219,13 @@ def compare(
                 f"{json.dumps(raw)}"
             )
             continue
+
         meaning = (
             f"wall seconds of {RECIPE['trainer']['steps']} steps, in turn and with "
             f"staleness {staleness} ({policy}), {latency} latencies"
         )
         figures.append(Figure(name, walls[0, "wait"] / walls[staleness, policy], meaning, raw))
+
     return figures, failures
 
 
@@ -240,17 +247,23 @@ def main() -> int:
         for eta in given.staleness.split(",")
         for policy in given.policies.split(",")
     ]
-    before, figures, failures = describe_machine(), [], {}
+    before = describe_machine()
+
+    figures = []
+    failures = {}
     for latency in given.latency.split(","):
         with tempfile.TemporaryDirectory(prefix="agentevo-async-") as scratch:
             try:
                 found, not_comparable = compare(Path(scratch), latency, arms, seeds)
             except NotComparableError as error:
-                found, not_comparable = [], {latency: str(error)}
+                found = []
+                not_comparable = {latency: str(error)}
+
         figures += found
         failures |= not_comparable
         for name, why in not_comparable.items():
             print(f"failed {name}: {why}", file=sys.stderr, flush=True)
+
         for figure in found:
             print(figure.line(), flush=True)
             print(
@@ -259,8 +272,10 @@ def main() -> int:
                 file=sys.stderr,
                 flush=True,
             )
+
     if given.save:
         print(write_results(figures, failures, {}, before, "asynchronous"))
+
     return 1 if failures else 0
 
 

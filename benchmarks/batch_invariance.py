@@ -57,7 +57,8 @@ class Worker:
 
 def work() -> None:
     """A worker: answers each `[case, repeat]` with the seconds that it took."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     engine: Any = None
     for line in sys.stdin:
         case, repeat = json.loads(line)
@@ -69,6 +70,7 @@ def work() -> None:
 
                 engine = make_engine(load(model_folder()))
             seconds = generate(engine, case, repeat)
+
         print(json.dumps(seconds), file=answers, flush=True)
 
 
@@ -79,10 +81,12 @@ def generate(engine: Any, case: str, repeat: int) -> float:
     kind, _, count = case.rpartition("_")
     if kind == "turns":
         return converse(engine, int(count), repeat)
+
     if kind == "prefix500":
         prompts = random_prompts(1, 500, repeat) * int(count)
     else:
         prompts = random_prompts(int(count), 48, repeat)
+
     return time_generate(engine, prompts, NEW_TOKENS, 1.0, seed=repeat)[0]
 
 
@@ -90,12 +94,14 @@ def converse(engine: Any, count: int, repeat: int) -> float:
     from agentevo.types import SamplingParams
 
     async def one(index: int) -> None:
-        numbers, context = random.Random(1000 * repeat + index), []
+        numbers = random.Random(1000 * repeat + index)
+        context = []
         for turn in range(6):
             context += [numbers.randrange(100, 40_000) for _ in range(48)]
             params = SamplingParams(max_new_tokens=32, seed=turn)
             found = await engine.generate(context, params, session=f"{index}", deadline_s=600)
             context += found.ids
+
         await engine.release(f"{index}")
 
     async def together() -> None:
@@ -134,6 +140,7 @@ def main() -> None:
     if options.worker:
         work()
         return
+
     from figures import Figure, write_results
     from machine import describe_machine
 
@@ -145,6 +152,7 @@ def main() -> None:
         for repeat in range(options.repeats + 1):
             for worker, seconds in zip(workers, taken, strict=True):
                 seconds.append(worker.seconds(case, repeat))
+
         ours, theirs = (seconds[1:] for seconds in taken)
         medians = {"batch_invariant": median(ours), "default": median(theirs)}
         raw = {
@@ -155,8 +163,10 @@ def main() -> None:
         name = f"batch_invariant_vs_default_{case}"
         figures.append(Figure(name, median(theirs) / median(ours), __doc__ or "", raw))
         print(figures[-1].line(), json.dumps(raw["repeats"]), flush=True)
+
     for worker in workers:
         worker.end()
+
     if options.save:
         print(write_results(figures, {}, {}, before, "batch_invariance"))
 

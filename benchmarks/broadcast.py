@@ -65,6 +65,7 @@ def follow(way: str, folder: str, dtype: str, told: Connection) -> None:
         await engine.begin(NO_VERSION)
         source = source_of(way, Path(folder))
         follower = Follower(source, engine, "continue", deadline_s=WAIT_S, note=print)
+
         told.send(("ready", 0.0))
         while True:
             if await follower.look():
@@ -79,9 +80,11 @@ async def served(sender: WeightSender, engine: Connection, version: int) -> dict
     began = time.monotonic()
     await sender.publish(version)
     published = time.monotonic()
+
     while not engine.poll():
         await asyncio.sleep(LOOK_S)
         await sender.look_after()
+
     serves, at = engine.recv()
     assert serves == version
     return {"publish_s": round(published - began, 3), "served_s": round(at - began, 3)}
@@ -92,6 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     asked = parser.parse_args()
+
     torch.set_num_threads(1)
     model = load_model(ModelSection(name=MODEL, device="cpu", dtype=asked.dtype)).model
     context = multiprocessing.get_context("spawn")
@@ -108,16 +112,19 @@ def main() -> None:
             theirs.close()
             engines.append(engine)
             assert ours.recv()[0] == "ready"
+
             sender = sender_of(way, place, model)
             ways[way] = lambda version, sender=sender, ours=ours: asyncio.run(
                 served(sender, ours, version)
             )
+
         for step in range(asked.steps + 1):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.01)
             row = {way: take(step) for way, take in ways.items()}
             print(json.dumps({"step": step, "dtype": asked.dtype} | row), flush=True)
+
         for engine in engines:
             engine.kill()
 

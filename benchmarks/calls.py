@@ -43,11 +43,13 @@ def run_once(recipe: str, overrides: list[str], record: bool) -> tuple[float, fl
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         words = [recipe, *overrides, f"run.dir={run_dir}", "tracking.report=false"]
-        begun, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        begun = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         mode = "--recorded" if record else "--unrecorded"
         command = [sys.executable, __file__, mode, *words]
         subprocess.run(command, check=True, capture_output=True)
-        wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall = time.perf_counter() - begun
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
         async def count() -> int:
@@ -79,11 +81,14 @@ async def take_apart(num_calls: int = 4000) -> None:
                         call.note(turn=3, completions=1, completion_tokens=12, version=3)
                 own += time.thread_time() - begun
                 await asyncio.sleep(0.6)
+
             records = [stored.call async for stored in store.calls()]
             begun = time.process_time()
             for first in range(0, len(records), 500):
                 await store.write_calls(records[first : first + 500])
+
             written = time.process_time() - begun
+
     print(
         f"a call: {1e6 * own / num_calls:.1f} us in its attempt's thread, "
         f"{1e6 * written / len(records):.1f} us to be written in another"
@@ -97,6 +102,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", default=["trainer.steps=2", "evaluation.tasks=16"])
     arguments = parser.parse_args()
     asyncio.run(take_apart())
+
     results: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     seen = set()
     for _ in range(arguments.pairs):
@@ -106,9 +112,11 @@ def main() -> None:
             seen.add(found)
             name = "with" if record else "without"
             print(f"{name:8} {wall:7.2f} s wall  {cpu:7.2f} s CPU  {count:6} calls", flush=True)
+
     for place, name in enumerate(("wall", "CPU")):
         least = {record: min(one[place] for one in results[record]) for record in results}
         print(f"ratio of the least {name} seconds: {least[True] / least[False]:.4f}")
+
     print("numbers equal" if len(seen) == 1 else f"NUMBERS DIFFER: {len(seen)} kinds")
 
 

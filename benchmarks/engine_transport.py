@@ -78,7 +78,8 @@ async def load(
             await engine.release(f"s{number}")
             return completion
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     found = await asyncio.gather(*(pair(number) for number in range(count)))
     return {
         "pairs_per_s": count / (time.perf_counter() - wall),
@@ -95,6 +96,7 @@ def served(folder: Path) -> Iterator[tuple[RunConfig, LoadedModel]]:
     loaded = load_policy(config)
     ensure_run_folder(config)
     WeightsFolder(config.run_dir / "weights").write(0, loaded.model, keep=3)
+
     command = [sys.executable, "-m", "agentevo", "serve", str(recipe), f"run.dir={config.run_dir}"]
     process = subprocess.Popen(
         command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -107,6 +109,7 @@ def served(folder: Path) -> Iterator[tuple[RunConfig, LoadedModel]]:
                     f"{' '.join(command)} did not start serving (exit code {process.poll()})"
                 )
             time.sleep(0.05)
+
         yield config, loaded
     finally:
         process.terminate()
@@ -131,11 +134,13 @@ async def measure(
                     answers.append([one.ids for one in completions])
                     if turn:
                         rounds[name].append(found)
+
                 if answers[0] != answers[1]:
                     raise NotComparableError(
                         f"{number} at once: the remote engine's tokens are not those of the "
                         "embedded one"
                     )
+
             medians = {
                 name: {key: statistics.median(one[key] for one in found) for key in found[0]}
                 for name, found in rounds.items()
@@ -149,6 +154,7 @@ async def measure(
             figures.append(Figure(f"transport_{number}", value, meaning, raw))
     finally:
         await remote.close()
+
     return figures
 
 
@@ -181,18 +187,22 @@ def main() -> int:
     )
     given = parser.parse_args()
     before = describe_machine()
+
     try:
         figures = transport([int(one) for one in given.at_once.split(",")], given.repeats)
     except NotComparableError as error:
         print(f"failed transport: {error}", file=sys.stderr)
         return 1
+
     for figure in figures:
         print(figure.line(), flush=True)
         print(figure.details(), file=sys.stderr, flush=True)
+
     if given.save:
         print(
             f"raw numbers: {write_results(figures, {}, {}, before, 'transport')}", file=sys.stderr
         )
+
     return 0
 
 

@@ -132,4 +132,5 @@ def write_results(
         "figures": [figure.json() for figure in figures],
     }
     path.write_text(json.dumps(without_paths(content), indent=1) + "\n")
+
     return path

@@ -45,9 +45,11 @@ LITELLM_SETTINGS = {
     "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
 }
 CLIENTS = 64
-SLOW_SEED, FIRST_S = 7, 0.03
-"""A request with this seed gets its first token after so long, and the others after as long."""
-SESSIONS, TURNS = 1000, 8
+SLOW_SEED = 7
+FIRST_S = 0.03
+"""A request with SLOW_SEED gets its first token after so long, and the others after as long."""
+SESSIONS = 1000
+TURNS = 8
 TEXT = "the quick brown fox jumps over the lazy dog"
 QUESTION = {"role": "user", "content": "What is the answer to everything? Say it in one line."}
 START_S = 180.0
@@ -72,13 +74,16 @@ async def serve(sessions: int) -> None:
         version = 0
 
         async def generate(self, prompt_ids: Any, sampling: Any, **more: Any) -> Completion:
-            is_slow, listen = sampling.seed == SLOW_SEED, more.get("listen")
+            is_slow = sampling.seed == SLOW_SEED
+            listen = more.get("listen")
             for token in ids if listen is not None or is_slow else ():
                 if is_slow and token in (ids[0], ids[-1]):
                     await asyncio.sleep(FIRST_S)
                 if listen is not None:
                     listen([token], [-1.0])
-            logprobs, versions = [-1.0] * len(ids), [0] * len(ids)
+
+            logprobs = [-1.0] * len(ids)
+            versions = [0] * len(ids)
             return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop")
 
         async def release(self, session: str) -> None:
@@ -130,18 +135,26 @@ def litellm_proxy() -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         answer = {"model": "openai/any", "api_key": "none", "mock_response": TEXT}
         config.write_text(
             json.dumps({"model_list": [{"model_name": "policy", "litellm_params": answer}]})
         )
+
         log = (Path(folder) / "log").open("w")
         process = subprocess.Popen(
             [
                 str(interpreter("agentlightning").parent / "litellm"),
-                *("--config", str(config), "--host", "127.0.0.1", "--port", str(port)),
-                *("--num_workers", "1"),
+                "--config",
+                str(config),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--num_workers",
+                "1",
             ],
             stdout=log,
             stderr=log,
@@ -197,10 +210,12 @@ class Client:
             length = int(head.split("content-length: ")[1].split("\r\n")[0])
             answer = json.loads(await self._reader.readexactly(length))
             return str(answer["choices"][0]["message"]["content"])
+
         said = b""
         while size := int(await self._reader.readline(), 16):
             said += await self._reader.readexactly(size)
             await self._reader.readline()
+
         await self._reader.readline()
         events = [line[6:] for line in said.splitlines() if line.startswith(b"data: {")]
         deltas = [choice["delta"] for e in events for choice in json.loads(e)["choices"]]
@@ -258,13 +273,15 @@ async def latency_ms(base_url: str, key: str, count: int) -> float:
 
 async def first_text_ms(base_url: str, key: str, count: int) -> float:
     """The median of what one client waits for a stream's first text beyond the engine's."""
-    times, body = [], request(stream=True, seed=SLOW_SEED)
+    times = []
+    body = request(stream=True, seed=SLOW_SEED)
     async with clients(base_url, [key]) as (client,):
         for _ in range(count):
             begun = time.perf_counter()
             await client.first_text(body)
             times.append(time.perf_counter() - begun - FIRST_S)
             await client.rest()
+
     return 1e3 * statistics.median(times)
 
 
@@ -286,6 +303,7 @@ async def open_sessions(base_url: str, keys: list[str], process: psutil.Process)
 
             await asyncio.gather(*(turn(n, client) for n, client in enumerate(opened)))
             memory.append(process.memory_info().rss / 2**20)
+
     return memory
 
 
@@ -310,25 +328,31 @@ def measure(seconds: float, repeats: int, *, peer: bool) -> list[Figure]:
             }
             if peer:
                 found["litellm"] = asyncio.run(rate(theirs, ["none"] * CLIENTS, lasts, request()))
+
             print({name: round(value, 2) for name, value in found.items()}, file=sys.stderr)
             for name, value in found.items() if repeat else ():
                 raw[name].append(value)
+
     with our_server(SESSIONS) as (base_url, keys, process):
         memory = asyncio.run(open_sessions(base_url, keys, process))
+
     print(f"MiB after each turn of {SESSIONS} sessions: {memory}", file=sys.stderr)
     print(f"added_ms {statistics.median(raw['added_ms']):.2f}")
     print(f"ttft_added_ms {statistics.median(raw['ttft_added_ms']):.2f}")
     print(f"requests_per_s {statistics.median(raw['ours']):.0f}")
     print(f"session_kib {1024 * (memory[-1] - memory[0]) / SESSIONS:.0f}")
+
     ours = statistics.median(raw["ours"])
     details: dict[str, Any] = {**raw, "memory_mib": memory, "clients": CLIENTS}
     stream = statistics.median(raw["ours_stream"]) / ours
+
     meaning = "requests/s with 64 clients, streamed over whole"
     figures = [Figure("gateway_stream_vs_whole", stream, meaning, details)]
     if peer:
         value = ours / statistics.median(raw["litellm"])
         meaning = "requests/s with 64 clients over LiteLLM's proxy with one worker"
         figures.append(Figure("gateway_vs_litellm", value, meaning, details))
+
     return figures
 
 
@@ -343,10 +367,12 @@ def main() -> None:
     if arguments.serve:
         asyncio.run(serve(arguments.serve))
         return
+
     before = describe_machine()
     figures = measure(arguments.seconds, arguments.repeats, peer=not arguments.no_peer)
     for figure in figures:
         print(figure.line())
+
     if arguments.save:
         peers = {} if arguments.no_peer else {"litellm": {"version": "1.106.2", "workers": 1}}
         print(write_results(figures, {}, peers, before, part="gateway"), file=sys.stderr)

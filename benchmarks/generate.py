@@ -55,16 +55,19 @@ def compare(
                 {"prompts": prompts, "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
             )
             of_round[peer.name] = answer["tokens"] / answer["seconds"]
+
         if repeat:
             for name, speed in of_round.items():
                 speeds[name].append(speed)
+
     return speeds
 
 
 def generation_flops(model: PreTrainedModel, prompts: list[int], completions: list[int]) -> float:
     """Operations of completing prompts of these lengths, each computed once for all completions of
     it: as many for every prompt, in the same order."""
-    flops, share = model_flops(model), len(completions) // len(prompts)
+    flops = model_flops(model)
+    share = len(completions) // len(prompts)
     ends = [prompts[index // share] + length for index, length in enumerate(completions)]
     repeated = (share - 1) * sum(length * (length + 1) // 2 for length in prompts)
     pairs = sum(end * (end + 1) // 2 for end in ends) - repeated
@@ -94,6 +97,7 @@ def figures(
         {f"{case}_vs_{TUNED}": TUNED} if TUNED in medians else {}
     )
     raw = {"unit": "tokens/s", "medians": medians, "repeats": speeds}
+
     return [
         Figure(
             name,

@@ -119,7 +119,8 @@ def model_of(name: str) -> PreTrainedModel:
 def rows_of(count: int, length: int, vocabulary: int) -> list[Row]:
     """Texts that share nothing, of which the later three quarters are trained, as in a long
     reasoning trace."""
-    rng, prompt = random.Random(0), length // 4
+    rng = random.Random(0)
+    prompt = length // 4
     return [
         Row(
             random_ids(rng, vocabulary, prompt),
@@ -147,11 +148,15 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:
         work()
         torch.cuda.synchronize()
         found.append(time.perf_counter() - started)
+
     return found
 
 
 def attention(_: str) -> dict[str, Any]:
-    length, heads, groups, dim = 16384, 16, 8, 128
+    length = 16384
+    heads = 16
+    groups = 8
+    dim = 128
     q, k, v = (
         torch.randn(length, count, dim, device=GPU, dtype=torch.bfloat16, requires_grad=True)
         for count in (heads, groups, groups)
@@ -175,12 +180,15 @@ def attention(_: str) -> dict[str, Any]:
         forward = lambda function=function: function().detach()  # noqa: E731
         both = lambda function=function: function().backward(up)  # noqa: E731
         both()
+
         with alone():
             forward_s = statistics.median(seconds_of(forward, 10))
             both_s = statistics.median(seconds_of(both, 10))
+
         numbers[f"{name}_forward_tflops"] = flops / forward_s / 1e12
         numbers[f"{name}_both_tflops"] = 3.5 * flops / both_s / 1e12
         numbers[f"{name}_both_ms"] = both_s * 1e3
+
     return numbers
 
 
@@ -188,8 +196,10 @@ def train(name: str, profile: Path | None = None, eager: bool = False) -> dict[s
     work = WORK[name]
     model = model_of(name)
     memory = MemorySection(checkpointing=work.get("checkpointing", "none"))
+
     if not eager:
         compile_layers(model)
+
     keep_activations(model, memory)
     section = TrainerSection(
         learning_rate=1e-6, warmup_steps=0, micro_batch_tokens=work["micro"], steps=100
@@ -202,12 +212,14 @@ def train(name: str, profile: Path | None = None, eager: bool = False) -> dict[s
         metrics = trainer.step(rows)
         torch.cuda.reset_peak_memory_stats()
         repeats = seconds_of(lambda: trainer.step(rows), 3)
+
     seconds = statistics.median(repeats)
     peak = device_peak(GPU, torch.bfloat16)
     if profile is not None:
         with torch.profiler.profile() as profiler:
             trainer.step(rows)
             torch.cuda.synchronize()
+
         kernels = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
         kernels.sort(key=lambda e: -e.self_device_time_total)
         profile.write_text(
@@ -216,6 +228,7 @@ def train(name: str, profile: Path | None = None, eager: bool = False) -> dict[s
                 for e in kernels[:70]
             )
         )
+
     return {
         **work,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -254,6 +267,7 @@ def engine(name: str) -> dict[str, Any]:
     model = model_of(name)
     one = TorchEngine(model, config=EngineSection())
     generate(one, 2, 64, 8, 0)
+
     weights = {key: p.detach().clone() for key, p in model.named_parameters()}
     numbers: dict[str, Any] = {}
     with alone():
@@ -261,6 +275,7 @@ def engine(name: str) -> dict[str, Any]:
             seconds, _, found = generate(one, count, 256, NEW_TOKENS, count)
             numbers[f"tokens_per_s_{count}"] = sum(len(c.ids) for c in found) / seconds
         swaps = seconds_of(lambda: asyncio.run(one.publish(one.version + 1, weights)), 3)
+
     numbers["swap_s"] = statistics.median(swaps)
     return numbers
 
@@ -269,6 +284,7 @@ def mismatch(name: str) -> dict[str, Any]:
     model = model_of(name)
     with torch.no_grad():  # as unsure as a trained model: without it all tokens are as likely
         model.get_output_embeddings().weight.mul_(3.0)
+
     _, prompts, found = generate(TorchEngine(model, config=EngineSection()), 16, 256, 64, 5)
     rows = [
         Row(prompt, one.ids, 0.0, one.logprobs) for prompt, one in zip(prompts, found, strict=True)
@@ -276,6 +292,7 @@ def mismatch(name: str) -> dict[str, Any]:
     batch = pack(samples_of(rows), GPU)
     with torch.no_grad():
         logp = batch.table(token_logprobs(model, batch)[0].float())
+
     difference = (logp - batch.rollout_logprobs)[batch.mask].abs()
     return {
         "mean_nats": float(difference.mean()),
@@ -307,7 +324,9 @@ def main() -> None:
         extra = {"profile": options.profile, "eager": options.eager} if part == "train" else {}
         print(json.dumps(PARTS[part](model, **extra)))
         return
-    parts, models = options.parts.split(","), options.models.split(",")
+
+    parts = options.parts.split(",")
+    models = options.models.split(",")
     for wave in WAVES:
         work = [(part, model) for part in parts for model in wave if model in models]
         work = [(p, m) for p, m in work if p != "attention"]
@@ -321,6 +340,7 @@ def report(part: str, model: str, options: argparse.Namespace) -> None:
     more = ["--eager"] if options.eager else []
     if options.profile and part == "train":
         more += ["--profile", f"{options.profile}-{model}.txt"]
+
     started = time.perf_counter()
     try:
         done = subprocess.run(
@@ -332,6 +352,7 @@ def report(part: str, model: str, options: argparse.Namespace) -> None:
         numbers = {"error": done.stderr[-1500:]} if failed else json.loads(said[-1])
     except subprocess.TimeoutExpired:
         numbers = {"error": f"not done within {PART_S} s"}
+
     line = {"part": part, "model": model, "wall_s": time.perf_counter() - started, **numbers}
     print(json.dumps(line), flush=True)
     with options.out.open("a") as file:

@@ -96,7 +96,8 @@ def finished(
 def shared_rows(model: PreTrainedModel, seed: int = 1) -> list[Row]:
     """A group of 8 as an agent's turn makes it: a prompt of 1,000 tokens (system prompt, tools,
     history), answers of 16 to 64, uniform."""
-    rng, vocabulary = random.Random(seed), model.config.vocab_size
+    rng = random.Random(seed)
+    vocabulary = model.config.vocab_size
     prompt = random_ids(rng, vocabulary, 1000)
     return finished(
         model, [(prompt, random_ids(rng, vocabulary, rng.randint(16, 64))) for _ in range(8)], seed
@@ -106,7 +107,8 @@ def shared_rows(model: PreTrainedModel, seed: int = 1) -> list[Row]:
 def unshared_rows(model: PreTrainedModel, seed: int = 2) -> list[Row]:
     """8 rows that share nothing. Log-normal lengths: prompts of median 150 (sigma 0.6, within
     32..1024), completions of median 80 (sigma 0.7, within 16..512)."""
-    rng, vocabulary = random.Random(seed), model.config.vocab_size
+    rng = random.Random(seed)
+    vocabulary = model.config.vocab_size
     lengths = [
         (log_normal(rng, 150, 0.6, 32, 1024), log_normal(rng, 80, 0.7, 16, 512)) for _ in range(8)
     ]
@@ -119,7 +121,8 @@ def unshared_rows(model: PreTrainedModel, seed: int = 2) -> list[Row]:
 
 def long_rows(model: PreTrainedModel, seed: int = 3) -> list[Row]:
     """2 rows of 4,096 tokens that share nothing: prompts of 3,072, completions of 1,024."""
-    rng, vocabulary = random.Random(seed), model.config.vocab_size
+    rng = random.Random(seed)
+    vocabulary = model.config.vocab_size
     return finished(
         model,
         [(random_ids(rng, vocabulary, 3072), random_ids(rng, vocabulary, 1024)) for _ in range(2)],

@@ -56,7 +56,8 @@ class GrpoStep:
     """Our side: the engine and the trainer on the same weights in memory."""
 
     def __init__(self, loaded: LoadedModel, engine: TorchEngine) -> None:
-        self.loaded, self.engine = loaded, engine
+        self.loaded = loaded
+        self.engine = engine
         self.prompts = [
             list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
             for text in chat_prompts(loaded)
@@ -86,6 +87,7 @@ class GrpoStep:
         prompts = [len(ids) for ids in self.prompts]
         flops = generation_flops(self.loaded.model, prompts, completions) + metrics[DISTINCT]
         self.flops_per_s.append(flops / seconds)
+
         return seconds, sum(completions)
 
     async def _sample(self) -> list[Trajectory]:
@@ -112,6 +114,7 @@ class GrpoStep:
         )
         text = self.loaded.tokenizer.decode(completion.ids, skip_special_tokens=True)
         name = f"{self.num_steps}/{group}"
+
         return Trajectory(
             id=f"{name}/{attempt}",
             task_id=str(group),
@@ -134,6 +137,7 @@ def against_trl(ours: GrpoStep, trl: Peer, repeats: int) -> Figure:
             seconds["trl"].append(answer["seconds"][0])
             tokens["agentevo"].append(our_tokens)
             tokens["trl"].append(answer["tokens"])
+
     medians = {name: median(values) for name, values in seconds.items()}
     meaning = (
         f"seconds of a whole GRPO step, {len(QUESTIONS)} prompts x {GROUP_SIZE} "

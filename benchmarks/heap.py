@@ -32,7 +32,9 @@ def train_here(told: Path, is_frozen: bool, words: list[str]) -> None:
     from agentevo.cli.main import main
     from agentevo.orchestration import run
 
-    freeze, searches, began = run.lasting_heap, list[float](), [0.0]
+    freeze = run.lasting_heap
+    searches = list[float]()
+    began = [0.0]
 
     def heard(phase: str, info: dict[str, Any]) -> None:
         if info["generation"] == 2 and phase == "start":
@@ -71,11 +73,13 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     machine = describe_machine()
+
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-heap-") as name:
         raw = {
             "frozen" if is_frozen else "as_it_is": train(Path(name), is_frozen, arguments.steps)
             for is_frozen in (False, True)
         }
+
     took = {key: sum(one["searches_s"]) for key, one in raw.items()}
     longest = {key: max(one["searches_s"], default=0.0) for key, one in raw.items()}
     shares = {key: took[key] / one["process_s"] for key, one in raw.items()}
@@ -84,6 +88,7 @@ def main() -> None:
     figure = Figure("full_collections", took["frozen"] / took["as_it_is"], meaning, content)
     print(figure.line())
     print({"sums": took, "longest": longest, "shares_of_cpu": shares})
+
     if arguments.save:
         print(write_results([figure], {}, {}, machine, "heap"), file=sys.stderr)
 

@@ -29,16 +29,19 @@ MIN_SECONDS = 0.5
 def seconds_each(calls: Sequence[Callable[[], object]]) -> float:
     """Of one call: best of the passes over all calls that fit in MIN_SECONDS, after one that warms
     up."""
-    best, deadline = float("inf"), 0.0
+    best = float("inf")
+    deadline = 0.0
     while not deadline or time.perf_counter() < deadline:
         started = time.perf_counter()
         for call in calls:
             call()
+
         seconds = time.perf_counter() - started
         if deadline:
             best = min(best, seconds)
         else:
             deadline = time.perf_counter() + MIN_SECONDS
+
     return best / len(calls)
 
 
@@ -50,6 +53,7 @@ def main() -> None:
             "oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU: "
             "nothing to compare"
         )
+
     for inputs, outputs in SHAPES:
         size = 4 * inputs * outputs
         weights = [torch.randn(outputs, inputs) for _ in range(max(1, int(BYTES_CYCLED / size)))]
@@ -58,6 +62,7 @@ def main() -> None:
             f"{inputs} -> {outputs}: a sum over the weights reads "
             f"{size / seconds_each([w.sum for w in weights]) / 1e9:.0f} GB/s"
         )
+
         for rows in ROWS:
             x = torch.randn(rows, inputs)
             ways: dict[str, list[Callable[[], object]]] = {

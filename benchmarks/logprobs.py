@@ -57,6 +57,7 @@ def batch_of(num_tokens: int, vocabulary: int) -> PackedBatch:
                 advantages=blank,
             )
         )
+
     return pack(samples, torch.device("cpu"))
 
 
@@ -115,6 +116,7 @@ def compared(name: str, ways: Mapping[str, Callable[[], None]], repeats: int) ->
     """Time and memory of the dense way over ours."""
     for run in ways.values():  # warms up: what is made once belongs to neither
         run()
+
     memory = {way: peak_bytes(run) / 2**20 for way, run in ways.items()}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
@@ -122,6 +124,7 @@ def compared(name: str, ways: Mapping[str, Callable[[], None]], repeats: int) ->
             started = time.perf_counter()
             run()
             seconds[way].append(time.perf_counter() - started)
+
     medians = {way: median(taken) for way, taken in seconds.items()}
     time_raw = {"unit": "s", "medians": medians, "repeats": seconds}
     memory_raw = {"unit": "MiB", "medians": memory}

@@ -100,7 +100,8 @@ def processor(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
         "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
     }
     if "cpu family" in cpuinfo:
-        family, model = int(cpuinfo["cpu family"]), int(cpuinfo["model"])
+        family = int(cpuinfo["cpu family"])
+        model = int(cpuinfo["model"])
         described |= {"family": family, "model": model}
         if described["vendor"] == "AuthenticAMD":
             described["architecture"] = next(
@@ -111,6 +112,7 @@ def processor(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
                 ),
                 "unknown",
             )
+
     return described
 
 
@@ -128,11 +130,13 @@ def measured_limits() -> Limits:
     products: list[Callable[[], object]] = [lambda: left @ right]
     if linear.available():
         products.append(lambda: linear.product(left, right))
+
     source = torch.ones(COPY_BYTES // 4)
     target = torch.empty_like(source)
     with torch.no_grad():
         product_s = min(_fastest_s(product) for product in products)
         copy_s = _fastest_s(lambda: target.copy_(source))
+
     return Limits(2 * MATMUL_SIDE**3 / product_s, 2 * COPY_BYTES / copy_s)
 
 
@@ -145,6 +149,7 @@ def _fastest_s(run: Callable[[], object]) -> float:
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
+
     return min(seconds)
 
 

@@ -40,10 +40,12 @@ def main() -> None:
     memory = MemorySection(**settings["memory"])
     loaded = load(folder)
     activations.keep_activations(loaded.model, memory)
+
     ours = TrainStep(
         loaded, rows, {**settings["trainer"], "learning_rate": NO_LEARNING_RATE}, memory=memory
     )
     ours.trainer.step(samples_of([_first_tokens(row) for row in rows]))
+
     for _ in line.requests({"versions": {"torch": torch.__version__}, "settings": settings}):
         reset_peak()
         step, _ = ours.step()

@@ -55,6 +55,7 @@ def publish(version: int, folders: dict[str, WeightsFolder], model: Any, way: st
         folders[way].write(version, model, keep=2)
         tell("done")
         return
+
     calls = {
         "give": lambda only_trained: give(weight_parts(model, only_trained)),
         "compare": KEPT[way].compare,
@@ -97,16 +98,21 @@ def measure(
         peaks: list[int] = [0] * distributed.get_world_size()
         distributed.all_gather_object(peaks, peak)
         row[way] = {"publish_s": round(took, 2), "peaks": peaks}
+
     if distributed.get_rank() == 0:
-        found, expected = reader.read(version), WeightsFolder(folders["full"].folder).read(version)
+        found = reader.read(version)
+        expected = WeightsFolder(folders["full"].folder).read(version)
         for name, tensor in expected.items():
             assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+
         whole = num_bytes(expected)
         for way in WAYS:
             row[way]["bytes"] = folders[way]._manifest(version, None).bytes / whole
             row[way]["peaks"] = [round(peak / whole, 3) for peak in row[way]["peaks"]]
             row[way]["bytes"] = round(row[way]["bytes"], 5)
+
         row["is_delta"] = bool(folders["delta"]._manifest(version, None).chain)
+
     return row
 
 
@@ -116,6 +122,7 @@ def process(rank: int, asked: argparse.Namespace, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=asked.processes,
         timeout=timedelta(minutes=10),
     )  # fmt: skip
+
     loaded = load_model(ModelSection(name="smollm2-135m-instruct", dtype="bfloat16"))
     text = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
     ids = loaded.tokenizer(text)["input_ids"]
@@ -123,6 +130,7 @@ def process(rank: int, asked: argparse.Namespace, folder: str) -> None:
     own = lambda only_trained: weight_parts(model, only_trained)  # noqa: E731
     lies_in_parts(model, InParts(skeleton_of(model), own, tell))
     KEPT.update({way: PublishedParts(lambda: own(True)) for way in WAYS})
+
     every = {"full": 1, "delta": FULL_EVERY}
     folders = {way: WeightsFolder(Path(folder) / way, full_every=every[way]) for way in WAYS}
     reader = WeightsFolder(Path(folder) / "delta", full_every=FULL_EVERY)
@@ -136,9 +144,11 @@ def process(rank: int, asked: argparse.Namespace, folder: str) -> None:
             optimization.backward(-logprobs.sum() / (TOKENS - 1) / asked.processes)
             optimization.finish()
             changed(model)
+
         row = measure(version, folders, model, reader)
         if rank == 0:
             print(json.dumps({"step": version, "lr": asked.lr} | row), flush=True)
+
     distributed.destroy_process_group()
 
 

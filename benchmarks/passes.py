@@ -34,7 +34,9 @@ TOKENS_EACH = (1, 2, 3, 4, 5, 6, 8, 16)
 SHAPES = ((16, 500), (64, 112))
 """Sequences, and keys that each sees."""
 LAYERS = 30
-QUERY_HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
+QUERY_HEADS = 9
+KV_HEADS = 3
+HEAD_DIM = 64
 BUDGET_S = 2.0
 
 
@@ -50,12 +52,14 @@ def medians(ways: Sequence[Callable[[], object]]) -> list[float]:
     taken: list[list[float]] = [[] for _ in ways]
     for way in ways:
         way()
+
     deadline = time.perf_counter() + BUDGET_S
     while len(taken[0]) < 3 or time.perf_counter() < deadline:
         for way, seconds in zip(ways, taken, strict=True):
             started = time.perf_counter()
             way()
             seconds.append(time.perf_counter() - started)
+
     return [statistics.median(seconds) for seconds in taken]
 
 
@@ -64,8 +68,10 @@ def passes(folder: Path) -> None:
     own = load(folder).model
     for layer in own.modules():
         vars(layer).pop("forward", None)  # the FusedLayer that hides the class's own method
+
     for tokens in TOKENS:
-        ids, positions = torch.randint(100, 4000, (1, tokens)), torch.arange(tokens)[None]
+        ids = torch.randint(100, 4000, (1, tokens))
+        positions = torch.arange(tokens)[None]
 
         def run(which: Any, ids: torch.Tensor = ids, positions: torch.Tensor = positions) -> object:
             keep = torch.tensor([0])

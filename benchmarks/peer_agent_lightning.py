@@ -44,7 +44,8 @@ def make_attempt(turns: int, tokens: int) -> list[dict[str, Any]]:
 
 
 async def one_round(store: Any, request: dict[str, Any]) -> dict[str, float]:
-    size, num_groups = request["group"], request["groups"]
+    size = request["group"]
+    num_groups = request["groups"]
     seconds = dict.fromkeys(("lease", "write", "read"), 0.0)
     for _ in range(num_groups):
         await store.enqueue_many_rollouts(
@@ -54,6 +55,7 @@ async def one_round(store: Any, request: dict[str, Any]) -> dict[str, float]:
         start = time.perf_counter()
         rollouts = [await store.dequeue_rollout() for _ in range(size)]
         leased = time.perf_counter()
+
         for rollout, turns in zip(rollouts, attempts, strict=True):
             ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
             await store.add_many_spans(
@@ -65,12 +67,15 @@ async def one_round(store: Any, request: dict[str, Any]) -> dict[str, float]:
             await store.update_attempt(
                 rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
             )
+
         written = time.perf_counter()
         for rollout in rollouts:
             assert len(await store.query_spans(rollout.rollout_id)) == request["turns"]
+
         seconds["lease"] += leased - start
         seconds["write"] += written - leased
         seconds["read"] += time.perf_counter() - written
+
     return {name: size * num_groups / spent for name, spent in seconds.items()}
 
 
@@ -78,8 +83,10 @@ async def serve(line: Line) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+
     server = LightningStoreServer(InMemoryLightningStore(), host="127.0.0.1", port=port)
     await server.start()
+
     stores = {
         "agentlightning": InMemoryLightningStore(),
         "agentlightning_http": LightningStoreClient(f"http://127.0.0.1:{port}"),

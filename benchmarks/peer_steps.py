@@ -86,6 +86,7 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
             return
+
         self.line.reply(
             {
                 "seconds": time.perf_counter() - self.started,
@@ -104,6 +105,7 @@ def state_bytes(model: Any, optimizer: Any) -> int:
     """Weights, gradients of those that are trained, and all tensors of the optimizer."""
     while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
         optimizer = optimizer.optimizer
+
     tensors = [
         value
         for state in optimizer.state.values()

@@ -38,6 +38,7 @@ def make_group(group: int, turns: int, tokens: int) -> TensorDict:
 def main() -> None:
     line = Line()
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+
     transfer_queue.init()
     client = transfer_queue.get_client()
     names = ("TransferQueue", "ray", "tensordict", "torch")
@@ -58,10 +59,12 @@ def main() -> None:
             transfer_queue.kv_batch_put(
                 keys=keys, partition_id=partition, fields=fields, tags=[{"status": "ready"}] * size
             )
+
             written = time.perf_counter()
             meta = client.get_meta(
                 data_fields=FIELDS, batch_size=size, partition_id=partition, task_name="trainer"
             )
+
             leased = time.perf_counter()
             data = client.get_data(meta)
             seconds["write"] += written - start
@@ -71,6 +74,7 @@ def main() -> None:
                 len(data["completion_ids"]) == size
                 and len(data["completion_ids"][0]) == request["tokens"] // 2
             )
+
         line.reply({name: size * len(groups) / spent for name, spent in seconds.items()})
 
 

@@ -40,7 +40,8 @@ def generate(model: PreTrainedModel, request: dict[str, Any]) -> dict[str, float
 
 def main() -> None:
     line = Line()
-    folder, threads = sys.argv[1], int(sys.argv[2])
+    folder = sys.argv[1]
+    threads = int(sys.argv[2])
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"

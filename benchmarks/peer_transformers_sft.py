@@ -44,10 +44,15 @@ class Supervised(Watched, Trainer):
 
 def main() -> None:
     line = Line()
-    folder, adapter, rows_file, threads = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    folder = sys.argv[1]
+    adapter = sys.argv[2]
+    rows_file = sys.argv[3]
+    threads = int(sys.argv[4])
     torch.set_num_threads(threads)
+
     with open(rows_file) as file:
         rows: list[dict[str, list[int]]] = json.load(file)
+
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def make_trainer(settings: dict[str, Any], clock: Clock) -> Supervised:

@@ -59,8 +59,10 @@ def main() -> None:
     name = sys.argv[1]
     work = gpu.WORK[name]
     torch.manual_seed(0)
+
     with gpu.GPU:
         model = gpu.SHAPES[name]()
+
     clock = Clock()
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -92,6 +94,7 @@ def main() -> None:
     trainer.rows = [row.json() for row in rows]
     with gpu.alone():
         trainer.train()
+
     seconds = statistics.median(clock.seconds[2:])
     print(
         json.dumps(

@@ -64,6 +64,7 @@ def make_trainer(folder: str, prompts: list[str], micro_batch: int, callback: An
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
+
     return GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -92,7 +93,8 @@ def make_callback(line: Line, description: dict[str, Any]) -> Any:
             if request is None:
                 control.should_training_stop = True
                 return
-            self.wanted, self.seconds = request["steps"], []
+            self.wanted = request["steps"]
+            self.seconds = []
             self.started = time.perf_counter()
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -119,7 +121,9 @@ def len_tokens(trainer: Any) -> float:
 
 def main() -> None:
     line = Line()
-    folder, prompts_file, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder = sys.argv[1]
+    prompts_file = sys.argv[2]
+    threads = int(sys.argv[3])
     import torch
     import transformers
     import trl
@@ -127,6 +131,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     with open(prompts_file) as file:
         prompts: list[str] = json.load(file)
+
     micro_batch = int(sys.argv[4]) if len(sys.argv) > 4 else len(prompts) * NUM_GENERATIONS
     versions = {
         "torch": torch.__version__,

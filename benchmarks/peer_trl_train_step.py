@@ -81,8 +81,12 @@ class GivenRows(Watched, GRPOTrainer):
 
 def main() -> None:
     line = Line()
-    folder, rows_file, threads, way = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    folder = sys.argv[1]
+    rows_file = sys.argv[2]
+    threads = int(sys.argv[3])
+    way = sys.argv[4]
     torch.set_num_threads(threads)
+
     with open(rows_file) as file:
         rows: list[Row] = json.load(file)
 

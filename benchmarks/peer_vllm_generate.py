@@ -30,6 +30,7 @@ def generate(llm: Any, request: dict[str, Any]) -> dict[str, float]:
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
+
     return {
         "seconds": seconds,
         "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),

@@ -37,11 +37,13 @@ def interpreter(name: str) -> Path:
     given = os.environ.get("AGENTEVO_PEERS_DIR")
     root = Path(given) if given else HERE.parent / ".venv-peers"
     folder = (root / name).absolute()
-    python, stamp = folder / "bin" / "python", folder / ".installed"
+    python = folder / "bin" / "python"
+    stamp = folder / ".installed"
     requirements = HERE / f"requirements-{name}.txt"
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if python.exists() and (given or (stamp.exists() and stamp.read_text() == wanted)):
         return python
+
     print(
         f"installing the peer {name} in {folder} (once; some minutes)", file=sys.stderr, flush=True
     )
@@ -61,6 +63,7 @@ def interpreter(name: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
         if done.returncode:
             raise PeerError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+
     stamp.write_text(wanted)
     return python
 
@@ -79,7 +82,8 @@ class Peer:
         """`environment`: see `interpreter`; None runs the script in ours. `variables`: settings of
         the peer that it takes from its process environment."""
         self.name = name
-        self.script, self.args = script, args
+        self.script = script
+        self.args = args
         self.python = Path(sys.executable) if environment is None else interpreter(environment)
         self.variables = dict(variables or {})
         self.log = (
@@ -105,12 +109,14 @@ class Peer:
                 env=self._environment(),
                 start_new_session=True,
             )
+
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self.description = self._answer(LOAD_DEADLINE_S)
         finally:
             if not self.description:
                 self._kill()
+
         self._signal(signal.SIGSTOP)
         return self
 
@@ -128,6 +134,7 @@ class Peer:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise PeerError(f"{self.name} has ended: see {self.log}") from None
+
         answer = self._answer(deadline_s)
         self._signal(signal.SIGSTOP)
         return answer
@@ -150,8 +157,10 @@ class Peer:
             raise PeerError(
                 f"{self.name} gave no answer within {deadline_s:g} s: see {self.log}"
             ) from None
+
         if line is None:
             raise PeerError(f"{self.name} ended without an answer: see {self.log}")
+
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -187,6 +196,7 @@ def vllm_generate(model: Path, threads: int, *, tuned: bool) -> Peer:
         openmp = python.parent.parent / "lib" / "libiomp5.so"
         if openmp.exists():
             variables["LD_PRELOAD"] = str(openmp)
+
     return Peer(
         "vllm_tuned" if tuned else "vllm", "vllm", "peer_vllm_generate.py", [str(model)], variables
     )

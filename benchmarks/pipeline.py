@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-LENGTH, VOCABULARY, STAGES = 128, 512, 2
+LENGTH = 128
+VOCABULARY = 512
+STAGES = 2
 
 
 def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> list[float]:
@@ -62,6 +64,7 @@ def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> l
             timeout=timedelta(seconds=300),
         )
         spread(model, make_meshes(ParallelSection(pipeline=stages), "cpu"))
+
     trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=LENGTH), 1000)
     rng = random.Random(0)
     rows = [[rng.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(max(MICRO_BATCHES))]
@@ -75,8 +78,10 @@ def seconds_of_steps(stages: int, repeats: int, meeting: str, process: int) -> l
             trainer.step(samples[:count])
             times.append(time.perf_counter() - started)
         found.append(min(times[1:]))
+
     if stages > 1:
         distributed.destroy_process_group()
+
     return found
 
 
@@ -99,13 +104,15 @@ def measured(stages: int, repeats: int) -> list[float]:
         finally:
             for process in processes:
                 process.kill()
+
     return [float(word) for word in said[0].split()]
 
 
 def table(alone: Sequence[float], shared: Sequence[float]) -> str:
     lines = ["micro-batches | 1 process, s | 2 stages, s | stands still | by the formula"]
     for count, one, two in zip(MICRO_BATCHES, alone, shared, strict=True):
-        idle, ideal = 1 - one / (STAGES * two), (STAGES - 1) / (count + STAGES - 1)
+        idle = 1 - one / (STAGES * two)
+        ideal = (STAGES - 1) / (count + STAGES - 1)
         lines.append(f"{count:13} | {one:12.2f} | {two:11.2f} | {idle:12.0%} | {ideal:14.0%}")
     return "\n".join(lines)
 
@@ -122,6 +129,7 @@ def main() -> None:
     if given.stages is not None:
         print(*seconds_of_steps(given.stages, given.repeats, given.meeting, given.process))
         return
+
     print(table(measured(1, given.repeats), measured(STAGES, given.repeats)))
 
 

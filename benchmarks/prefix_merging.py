@@ -51,7 +51,9 @@ from ours import load
 
 TURNS = (1, 2, 4, 8, 16)
 GROUP_SIZE = 8
-PROMPT_TOKENS, ACTION_TOKENS, OBSERVATION_TOKENS = 250, (10, 30), (40, 80)
+PROMPT_TOKENS = 250
+ACTION_TOKENS = (10, 30)
+OBSERVATION_TOKENS = (40, 80)
 EFFICIENCY_TURNS = 8
 MICRO_BATCH_TOKENS = 16384
 CPU = torch.device("cpu")
@@ -90,11 +92,13 @@ class Attempt:
         trained tokens of the attempt, in order."""
         place = sum(end - start for start, end in self.actions[: turns.start])
         length = self.actions[turns[-1]][1]
-        mask, old = [False] * length, [0.0] * length
+        mask = [False] * length
+        old = [0.0] * length
         for start, end in (self.actions[turn] for turn in turns):
             mask[start:end] = [True] * (end - start)
             old[start:end] = logprobs[place : place + end - start]
             place += end - start
+
         return Sample(
             trajectory_id=name,
             group_id="group",
@@ -111,20 +115,24 @@ def attempts(num_turns: int, vocabulary: int) -> list[Attempt]:
     prompt = random_ids(rng, vocabulary, PROMPT_TOKENS)
     found = []
     for _ in range(GROUP_SIZE):
-        ids, actions = list(prompt), []
+        ids = list(prompt)
+        actions = []
         for turn in range(num_turns):
             if turn:
                 ids += random_ids(rng, vocabulary, rng.randint(*OBSERVATION_TOKENS))
             start = len(ids)
             ids += random_ids(rng, vocabulary, rng.randint(*ACTION_TOKENS))
             actions.append((start, len(ids)))
+
         found.append(Attempt(ids, actions, rng.gauss(0.0, 1.0)))
+
     return found
 
 
 def samples_of(model: PreTrainedModel, num_turns: int) -> tuple[list[Sample], list[Sample]]:
     """One per attempt, and one per turn."""
-    group, turns = attempts(num_turns, model.config.vocab_size), range(num_turns)
+    group = attempts(num_turns, model.config.vocab_size)
+    turns = range(num_turns)
     blank = [0.0] * (num_turns * ACTION_TOKENS[1])
     old = noisy_logprobs(model, [attempt.sample("", blank, turns) for attempt in group], num_turns)
     members = list(zip(range(GROUP_SIZE), group, old, strict=True))
@@ -159,18 +167,22 @@ def run(
     started = time.perf_counter()
     batches = plan(samples)
     planned = time.perf_counter()
-    weights, total = minibatch.row_weights(samples), 0.0
+
+    weights = minibatch.row_weights(samples)
+    total = 0.0
     for indices, batch in batches:
         loss, _ = minibatch.loss(
             model, batch, weights[indices], kl_coef=0.0, entropy_coef=0.0, statistics={}
         )
         loss.backward()
         total += float(loss.detach())
+
     ended = time.perf_counter()
     norm = float(
         torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     )
     model.zero_grad(set_to_none=True)
+
     return Pass(
         ended - started,
         planned - started,
@@ -194,6 +206,7 @@ def figures(model: PreTrainedModel, num_turns: int, repeats: int) -> list[Figure
         "turns, side by side": lambda: run(model, each, side_by_side),
     }
     run(model, each[:1], merged)
+
     first = {name: way() for name, way in ways.items()}
     for name, found in first.items():
         check_equal(f"T={num_turns}, {name}, loss", first["merged"].loss, found.loss, 1e-5)
@@ -203,6 +216,7 @@ def figures(model: PreTrainedModel, num_turns: int, repeats: int) -> list[Figure
             found.grad_norm,
             1e-4,
         )
+
     turns = min(
         (name for name in ways if name.startswith("turns")), key=lambda name: first[name].seconds
     )
@@ -253,6 +267,7 @@ def figures(model: PreTrainedModel, num_turns: int, repeats: int) -> list[Figure
                 raw,
             )
         )
+
     return found
 
 
@@ -269,6 +284,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+
     model = small_model() if args.model is None else load(args.model).model
     for num_turns in map(int, args.turns.split(",")):
         for figure in figures(model, num_turns, args.repeats):

@@ -29,7 +29,9 @@ from agentevo.store.codec import encode_trajectories
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn
 
-PROMPT, COMPLETION, ATTEMPTS = 64, 64, 16
+PROMPT = 64
+COMPLETION = 64
+ATTEMPTS = 16
 VOCABULARY = 512
 
 
@@ -82,6 +84,7 @@ def drawn(model: PreTrainedModel, records: bool) -> tuple[list[Trajectory], floa
                     id=f"t{i}", task_id=group, group_id=group, turns=[turn], reward=float(i % 2)
                 )
             )
+
         return found
 
     began = time.process_time()
@@ -120,6 +123,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=5)
     rounds = arguments.parse_args().rounds
     torch.set_num_threads(1)
+
     model = mixture()
     trajectories, _ = drawn(model, True)
     bare = [without(one) for one in trajectories]
@@ -127,6 +131,7 @@ def main() -> None:
     rates = ratio(rounds, lambda: drawn(model, False)[1], lambda: drawn(model, True)[1])
     print("engine: {:.0f} tokens/s, recording {:.0f} tokens/s, {:.3f} of it".format(*rates))
     updated(model, bare, "none")
+
     seconds = ratio(
         rounds,
         lambda: updated(model, bare, "none"),
@@ -136,7 +141,9 @@ def main() -> None:
     tokens = ATTEMPTS * (PROMPT + COMPLETION)
     rows = trajectories[0].turns[0].routed_experts
     assert rows is not None
-    whole, plain = stored_bytes(trajectories), stored_bytes(bare)
+
+    whole = stored_bytes(trajectories)
+    plain = stored_bytes(bare)
     print(
         f"store: {plain / tokens:.1f} bytes per token, with the record {whole / tokens:.1f}: "
         f"{(whole - plain) / tokens:.1f} for {rows.bytes_per_token} bytes of {rows.layers} layers"

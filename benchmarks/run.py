@@ -68,7 +68,9 @@ class Bench:
     """One run: our model, the peers that were started, figures and failures."""
 
     def __init__(self, model: str, threads: int, repeats: int) -> None:
-        self.model, self.threads, self.repeats = model, threads, repeats
+        self.model = model
+        self.threads = threads
+        self.repeats = repeats
         self.figures: list[Figure] = []
         self.failures: dict[str, str] = {}
         self.peers: dict[str, Any] = {}
@@ -93,9 +95,11 @@ class Bench:
         except (peers.PeerError, NotComparableError) as error:
             self.fail(name, error)
             return
+
         self.figures += figures
         for figure in figures:
             print(figure.line(), flush=True)
+
         print(figures[0].details(), file=sys.stderr, flush=True)
 
     def fail(self, name: str, error: Exception) -> None:
@@ -115,6 +119,7 @@ class Bench:
                     continue
                 self.peers[peer.name] = peer.record()
                 running.append(peer)
+
             yield running
 
     def transformers_generate(self) -> peers.Peer:
@@ -137,6 +142,7 @@ def run_generate(bench: Bench, only: set[str]) -> None:
                     f"generate_{count}_vs_best",
                     lambda count=count: concurrent(bench.engine, running, count, bench.repeats),
                 )  # type: ignore[misc]
+
         vllm = [peer for peer in running if peer.name != "transformers"]
         if vllm and "prefix" in only:
             bench.add(
@@ -189,7 +195,8 @@ def run_train(bench: Bench, scratch: Path) -> None:
 
 
 def run_sft(bench: Bench, scratch: Path) -> None:
-    adapter, rows = make_adapter(bench.folder, scratch / "adapter"), scratch / "conversations.json"
+    adapter = make_adapter(bench.folder, scratch / "adapter")
+    rows = scratch / "conversations.json"
     ours = SupervisedStep(bench.folder, adapter)
     rows.write_text(json.dumps([peer_row(sample) for sample in ours.samples]))
 
@@ -207,6 +214,7 @@ def run_store(bench: Bench) -> None:
     )
     for figure in flatness_figures:
         bench.add(figure.name, lambda figure=figure: [figure])  # type: ignore[misc]
+
     for start in store.PEERS:
         with bench.started(start) as running:
             for peer in running:
@@ -228,7 +236,7 @@ def run_async(bench: Bench, scratch: Path) -> None:
     bench.add("async", measure)
 
 
-def main() -> int:
+def main() -> int:  # noqa: C901, PLR0912 (a branch for each part that --only can name)
     parser = argparse.ArgumentParser(description="Speed against peers, as ratios in one run.")
     parser.add_argument(
         "--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas"
@@ -246,15 +254,18 @@ def main() -> int:
     only = set(args.only.split(","))
     if only - set(GROUPS) or args.repeats < 1:
         parser.error(f"--only takes some of {', '.join(GROUPS)}, --repeats at least 1")
+
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # leave through the `with` blocks, which end the peers
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     before = describe_machine()
+
     bench = Bench(args.model, threads, args.repeats)
     if "algorithms" in only:
         bench.add("algorithms_share_of_forward", lambda: share_of_forward(args.repeats))
+
     if "logprobs" in only:
         for part, all_rows in ROWS.items():
             for rows in all_rows:
@@ -264,19 +275,23 @@ def main() -> int:
                         bench.loaded, part, rows, bench.repeats
                     ),
                 )  # type: ignore[misc]
+
     if "turns" in only:
         for episodes in (1, 8):
             bench.add(
                 "turn_flatness",
                 lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)],
             )  # type: ignore[misc]
+
     if only & {"generate", "prefix"}:
         run_generate(bench, only)
     if "prefix_merging" in only:
         run_prefix_merging(bench)
+
     with tempfile.TemporaryDirectory() as scratch:
         if "train" in only:
             run_train(bench, Path(scratch))
+
         if "train_memory" in only:
             bench.add(
                 "train_memory",
@@ -284,6 +299,7 @@ def main() -> int:
                     bench.folder, bench.loaded.model, Path(scratch), threads
                 ),
             )
+
         if "sft" in only:
             run_sft(bench, Path(scratch))
         if "store" in only:
@@ -294,6 +310,7 @@ def main() -> int:
             run_async(bench, Path(scratch))
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
+
     if args.save or only == set(GROUPS):
         part = "" if only == set(GROUPS) else "-".join(name for name in GROUPS if name in only)
         print(
@@ -301,6 +318,7 @@ def main() -> int:
             f"{write_results(bench.figures, bench.failures, bench.peers, before, part)}",
             file=sys.stderr,
         )
+
     return 1 if bench.failures else 0
 
 

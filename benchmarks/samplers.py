@@ -69,14 +69,17 @@ async def sampler(url: str, name: str, play_s: float, ends: float, since: float)
             if lease is None:
                 await asyncio.sleep(POLL_S)
                 continue
+
             group = group_of(f"{lease.task.id}", rng, tokens=TOKENS)
             until = time.time() + rng.expovariate(1 / play_s)
             while (left := until - time.time()) > 0:
                 await asyncio.sleep(min(left, LEASE_S / 3))
                 lease = await timed("renew", store.renew(lease))
+
             await timed(
                 "write", store.write_trajectories(group, split="train", step=1, lease=lease)
             )
+
     return times
 
 
@@ -110,11 +113,14 @@ async def trainer(store: Store, count: int, ends: float, since: float) -> Times:
         if wanted > 0:
             await store.add_tasks([Task(id=f"t{fed + n}") for n in range(wanted)])
             fed += wanted
+
         groups = await store.ready_groups("train", size=GROUP, limit=STEP)
         if len(groups) < STEP:
             await asyncio.sleep(0.5)
             continue
-        started, step = time.time(), step + 1
+
+        started = time.time()
+        step += 1
         ids = [
             stored.trajectory.id
             for group in groups
@@ -123,9 +129,11 @@ async def trainer(store: Store, count: int, ends: float, since: float) -> Times:
         read = time.time()
         await store.reserve(ids, step)
         await store.commit_step(step, {}, ids=ids)
+
         if started >= since:
             times["read a step"].append(read - started)
             times["commit a step"].append(time.time() - read)
+
     return times
 
 
@@ -146,10 +154,12 @@ async def measure(url: str, count: int, play_s: float, seconds: float) -> dict[s
             *of_samplers, of_trainer = await asyncio.gather(
                 *of_processes, trainer(store, count, ends, since)
             )
+
     times: Times = defaultdict(list)
     for found in (*of_samplers, of_trainer):
         for what, some in found.items():
             times[what] += some
+
     calls = {
         what: {
             "per_s": len(some) / seconds,
@@ -169,7 +179,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    before, figures = describe_machine(), []
+    before = describe_machine()
+
+    figures = []
     server = PostgreSQL()
     try:
         server.start(durable=True, connections=1500)
@@ -183,8 +195,10 @@ def main() -> int:
             print(figures[-1].line(), flush=True)
     finally:
         server.delete()
+
     if args.save:
         print(write_results(figures, {}, {}, before, "samplers"), file=sys.stderr)
+
     return 0
 
 

@@ -41,6 +41,7 @@ def bare_calls() -> list[float]:
     ) as bare:
         assert bare.stdin is not None
         assert bare.stdout is not None
+
         times = []
         for _ in range(CALLS + 1):
             begun = time.perf_counter()
@@ -48,7 +49,9 @@ def bare_calls() -> list[float]:
             bare.stdin.flush()
             assert bare.stdout.readline() == "42\n"
             times.append(time.perf_counter() - begun)
+
         bare.stdin.close()
+
     return times[1:]
 
 
@@ -63,10 +66,13 @@ async def sandbox_times(kind: str) -> dict[str, list[float]]:
             assert (await sandbox.run("6 * 7")).value == "42"
             if number:
                 times["call"].append(time.perf_counter() - begun)
+
         begun = time.perf_counter()
         assert (await sandbox.execute(["python", "-c", "pass"])).exit_code == 0
+
         times["execute"].append(time.perf_counter() - begun)
         begun = time.perf_counter()
+
     times["close"].append(time.perf_counter() - begun)
     return times
 
@@ -79,6 +85,7 @@ async def measured(kinds: list[str], rounds: int) -> dict[str, dict[str, list[fl
         for kind in kinds:
             for name, times in (await sandbox_times(kind)).items():
                 found[kind][name] += times
+
     return found
 
 
@@ -86,6 +93,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
+
     problems = {
         kind: await problem_of(kind, SandboxSection(type=kind))
         for kind in ("bubblewrap", "landlock", "none")
@@ -93,6 +101,7 @@ async def main() -> None:
     for kind, problem in problems.items():
         if problem:
             print(f"{kind} can't be used: {problem}", file=sys.stderr)
+
     found = await measured([kind for kind in problems if not problems[kind]], rounds)
     bare = {name: statistics.median(times) for name, times in found["bare"].items()}
     bare["execute"] = bare["start"]

@@ -47,7 +47,10 @@ from agentevo.types import SamplingParams
 from figures import Figure, NotComparableError, write_results
 from machine import describe_machine
 
-CONTEXT, PROMPT, NEW_TOKENS, REQUESTS = 512, 200, 64, 128
+CONTEXT = 512
+PROMPT = 200
+NEW_TOKENS = 64
+REQUESTS = 128
 RECIPE: dict[str, Any] = {
     "model": {
         "name": "tiny",
@@ -79,6 +82,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 def started(command: list[str], log: Path, is_up: Callable[[], bool]) -> Iterator[None]:
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
+
     try:
         until = time.monotonic() + START_S
         while not is_up():
@@ -87,6 +91,7 @@ def started(command: list[str], log: Path, is_up: Callable[[], bool]) -> Iterato
                     f"{' '.join(command[1:5])} did not start: {log.read_text()[-2000:]}"
                 )
             time.sleep(0.5)
+
         yield
     finally:
         process.terminate()
@@ -103,6 +108,7 @@ def our_server(
     recipe.write_text(yaml.safe_dump(tree))
     ensure_run_folder(config)
     WeightsFolder(config.run_dir / "weights").write(0, loaded.model, keep=3)
+
     command = [sys.executable, "-m", "agentevo", "serve", str(recipe), f"run.dir={config.run_dir}"]
     engines = EngineDirectory(config.run_dir / "engines")
     with started(command, scratch / "ours.log", lambda: bool(engines.living(5.0))):
@@ -115,17 +121,41 @@ def bare_server(loaded: LoadedModel, scratch: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     loaded.model.save_pretrained(scratch / "model")
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(scratch / "model"), "--served-model-name", "bare"),
-        *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"),
-        *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"),
-        *("--max-num-seqs", str(RECIPE["engine"]["max_running"])),
-        *("--kv-cache-memory-bytes", str(int(RECIPE["engine"]["kv_cache_gb"] * 2**30))),
-        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),  # else it dies: seeds
-        *("--disable-log-stats", "--enable-scale-out", "--uvicorn-log-level", "warning"),
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(scratch / "model"),
+        "--served-model-name",
+        "bare",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--skip-tokenizer-init",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(CONTEXT),
+        "--enforce-eager",
+        "--max-num-seqs",
+        str(RECIPE["engine"]["max_running"]),
+        "--kv-cache-memory-bytes",
+        str(int(RECIPE["engine"]["kv_cache_gb"] * 2**30)),
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+        "--no-enable-chunked-prefill",  # else it dies: seeds
+        "--max-num-batched-tokens",
+        "4096",
+        "--disable-log-stats",
+        "--enable-scale-out",
+        "--uvicorn-log-level",
+        "warning",
     ]
 
     def is_up() -> bool:
@@ -144,11 +174,14 @@ async def timed(ask: Ask, batch: list[list[int]], at_once: int, seed: int) -> di
         async with places:
             return await ask(prompt, seed + number)
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     counts = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(batch)))
     seconds = time.perf_counter() - wall
+
     if counts != [NEW_TOKENS] * len(batch):
         raise NotComparableError(f"{sorted(set(counts))} tokens came, not {NEW_TOKENS} each")
+
     return {
         "tokens_per_s": sum(counts) / seconds,
         "client_cpu_ms": (time.process_time() - cpu) / len(batch) * 1e3,
@@ -200,6 +233,7 @@ async def compare(config: RunConfig, url: str, at_once: int, repeats: int) -> Fi
                         rounds[name].append(found)
         finally:
             await remote.close()
+
     medians = {
         name: {key: statistics.median(one[key] for one in found) for key in found[0]}
         for name, found in rounds.items()
@@ -236,6 +270,7 @@ def more_engines(at_once: int, repeats: int) -> list[Figure]:
             loaded = load_policy(config)
             stack.enter_context(our_server(config, loaded, place, tree))
             runs.append(config.run_dir)
+
         return asyncio.run(linearity(runs, at_once, repeats))
 
 
@@ -252,12 +287,14 @@ async def linearity(runs: list[Path], at_once: int, repeats: int) -> list[Figure
                 await asyncio.gather(
                     *(timed(asking(one), part, at_once, turn * REQUESTS) for one, part in asked)
                 )
+
                 seconds = time.perf_counter() - started_at
                 if turn:
                     rounds[count].append(count * REQUESTS * NEW_TOKENS / seconds)
     finally:
         for one in remotes:
             await one.close()
+
     medians = {str(count): statistics.median(found) for count, found in rounds.items()}
     cores = len(os.sched_getaffinity(0))
     raw = {"unit": "tokens/s", "rounds": rounds, "medians": medians, "cores": cores}
@@ -284,19 +321,24 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds")
     parser.add_argument("--save", action="store_true", help="write the raw numbers, too")
     given = parser.parse_args()
-    before, figures = describe_machine(), []
+    before = describe_machine()
+
+    figures = []
     for part in given.only.split(","):
         try:
             figures += PARTS[part](given.at_once, given.repeats)
         except NotComparableError as error:
             print(f"failed {part}: {error}", file=sys.stderr)
             return 1
+
     for figure in figures:
         print(figure.line(), flush=True)
         print(figure.details(), file=sys.stderr, flush=True)
+
     names = f"scale_{given.only.replace(',', '_')}"
     if given.save:
         print(f"raw numbers: {write_results(figures, {}, {}, before, names)}", file=sys.stderr)
+
     return 0
 
 

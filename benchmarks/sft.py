@@ -39,7 +39,8 @@ from machine import Rate
 from train_step import Step, tried
 
 NUM_ROWS = 16
-RANK, ALPHA = 16, 32
+RANK = 16
+ALPHA = 32
 B_DEVIATION = 0.01
 LEARNING_RATE = 1e-5
 DEFAULT_MICRO_BATCH = 8
@@ -55,7 +56,8 @@ TEXT = (
 
 
 def conversations(seed: int = 4) -> list[ChatRow]:
-    rng, words = random.Random(seed), TEXT.split()
+    rng = random.Random(seed)
+    words = TEXT.split()
 
     def text(median_words: int) -> str:
         return " ".join(
@@ -83,6 +85,7 @@ def make_adapter(folder: Path, out: Path) -> Path:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(B_DEVIATION * torch.randn(parameter.shape, generator=rng))
+
     out.mkdir()
     write_adapter(model, out)
     return out
@@ -154,6 +157,7 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
         seconds["agentevo"].append(ours.step()[0].seconds)
         for name, setting in settings.items():
             seconds[name].append(ask(setting).seconds)
+
     medians = {name: median(values) for name, values in seconds.items()}
     logical = int(metrics["trainer/logical_tokens"])
     distinct = int(metrics["trainer/distinct_tokens"])
@@ -173,6 +177,7 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
     }
     rate = Rate(flops_per_s=metrics[DISTINCT] / medians["agentevo"])
     meaning = "seconds of a supervised step with LoRA; transformers + PEFT"
+
     return [
         Figure(
             "sft_vs_transformers",

@@ -40,7 +40,9 @@ from agentevo.types import Task, Trajectory, Turn
 from figures import Figure, write_results
 from machine import describe_machine
 
-TURNS, TOKENS, GROUP = 8, 4096, 8
+TURNS = 8
+TOKENS = 4096
+GROUP = 8
 GROUPS = 16
 """Groups in one timed round."""
 BACKENDS = ("sqlite", "postgresql", "mongodb")
@@ -103,12 +105,14 @@ async def one_round(store: Store, number: int, first_step: int, rng: random.Rand
     watch = Stopwatch()
     names = [f"round{number}-{unused_name()}-{i}" for i in range(GROUPS)]
     groups = [group_of(name, rng) for name in names]
+
     await store.add_tasks([Task(id=name) for name in names])
     for members in groups:
         lease = await watch.time("lease", store.lease_task("bench", lease_s=600))
         await watch.time(
             "write", store.write_trajectories(members, split="train", step=1, lease=lease)
         )
+
     for step in range(first_step, first_step + GROUPS):
         (found,) = await watch.time("ready", store.ready_groups("train", size=GROUP, limit=1))
 
@@ -120,9 +124,11 @@ async def one_round(store: Store, number: int, first_step: int, rng: random.Rand
             len(members) == GROUP
             and sum(len(turn.completion_ids) for turn in members[0].turns) == TOKENS // 2
         )
+
         ids = [member.id for member in members]
         await watch.time("reserve", store.reserve(ids, step))
         await watch.time("commit", store.commit_step(step, {}, ids=ids))
+
     return watch
 
 
@@ -146,6 +152,7 @@ async def fill(store: Store, rows: int, rng: random.Random) -> int:
         await store.reserve(ids, step)
         await store.commit_step(step, {})
         there += len(batch)
+
     return step
 
 
@@ -180,6 +187,7 @@ async def measure(name: str, url: str, rows: list[int], repeats: int) -> list[di
                     "bytes": await store.size_bytes(),
                 }
             )
+
     return found
 
 
@@ -200,17 +208,21 @@ def servers(backends: list[str]) -> Iterator[dict[str, Callable[[], str]]]:
             if name == "sqlite":
                 urls[name] = lambda: f"sqlite:///{folder / unused_name()}"
                 continue
+
             kind = PostgreSQL if name == "postgresql" else MongoDB
             if reason := kind.why_not():
                 print(f"left out: {name}: {reason}", file=sys.stderr)
                 continue
+
             server = PostgreSQL() if name == "postgresql" else MongoDB(folder / "mongodb")
             if isinstance(server, PostgreSQL):
                 server.start(durable=True)
                 stack.callback(server.delete)
             else:
                 stack.callback(server.stop)
+
             urls[name] = lambda server=server: server.url(unused_name())  # type: ignore[misc]
+
         yield urls
 
 
@@ -222,11 +234,13 @@ def over_backends(
     results: dict[str, list[dict[str, Any]]] = {}
     figures = []
     print("trajectories/s (the median call in ms)", file=sys.stderr)
+
     with servers(backends) as urls:
         for name, make in urls.items():
             sizes = [size for size in rows if size <= 100_000 or name != "mongodb"]
             results[name] = asyncio.run(measure(name, make(), sizes, repeats))
-            small, large = results[name][0], results[name][-1]
+            small = results[name][0]
+            large = results[name][-1]
             if small is not large:
                 shares = {op: small["median_ms"][op] / large["median_ms"][op] for op in OPERATIONS}
                 raw = {"medians": shares, "unit": "of the speed", "sizes": results[name]}
@@ -235,6 +249,7 @@ def over_backends(
                     f"rows over that at {large['rows']:,}"
                 )
                 figures.append(Figure(f"store_flatness_{name}", min(shares.values()), meaning, raw))
+
     return results, figures
 
 
@@ -279,6 +294,7 @@ def against(
             file=sys.stderr,
             flush=True,
         )
+
     return found
 
 
@@ -305,10 +321,14 @@ def main() -> int:
     rows = sorted(
         {int(size) for size in args.rows.split(",")} | ({1_000_000} if args.million else set())
     )
+
     backends = args.backends.split(",")
     if set(backends) - set(BACKENDS):
         parser.error(f"--backends takes some of {', '.join(BACKENDS)}")
-    before, failures, described = describe_machine(), {}, {}
+
+    before = describe_machine()
+    failures = {}
+    described = {}
     results, figures = over_backends(backends, rows, args.repeats)
     for start in PEERS if "sqlite" in results and not args.no_peers else ():
         try:
@@ -318,13 +338,16 @@ def main() -> int:
         except peers.PeerError as error:
             failures[start.__name__] = str(error)
             print(f"failed {start.__name__}: {error}", file=sys.stderr, flush=True)
+
     for figure in figures:
         print(figure.line(), flush=True)
+
     if set(results) == set(BACKENDS) and not args.no_peers:
         print(
             f"raw numbers: {write_results(figures, failures, described, before, 'store')}",
             file=sys.stderr,
         )
+
     return 1 if failures else 0
 
 

@@ -153,8 +153,15 @@ SHAPE: dict[str, Any] = {
     "init_std": 0.25,
 }
 QWEN2_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "initializer_range"),
-    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "pad_token_id"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "initializer_range",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "pad_token_id",
 )
 ALTERNATING = ["sliding_attention", "full_attention"]
 LATENT = {"num_key_value_heads": 4}
@@ -328,4 +335,5 @@ def _arguments(kind: type[PretrainedConfig], model_type: str) -> dict[str, Any]:
     for name, part in parts.items():
         if hasattr(part, "model_type"):
             arguments[name] = _arguments(part, part.model_type)
+
     return arguments | OVERRIDES.get(model_type, {})

@@ -36,8 +36,13 @@ import psutil
 from figures import Figure, write_results
 from machine import describe_machine
 
-ATTEMPTS, TURNS, NEW_TOKENS, TOOL_S = 256, 6, 32, 0.2
-CLIENTS, CALLS, ASKED_FOR = 64, 3000, 1000
+ATTEMPTS = 256
+TURNS = 6
+NEW_TOKENS = 32
+TOOL_S = 0.2
+CLIENTS = 64
+CALLS = 3000
+ASKED_FOR = 1000
 SHAPE = {
     "tokenizer": "byte",
     "hidden_size": 256,
@@ -74,7 +79,8 @@ async def busy(turns: int) -> dict[str, float]:
     engine = TorchEngine(loaded.model, loaded.tokenizer, EngineSection())
     chat = ChatFormat(loaded.tokenizer)
     toolbox = Toolbox([FunctionToolSection(name=named_tool(wait))])
-    begun, ended = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
+    ended = asyncio.Event()
     counter = itertools.count(1)
 
     async def attempt(number: int) -> None:
@@ -98,13 +104,18 @@ async def busy(turns: int) -> dict[str, float]:
                 (result,) = await tools.call([ToolCall("wait", json.dumps({"number": number}))])
                 assert result.text == str(number), result.text
                 history += [reply.message, Message("user", f"It gave {result.text}.")]
+
         ended.set()
 
     async def window() -> dict[str, float]:
         await begun.wait()
-        before, started, cpu = engine.stats(), time.perf_counter(), time.process_time()
+        before = engine.stats()
+        started = time.perf_counter()
+        cpu = time.process_time()
         await ended.wait()
-        after, wall = engine.stats(), time.perf_counter() - started
+        after = engine.stats()
+        wall = time.perf_counter() - started
+
         return {
             "busy_s": after["engine/busy_s"] - before["engine/busy_s"],
             "wall_s": wall,
@@ -117,6 +128,7 @@ async def busy(turns: int) -> dict[str, float]:
     found, *_ = await asyncio.gather(window(), *works)
     await toolbox.close()
     await engine.close()
+
     return found
 
 
@@ -148,6 +160,7 @@ async def calls(kind: str, url: str, count: int) -> dict[str, float]:
     else:
         command = {"command": sys.executable, "args": (str(SERVER), kind)}
         toolbox = Toolbox([MCPServerSection(name="s", session="shared", **command)])  # type: ignore[arg-type]
+
     async with toolbox.open(Task(id="t"), 0) as tools:
 
         async def client(number: int) -> None:
@@ -158,7 +171,9 @@ async def calls(kind: str, url: str, count: int) -> dict[str, float]:
 
         await client(0)
         servers = psutil.Process().children()
-        ours, theirs, started = time.process_time(), _cpu_s(servers), time.perf_counter()
+        ours = time.process_time()
+        theirs = _cpu_s(servers)
+        started = time.perf_counter()
         await asyncio.gather(*map(client, range(CLIENTS)))
         wall = time.perf_counter() - started
         made = count // CLIENTS * CLIENTS
@@ -167,6 +182,7 @@ async def calls(kind: str, url: str, count: int) -> dict[str, float]:
             "our_us": 1e6 * (time.process_time() - ours) / made,
             "server_us": 1e6 * (_cpu_s(servers) - theirs) / made,
         }
+
     await toolbox.close()
     return found
 
@@ -184,6 +200,7 @@ def measure(only: set[str], repeats: int) -> list[Figure]:
         shares = [b / w for b, w in zip(runs["busy_s"], runs["wall_s"], strict=True)]
         meaning = f"engine's seconds over the clock's, {ATTEMPTS} attempts, tools of {TOOL_S} s"
         figures.append(_figure("tools_engine_busy", statistics.median(shares), meaning, raw))
+
     for kind in ("stdio", "http", "manager", "sdk") if "calls" in only else ():
         with ExitStack() as stack:
             url = stack.enter_context(server(kind)) if kind in ("http", "manager") else ""
@@ -194,10 +211,12 @@ def measure(only: set[str], repeats: int) -> list[Figure]:
                     calls(kind, url, CALLS if warm else CALLS // 10)
                 ),
             )
+
         value = statistics.median(runs["calls_per_s"]) / ASKED_FOR
         raw = {**runs, "clients": CLIENTS, "calls": CALLS}
         meaning = f"calls/s through the toolbox over {ASKED_FOR}, {kind}"
         figures.append(_figure(f"mcp_calls_{kind}", value, meaning, raw))
+
     return figures
 
 
@@ -210,6 +229,7 @@ def _repeated(what: str, repeats: int, run: Any) -> dict[str, list[float]]:
         print(what, {name: round(value, 3) for name, value in one.items()}, file=sys.stderr)
         for name, value in one.items():
             found.setdefault(name, []).append(value)
+
     return found
 
 
@@ -225,10 +245,12 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     machine = describe_machine()
+
     figures = measure(set(given.only.split(",")), given.repeats)
     for figure in figures:
         print(figure.line())
         print(figure.details(), file=sys.stderr)
+
     if given.save:
         print(write_results(figures, {}, {}, machine, "tools"), file=sys.stderr)
 

@@ -24,7 +24,9 @@ def answer(message: dict[str, Any]) -> bytes | None:
     """To a message of MCP; None where it wants none."""
     if "id" not in message:
         return None
-    method, given = message.get("method"), message.get("params") or {}
+
+    method = message.get("method")
+    given = message.get("params") or {}
     result: dict[str, Any]
     if method == "initialize":
         result = {
@@ -40,6 +42,7 @@ def answer(message: dict[str, Any]) -> bytes | None:
     else:
         error = {"code": METHOD_NOT_FOUND, "message": f"no method {method}"}
         return msgspec.json.encode({"jsonrpc": "2.0", "id": message["id"], "error": error})
+
     return msgspec.json.encode({"jsonrpc": "2.0", "id": message["id"], "result": result})
 
 

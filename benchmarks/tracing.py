@@ -83,10 +83,14 @@ async def play(log: CallLog, contents: bool) -> float:
                             answers=[Message("assistant", WORDS)],
                             finish_reasons=["stop"],
                         )
+
                 with record_call("tool", "search") as tool:
                     tool.keep(arguments='{"query": "a lake"}', result=WORDS)
+
             attempt.note(reward=1.0)
+
         await asyncio.sleep(0)
+
     return time.thread_time() - began
 
 
@@ -100,6 +104,7 @@ async def recorded(tracer: Tracer | None) -> tuple[float, float]:
     if tracer is None:
         async with CallLog(nowhere) as log:
             return await play(log, contents), 0.0
+
     spent = thread_seconds(tracer)
     async with tracer, CallLog(nowhere, tracing=tracer) as log:
         playing = await play(log, contents)
@@ -124,6 +129,7 @@ def spans(kind: str, folder: Path, repeats: int) -> dict[str, Any]:
     """Microseconds of a span, medians of the repeats after one that warms up."""
     number = ATTEMPTS * (1 + 2 * CALLS)
     call_log.MAX_STARTS = call_log.MAX_HELD = 10**9  # or what comes so fast is not recorded
+
     runs: dict[str, list[float]] = {"player_us": [], "tracer_us": []}
     with collector() if kind == "otlp" else _nothing() as url:
         for repeat in range(repeats + 1):
@@ -131,11 +137,13 @@ def spans(kind: str, folder: Path, repeats: int) -> dict[str, Any]:
             facts = RunFacts("bench", "run-1", "tiny", False)
             has_contents = kind == "contents"
             made = Spans(facts, Texts(16384), contents=has_contents)
+
             exporter: Any = JsonLines(folder / f"{kind}-{repeat}.jsonl", source())
             if kind == "otlp":
                 from agentevo.tracing.otlp import OTLP
 
                 exporter = OTLP(source(), url)
+
             limits = Limits(queue=number)
             tracer = Tracer(
                 exporter, made, run_id="r", contents=has_contents, limits=limits, flush_s=600
@@ -144,6 +152,7 @@ def spans(kind: str, folder: Path, repeats: int) -> dict[str, Any]:
             if repeat:
                 runs["player_us"].append(1e6 * (playing - plain) / number)
                 runs["tracer_us"].append(1e6 * working / number)
+
     medians = {name: statistics.median(values) for name, values in runs.items()}
     print(f"{kind}: {medians}", file=sys.stderr, flush=True)
     return {**runs, "medians": medians, "unit": "CPU us"}
@@ -188,7 +197,9 @@ def train_here(words: Sequence[str], told: Path) -> None:
     """In a process of its own: trains, and writes what the tracer has cost."""
     from agentevo.cli.main import main
 
-    begin, end, started = Tracer.__aenter__, Tracer.close, [0.0]
+    begin = Tracer.__aenter__
+    end = Tracer.close
+    started = [0.0]
     found: dict[str, float] = {}
 
     async def timed_begin(self: Tracer) -> Tracer:
@@ -207,7 +218,8 @@ def train_here(words: Sequence[str], told: Path) -> None:
         told.write_text(json.dumps(found))
 
     spent: list[list[float]] = []
-    Tracer.__aenter__, Tracer.close = timed_begin, timed_end  # type: ignore[method-assign]
+    Tracer.__aenter__ = timed_begin  # type: ignore[method-assign]
+    Tracer.close = timed_end  # type: ignore[method-assign]
     sys.argv = ["agentevo", *words]
     main()
 
@@ -223,6 +235,7 @@ def train(folder: Path, traced: Sequence[str], steps: int, seed: int) -> dict[st
     program = [sys.executable, __file__, "--train-here", str(told), *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(program, check=True, capture_output=True, cwd=folder)
+
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     whole = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"whole_s": whole, **(json.loads(told.read_text()) if traced else {})}
@@ -243,7 +256,9 @@ def share(folder: Path, arguments: argparse.Namespace, kind: str, player_us: flo
                     tracing_s = found["tracer_s"] + 1e-6 * player_us * found["spans"]
                     raw["share"].append(tracing_s / found["process_s"])
                     raw["spans_per_s"].append(found["spans"] / found["process_s"])
+
                 print({"traced": traced, **found}, file=sys.stderr, flush=True)
+
     medians = {name: statistics.median(values) for name, values in raw.items() if values}
     meaning = f"CPU seconds of tracing ({kind}) over those of frozen_lake; at most {MOST}"
     content = {**raw, "player_us": player_us, "medians": medians, "unit": "CPU s"}
@@ -259,7 +274,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
-    machine, only = describe_machine(), arguments.only.split(",")
+    machine = describe_machine()
+
+    only = arguments.only.split(",")
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-tracing-") as name:
         folder = Path(name)
@@ -271,14 +288,17 @@ def main() -> None:
             both = raw["medians"]["player_us"] + raw["medians"]["tracer_us"]
             meaning = f"CPU milliseconds of a span in both threads, {kind}"
             figures.append(Figure(f"tracing_span_ms_{kind}", both / 1000, meaning, raw))
+
         if "run" in only:
             for kind in RUNS:
                 # A difference has noise.
                 player_us = max(found[kind]["medians"]["player_us"], 0.0)
                 figures.append(share(folder, arguments, kind, player_us))
+
     for figure in figures:
         print(figure.line())
         print(figure.details(), file=sys.stderr)
+
     if arguments.save:
         print(write_results(figures, {}, {}, machine, "tracing"), file=sys.stderr)
 

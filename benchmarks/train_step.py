@@ -116,11 +116,13 @@ def against_trl(
     best = json.loads(min(trials, key=lambda name: trials[name]))
     compact = {**best, "compact": True}
     trials |= tried(ask, [compact], first, kind)
+
     seconds: dict[str, list[float]] = {"agentevo": [], "trl": [], "trl_compact": []}
     for _ in range(repeats):
         seconds["agentevo"].append(ours.step()[0].seconds)
         seconds["trl"].append(ask(best).seconds)
         seconds["trl_compact"].append(ask(compact).seconds)
+
     medians = {name: median(values) for name, values in seconds.items()}
     rate = Rate(flops_per_s=metrics[DISTINCT] / medians["agentevo"])
     raw = {
@@ -141,6 +143,7 @@ def against_trl(
     del ours
     gc.collect()
     meaning = f"seconds of one GRPO training step, {kind} prompts"
+
     return [
         Figure(f"train_{kind}_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw, rate),
         Figure(
@@ -167,13 +170,16 @@ def against_trl_in_memory(
             folder, rows, threads, {"trainer": keys, "memory": {"checkpointing": way}}
         ) as ours:
             answers[f"agentevo, checkpointing {way}"] = ours.ask({})
+
     first = Step.of(next(iter(answers.values())))
     for compact, on in product((False, True), TRL_CHECKPOINTING):
         with peers.trl_train_step(folder, rows, threads, checkpointing=on) as trl:
             name = f"trl{'_compact' if compact else ''}, checkpointing {on}"
             answers[name] = trl.ask({"micro_batch": 1, "compact": compact})
+
     for name, answer in answers.items():
         check_same(name, first, Step.of(answer))
+
     figures = []
     for peer in ("trl", "trl_compact"):
         whole = {name: answer["peak_bytes"] for name, answer in answers.items()}
@@ -187,6 +193,7 @@ def against_trl_in_memory(
         figures.append(
             _memory_figure(f"train_memory_vs_{peer}_without_state", peer, without, meaning)
         )
+
     return figures
 
 

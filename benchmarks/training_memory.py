@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 """Options of `measure` beside the sizes."""
 
 
-def measure(
+def measure(  # noqa: PLR0913 (the recipe of one measurement)
     *,
     hidden: int,
     layers: int,
@@ -63,8 +63,10 @@ def measure(
     given = {key: value for key, value in locals().items() if key != "plain_malloc"}
     environment = os.environ if plain_malloc else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(given)]
+
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+
     processes = [
         subprocess.Popen(
             command,
@@ -84,9 +86,11 @@ def measure(
     finally:
         for process in processes:
             process.kill()
+
     for process, (_, errors) in zip(processes, said, strict=True):
         if process.returncode:
             raise RuntimeError(f"{given} failed:\n{errors[-2000:]}")
+
     predicted, measured = json.loads(said[which][0].splitlines()[-1])
     return predicted, measured
 
@@ -150,7 +154,8 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     from memory import peak_bytes
 
     distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
-    size, most = given["shard"], given["length"] * given["samples"] // given["parts"]
+    size = given["shard"]
+    most = given["length"] * given["samples"] // given["parts"]
     parallel = ParallelSection(shard=size, pipeline=given["pipeline"])
     memory = MemorySection(checkpointing=given["checkpointing"])
     model = keep_activations(prepare(_model(given)), memory)
@@ -162,18 +167,22 @@ def _spread_child(given: dict[str, Any]) -> tuple[float, float]:
     stage = distributed.get_rank() % given["pipeline"]
     parts = stage_parts(config, sizes, parallel, stage)
     spread(model, make_meshes(parallel, "cpu"))
+
     trainer = Trainer(
         model, config.trainer.model_copy(update={"minibatches": 1}), AlgorithmSection(),
         memory=memory,
     )  # fmt: skip
-    rng, vocabulary = random.Random(0), given["vocabulary"]
+    rng = random.Random(0)
+    vocabulary = given["vocabulary"]
     items = [
         _sample(n, given["length"], rng, vocabulary, 0) for n in range(given["samples"] * size)
     ]
+
     held = sum(local(parameter).numel() for parameter in model.parameters())
     measured = float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
     distributed.barrier()
     distributed.destroy_process_group()
+
     return total(parts) - FLOAT * held + LIBRARIES, measured
 
 
@@ -198,9 +207,12 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
 
     if max(given["shard"], given["pipeline"]) > 1:
         return _spread_child(given)
-    rng, model = random.Random(0), _model(given)
+
+    rng = random.Random(0)
+    model = _model(given)
     if given["rank"]:
         model = add_adapter(model, LoraSection(rank=given["rank"]), seed=0)
+
     memory = MemorySection(checkpointing=given["checkpointing"])
     model = keep_activations(prepare(model), memory)
     most = given["length"] * given["samples"] // given["parts"]
@@ -208,6 +220,7 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     batches = [batch for _, batch in micro_batches(items, most, torch.device("cpu"))]
     largest = max(batches, key=lambda batch: batch.num_distinct)
     load = Load(largest.num_distinct, len(largest.logit_nodes), len(batches) == 1, on_cpu=True)
+
     trainer: Any
     if given["kind"] == "sft":
         trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=most), 10, memory=memory)
@@ -215,6 +228,7 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
         trainer = Trainer(
             model, TrainerSection(micro_batch_tokens=most), AlgorithmSection(), memory=memory
         )
+
     return total(training_bytes(model, load, memory)), float(
         peak_bytes(lambda: [trainer.step(items) for _ in range(2)])
     )
@@ -232,6 +246,7 @@ def main() -> None:
         "samples": 4,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+
     parser.add_argument("--plain-malloc", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
@@ -239,6 +254,7 @@ def main() -> None:
     if child is not None:
         print(json.dumps(_child(json.loads(child))))
         return
+
     print(
         f"{'':36} {'predicted':>10} {'measured':>10} {'off by':>8}   (MiB above the loaded model)"
     )

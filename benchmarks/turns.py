@@ -52,8 +52,10 @@ async def play(engine: TorchEngine, num_episodes: int, seed: int) -> list[float]
             context + completion.ids
             for context, completion in zip(contexts, completions, strict=True)
         ]
+
     for episode in range(num_episodes):
         await engine.release(f"{seed}/{episode}")
+
     return seconds
 
 
@@ -67,6 +69,7 @@ def flatness(engine: TorchEngine, num_episodes: int, repeats: int) -> Figure:
         f"turn 1 over turn {NUM_TURNS}: {num_episodes} at once, {OBSERVATION_TOKENS} "
         f"observed and {NEW_TOKENS} new tokens a turn"
     )
+
     return Figure(
         name,
         medians[0] / medians[-1],

@@ -92,6 +92,7 @@ async def first(folder: str) -> dict[str, float]:
         wanted = {part.split('"')[0] for part in page.text.split('"/static')[1:]}
         answers = await asyncio.gather(*(client.get(f"/static{path}") for path in wanted))
         took = time.perf_counter() - began
+
     size = sum(len(gzip.compress(answer.content, 6)) for answer in (page, *answers))
     return {"first_load_s": took, "first_load_gzipped_bytes": size}
 
@@ -103,7 +104,8 @@ def rows_of(count: int) -> Iterator[dict[str, Any]]:
         step, member = divmod(number, STEP)
         is_held_out = step % EVALUATED == EVALUATED - 1
         group, attempt = divmod(member, 8)
-        is_dropped, is_failed = group % 2 == 1 and not is_held_out, number % 97 == 0
+        is_dropped = group % 2 == 1 and not is_held_out
+        is_failed = number % 97 == 0
         state = "failed" if is_failed else "dropped" if is_dropped else "committed"
         task = f"held-{group}" if is_held_out else f"task-{(step * 32 + group) % 5000}"
         label = "greedy" if is_held_out else f"train-{group}"
@@ -140,7 +142,8 @@ def blobs() -> list[bytes]:
     from agentevo.store.codec import encode_trajectories
     from agentevo.types import Message, Trajectory, Turn
 
-    dice, made = random.Random(0), []
+    dice = random.Random(0)
+    made = []
     words = [f"{a}{b}{c}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst"]
     for number in range(200):
         said = " ".join(dice.choices(words, k=100))
@@ -163,6 +166,7 @@ def blobs() -> list[bytes]:
         one = Trajectory(id=f"x{number}", task_id="t", group_id="g", turns=turns)
         (encoded,) = encode_trajectories([one], "train", 1)
         made.append(encoded.data or b"")
+
     return made
 
 
@@ -172,6 +176,7 @@ def fill_sqlite(path: Path, count: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("BEGIN")
+
         names = list(next(rows_of(1)))
         marks = ", ".join(f":{name}" for name in names)
         connection.executemany(
@@ -258,11 +263,14 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
         began = time.perf_counter()
         while "is made from the store" in (await client.get(f"/runs/{key}/attempts")).text:
             await asyncio.sleep(0.2)
+
         found["index_columns_s"] = time.perf_counter() - began
-        began, left = time.perf_counter(), count
+        began = time.perf_counter()
+        left = count
         while left and time.perf_counter() - began < read_s:
             await asyncio.sleep(2)
             left = shared.indexes.state(url)[0].of
+
         found["index_read_attempts"] = count - left
         found["index_read_per_s"] = (count - left) / (time.perf_counter() - began)
         for name, path in paths(key, count).items():
@@ -275,8 +283,10 @@ async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, 
                     raise SystemExit(f"{path}: {answer.status_code}: {answer.text[-500:]}")
                 if number == 0:
                     found[f"{name}_first_ms"] = times[0]
+
             found[f"{name}_ms"] = statistics.median(times[3:])
             found[f"{name}_least_ms"] = min(times[3:])
+
     from agentevo.ui.index.database import cache_file
 
     found["index_bytes"] = cache_file(url).stat().st_size
@@ -300,16 +310,20 @@ async def measure_pages(arguments: argparse.Namespace, folder: Path) -> dict[str
                 server.start()
                 stack.callback(server.delete)
                 url = server.url("bench")
+
             async with await open_store(url):
                 pass
+
             began = time.perf_counter()
             if kind == "sqlite":
                 fill_sqlite(folder / "store.sqlite", arguments.attempts)
             else:
                 await fill_postgresql(url, arguments.attempts)
+
             print(f"{kind}: filled in {time.perf_counter() - began:.0f} s", flush=True)
             found[kind] = await pages(url, *size)
             print(kind, json.dumps(found[kind], indent=1), flush=True)
+
     return found
 
 
@@ -326,6 +340,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.turns % 4 or arguments.turns < 8:
         parser.error("--turns: 8, 12, 16, ...: they are compared by fours")
+
     results: dict[str, Any] = {"attempts": arguments.attempts}
     with tempfile.TemporaryDirectory(prefix="agentevo-bench-ui-") as name:
         os.environ["AGENTEVO_CACHE"] = f"{name}/cache"
@@ -336,6 +351,7 @@ def main() -> None:
             results |= asyncio.run(measure_pages(arguments, Path(name)))
         if "viewers" in only:
             results |= viewers(Path(name), arguments.turns, arguments.steps)
+
     text = json.dumps(results, indent=1)
     print(text)
     if arguments.save is not None:

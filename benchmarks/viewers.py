@@ -40,7 +40,8 @@ class Turn(NamedTuple):
 
 def viewers(folder: Path, turns: int, steps: int) -> dict[str, Any]:
     """Watched and unwatched turns of one training of `frozen_lake`."""
-    told, total = folder / "told", turns * steps
+    told = folder / "told"
+    total = turns * steps
     words = ["train", "frozen_lake", f"run.dir={folder}/lake", f"trainer.steps={total}"]
     words += ["trainer.learning_rate=1e-9", "evaluation.tasks=8", "tracking.report=false"]
     words += ["checkpoint.every=1000", "evaluation.every=1000", "cold_start.episodes=64"]
@@ -56,19 +57,24 @@ def viewers(folder: Path, turns: int, steps: int) -> dict[str, Any]:
         )
         stack.callback(trainer.wait)
         stack.callback(ended, trainer)
+
         last = until_steps(folder / "lake" / "metrics.jsonl", 0, trainer, dashboard)
         for number in range(turns):
             for process in (dashboard, watching):
                 process.resume() if number % 4 in WATCHED else process.suspend()
+
             now = until_steps(
                 folder / "lake" / "metrics.jsonl", (number + 1) * steps, trainer, dashboard
             )
             made.append(Turn(*(b - a for a, b in zip(last, now, strict=True))))
             last = now
             print("watched" if number % 4 in WATCHED else "alone", made[-1], flush=True)
+
         heard, asked = json.loads(told.read_text())
+
     if min(heard, asked) < VIEWERS * total / 4:
         raise SystemExit(f"the viewers have heard of {heard} changes only")
+
     fours = [made[first : first + 4] for first in range(4, turns, 4)]
     found: dict[str, Any] = {
         "turns": [turn._asdict() for turn in made],
@@ -81,6 +87,7 @@ def viewers(folder: Path, turns: int, steps: int) -> dict[str, Any]:
         draw = random.Random(0)
         again = sorted(ratio(draw.choices(fours, k=len(fours)), field) for _ in range(10_000))
         found[f"step_time_with_viewers{name}_interval"] = [again[250], again[-251]]
+
     return found
 
 
@@ -122,15 +129,19 @@ def until_steps(
             spent = [sum(one.cpu_times()[:2]) for one in (trainer, dashboard)]
             tokens = sum(row["perf/total_num_tokens"] for row in rows[:steps])
             return spent[0], time.perf_counter(), spent[1], tokens
+
         if trainer.poll() is not None:
             raise SystemExit(f"the training has ended before step {steps}: {trainer.returncode}")
+
         time.sleep(0.02)
 
 
 async def watch(url: str, told: str) -> None:
     """VIEWERS people who look at the run's page, until this is killed."""
     os.nice(19)
-    heard, asked, address = 0, 0, httpx.URL(url)
+    heard = 0
+    asked = 0
+    address = httpx.URL(url)
     base = str(address.copy_with(path="/", query=None)).rstrip("/")
 
     def note() -> None:
@@ -146,24 +157,33 @@ async def watch(url: str, told: str) -> None:
 
     async def one(client: httpx.AsyncClient) -> None:
         nonlocal heard
-        version, part_at, work_at = -1, 0.0, 0.0
+        version = -1
+        part_at = 0.0
+        work_at = 0.0
+
         await client.get(url)
         while (await client.get("/runs/lake")).status_code != 200:
             await asyncio.sleep(1)
+
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 async with client.stream("GET", "/live", params={"run": "lake"}) as stream:
                     async for line in stream.aiter_lines():
                         if not line.startswith("data: "):
                             continue
+
                         heard += 1
-                        news, now = json.loads(line.removeprefix("data: ")), time.monotonic()
+                        news = json.loads(line.removeprefix("data: "))
+                        now = time.monotonic()
                         if news["version"] != version and now - part_at >= 0.5:
-                            version, part_at = news["version"], now
+                            version = news["version"]
+                            part_at = now
                             await ask(client, "/runs/lake")
+
                         if now - work_at >= 3:
                             work_at = now
                             await ask(client, "/runs/lake/work")
+
                         note()
 
     async with contextlib.AsyncExitStack() as stack:

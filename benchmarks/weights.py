@@ -41,7 +41,8 @@ def other_forms(
 ) -> tuple[int, int, float]:
     """Changed elements; bytes of xor under zlib level 1; the seconds that takes."""
     count = sum(len(changed(old[name], new[name]).indices) for name in new)
-    began, size = time.perf_counter(), 0
+    began = time.perf_counter()
+    size = 0
     for name, tensor in new.items():
         both = old[name].view(torch.int16) ^ tensor.view(torch.int16)
         size += len(zlib.compress(both.numpy().tobytes(), 1))
@@ -57,8 +58,10 @@ def measure(
     published = time.perf_counter()
     found = reader.read(version, sha256=sha256)
     loaded = time.perf_counter()
+
     for name, tensor in trained_weights(model).items():
         assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+
     manifest: Manifest = writer._manifest(version, sha256)
     return {
         "bytes": manifest.bytes,
@@ -78,9 +81,11 @@ def main() -> None:
     model = loaded.model
     text = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
     ids = torch.tensor(loaded.tokenizer(text)["input_ids"])
+
     parameters = [one for one in model.parameters() if one.requires_grad]
     for one in parameters:
         one.grad_dtype = torch.float32
+
     masters = MasterWeights(parameters, on_cpu=False)
     optimizer = torch.optim.AdamW(masters.masters, lr=asked.lr)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,6 +107,7 @@ def main() -> None:
                 torch.nn.utils.clip_grad_norm_(masters.masters, 1.0)
                 optimizer.step()
                 masters.give_weights()
+
             row = {kind: measure(*pair, step, model) for kind, pair in pairs.items()}
             new = trained_weights(model)
             if step:
@@ -116,6 +122,7 @@ def main() -> None:
                 }
                 row["shares"] = {name: round(share, 5) for name, share in shares.items()}
                 row["xor_zlib1_s"] = {"seconds": round(xor_s, 2)}
+
             print(json.dumps({"step": step, "lr": asked.lr} | row), flush=True)
             old = {name: tensor.clone() for name, tensor in new.items()}
 

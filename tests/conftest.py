@@ -123,7 +123,10 @@ def _build(name: str) -> PreTrainedModel:
         "dtype": torch.float32,
     }
     if name.endswith("-wide"):
-        name, shape["hidden_size"], shape["intermediate_size"] = name[:-5], 64, 64
+        name = name[:-5]
+        shape["hidden_size"] = 64
+        shape["intermediate_size"] = 64
+
     if name == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
     if name == "qwen2":
@@ -134,10 +137,12 @@ def _build(name: str) -> PreTrainedModel:
         return MistralForCausalLM(MistralConfig(**shape, sliding_window=WINDOW))
     if name == "phi3":
         return Phi3ForCausalLM(Phi3Config(**shape, sliding_window=WINDOW))
+
     if name == "mixtral":
         return MixtralForCausalLM(
             MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
         )
+
     if name == "qwen3-moe":
         experts = {
             "num_experts": 4,
@@ -146,11 +151,13 @@ def _build(name: str) -> PreTrainedModel:
             "norm_topk_prob": True,
         }
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=8))
+
     if name == "gemma3":
         layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
         return Gemma3ForCausalLM(
             Gemma3TextConfig(**shape, **layers, head_dim=8, query_pre_attn_scalar=8)
         )
+
     assert name == "gemma2"
     return Gemma2ForCausalLM(
         Gemma2Config(
@@ -175,6 +182,7 @@ def _random_model(name: str) -> RandomModel:
             ):  # biases and norms start at 0 or 1, where a mistake in them is invisible
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
+
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")
     return RandomModel(prepare(model), alone)
@@ -245,7 +253,9 @@ class ScriptedEngine:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_id: int, says: Iterable[str | BaseException]
     ) -> None:
-        self._tokenizer, self._end_id, self._says = tokenizer, end_id, iter(says)
+        self._tokenizer = tokenizer
+        self._end_id = end_id
+        self._says = iter(says)
         self.version = 3
         self.requests: list[tuple[list[int], SamplingParams, str | None]] = []
         self.released: list[str] = []
@@ -262,8 +272,10 @@ class ScriptedEngine:
         self.requests.append((list(prompt_ids), sampling, session))
         text = next(self._says)
         await asyncio.sleep(0)
+
         if isinstance(text, BaseException):
             raise text
+
         ids = self._tokenizer.encode(text.removesuffix("..."), add_special_tokens=False)
         ids += [] if text.endswith("...") else [self._end_id]
         reason: FinishReason = "length" if text.endswith("...") else "stop"

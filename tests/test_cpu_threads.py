@@ -41,6 +41,7 @@ def test_a_model_is_not_loaded_where_its_results_were_wrong(wanted, monkeypatch)
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", wanted)
     monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+
     torch.set_num_threads(1)
     try:
         if wanted == "1":

@@ -115,6 +115,7 @@ def test_what_is_shown_of_a_url(url, shown):
     assert without_password(url) == (shown or url)
     if "://" in url:
         assert without_passwords(f"can't open {url} now") == f"can't open {shown or url} now"
+
     if shown is None:
         assert refuse_password(url) == url
     else:
@@ -128,6 +129,7 @@ def test_a_variable_is_put_in_and_escaped_where_a_password_stands(monkeypatch):
     assert (
         with_environment("postgresql://me:${env:PW}@h/d") == "postgresql://me:p%40s%2Fs%3A%25@h/d"
     )
+
     monkeypatch.setenv("WHOLE", "postgresql://me:p%40@h/d")
     assert with_environment("${env:WHOLE}") == "postgresql://me:p%40@h/d"
     for value in ("", None):
@@ -175,11 +177,14 @@ def test_what_is_written_of_a_configuration_has_the_name_and_not_the_password(re
     config = load_config(recipe)
     url = f"{AT_HOST}{recipe.parent}/vault.sqlite"
     assert config.store_url == url
+
     tree = {"environment": {"type": "coins"}, "tracking": {"report": False}}
     assert build_config(tree, [f"store={url}"]).store_url == url
     assert url in to_yaml(config)
+
     write_config(config)
     assert load_config(config.run_dir / "config.yaml").store_url == url
+
     check_resume(config)
     assert ensure_run_folder(config)
     assert main(["train", str(recipe), "--dry-run"]) == 0
@@ -210,6 +215,7 @@ def test_a_run_of_an_old_configuration_goes_on_with_the_variable(tmp_path, small
     written.write_text(written.read_text().replace("${env:PW}", "hush"))
     check_resume(config)
     assert ensure_run_folder(config)
+
     moved = small_config(tmp_path / "run", "store.url=postgresql://me:${env:PW}@two/runs")
     for check in (check_resume, ensure_run_folder):
         with pytest.raises(ConfigError, match=r"me:\*\*\*@one/runs") as refused:
@@ -263,8 +269,10 @@ def test_a_whole_run_leaves_the_password_nowhere(recipe, capfd):
     finally:
         over.set()
         looking.join()
+
     shown = capfd.readouterr()
     assert code == 0, shown.err
+
     run = recipe.parent / "runs" / "recipe"
     assert (run / "report.html").is_file() and (run / "logs" / "sampler-0.log").is_file()
     assert any("sampler-0" in line for line in lines)

@@ -39,6 +39,7 @@ def uses_of_kinds(tree: ast.AST) -> list[int]:
             case ast.Import(names=names):
                 parts = {part for one in names for part in one.name.split(".")}
                 found += [node.lineno] * bool(parts & {*KINDS, "torch_npu"})
+
     return found
 
 
@@ -93,6 +94,7 @@ def test_auto_takes_the_first_that_is_there_and_mps_only_when_asked(
     ):
         only(monkeypatch, *there)
         assert devices.find("auto").type == expected
+
     assert devices.AUTOMATIC == ("cuda", "npu", "xpu")
 
 
@@ -100,11 +102,14 @@ def test_ascend_is_there_only_with_a_package_that_can_be_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert not devices.is_there("npu")
+
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "torch_npu.py"
     package.write_text("raise ImportError('libhccl.so: cannot open shared object file')")
+
     with pytest.raises(ModelError, match=r"can't be loaded \(libhccl.so.*CANN"):
         devices.is_there("npu")
+
     package.write_text(
         "import torch, types\ntorch.npu = types.SimpleNamespace(is_available=lambda: True)"
     )
@@ -148,6 +153,7 @@ def test_all_kinds_take_the_same_calls(monkeypatch: pytest.MonkeyPatch, kind: st
     device: Any = SimpleNamespace(type=kind, index=None)
     devices.synchronize(device)
     devices.empty_cache(device)
+
     assert devices.memory(device) == (3.0, 10.0)
     assert devices.name_of(device) == "Maker's chip"
     assert part.calls == ["synchronize", "empty_cache", "mem_get_info", "get_device_name"]
@@ -159,6 +165,7 @@ def test_all_kinds_take_the_same_calls(monkeypatch: pytest.MonkeyPatch, kind: st
 
     with pytest.raises(ValueError, match="inside"), devices.drawing_by(device, 5):
         fail()
+
     assert part.state == 7
 
 
@@ -166,11 +173,13 @@ def test_draws_of_a_block_are_its_seeds_and_later_ones_are_undisturbed() -> None
     cpu = torch.device("cpu")
     torch.manual_seed(1)
     expected = torch.rand(3)
+
     torch.manual_seed(1)
     drawn = []
     for _ in range(2):
         with devices.drawing_by(cpu, 9):
             drawn.append(torch.rand(3))
+
     assert torch.equal(*drawn)
     assert torch.equal(torch.rand(3), expected)
 
@@ -181,6 +190,7 @@ def test_the_cpu_has_memory_a_name_and_nothing_to_wait_for() -> None:
     assert 0 < free <= whole
     assert (devices.name_of(cpu), devices.is_accelerator(cpu)) == ("cpu", False)
     assert not devices.can_pin(cpu) and devices.profiled_activity(cpu) is None
+
     devices.synchronize(cpu)
     devices.synchronize_started()
     devices.empty_cache(cpu)

@@ -89,7 +89,8 @@ def test_a_users_task_ends_nothing_else(act):
 
 def test_a_scope_ends_its_own_tasks_alone():
     async def main() -> tuple[bool, ...]:
-        scope, ours = TaskScope(), asyncio.create_task(asyncio.sleep(3600))
+        scope = TaskScope()
+        ours = asyncio.create_task(asyncio.sleep(3600))
         started: list[asyncio.Task[None]] = []
 
         async def theirs() -> None:
@@ -103,6 +104,7 @@ def test_a_scope_ends_its_own_tasks_alone():
         await asyncio.sleep(0)
         scope.cancel()
         await asyncio.wait([task, started[0]])
+
         return task.cancelled(), started[0].cancelled(), started[1].done(), ours.done()
 
     assert run_coroutine(main()) == (True, True, False, False)
@@ -135,6 +137,7 @@ def test_what_swallows_its_cancellation_or_hangs_in_a_thread_is_left_behind(monk
     started = time.monotonic()
     assert run_coroutine(main()) == "went on"
     assert time.monotonic() - started < 10
+
     go.set()
 
 
@@ -152,6 +155,7 @@ def test_calls_of_to_thread_that_hang_keep_nobody_waiting(monkeypatch, tmp_path)
         return answer
 
     assert run_coroutine(main()) == 7
+
     go.set()
 
 
@@ -186,6 +190,7 @@ def test_a_client_that_outlives_a_loop_works_on_the_next(caplog):
     finally:
         server.shutdown()
         server.server_close()
+
     clients.clear()
     gc.collect()
     assert not caplog.records
@@ -220,7 +225,8 @@ async def _raise(error: BaseException) -> None:
 
 
 def test_ctrl_c_cancels_and_interrupts_even_while_a_users_code_runs():
-    handler, ended = signal.getsignal(signal.SIGINT), []
+    handler = signal.getsignal(signal.SIGINT)
+    ended = []
 
     async def main() -> None:
         async def theirs() -> None:
@@ -235,6 +241,7 @@ def test_ctrl_c_cancels_and_interrupts_even_while_a_users_code_runs():
 
     with pytest.raises(KeyboardInterrupt):
         run_coroutine(main())
+
     assert ended == ["in order"] and signal.getsignal(signal.SIGINT) is handler
 
 

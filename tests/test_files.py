@@ -20,9 +20,11 @@ def test_a_file_is_replaced_at_once(durable, tmp_path):
     path = tmp_path / "a.json"
     write_atomic(path, "old ü", durable=durable)
     assert path.read_text(encoding="utf-8") == "old ü"
+
     with path.open("rb") as reader:
         write_atomic(path, b"new\r\n", durable=durable)
         assert reader.read() == "old ü".encode(), "who reads meanwhile reads the old one to its end"
+
     assert path.read_bytes() == b"new\r\n"
     assert names(tmp_path) == ["a.json"]
 
@@ -38,6 +40,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(broken, tmp_path, monke
     monkeypatch.setattr(os, broken, full)
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, "new", durable=True)
+
     monkeypatch.undo()
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a.json"]
@@ -50,7 +53,9 @@ def test_what_a_killed_writer_left_is_written_over(tmp_path):
 
 
 def test_one_of_many_creates_a_file(tmp_path):
-    path, barrier, wins = tmp_path / "secret", threading.Barrier(8), []
+    path = tmp_path / "secret"
+    barrier = threading.Barrier(8)
+    wins = []
 
     def create(number):
         barrier.wait(timeout=60)
@@ -62,6 +67,7 @@ def test_one_of_many_creates_a_file(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
+
     assert len(wins) == 1
     assert path.read_text() == f"{wins[0]}\n" * 1000
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -49,17 +49,20 @@ def test_what_became_garbage_meanwhile_goes_after_it_also_when_it_fails() -> Non
         gc.collect()
         assert known() is not None
         raise ValueError
+
     gc.collect()
     assert known() is None
 
 
 @pytest.mark.slow
 def test_of_two_blocks_that_overlap_the_last_thaws() -> None:
-    first, second = lasting_heap(), lasting_heap()
+    first = lasting_heap()
+    second = lasting_heap()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert gc.get_freeze_count() > 1000
+
     second.__exit__(None, None, None)
     assert gc.get_freeze_count() == 0
 

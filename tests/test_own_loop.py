@@ -35,20 +35,25 @@ def test_what_blocks_holds_up_nobody_else_and_the_next_one_has_another_loop(monk
         free.wait(30)
 
     async def attempts():
-        own, ticks = OwnLoop("world"), 0
+        own = OwnLoop("world")
+        ticks = 0
         first = await own.run(where)
         hung = asyncio.ensure_future(own.run(blocks))
+
         for _ in range(5):
             await asyncio.sleep(0.01)
             ticks += 1
+
         hung.cancel()
         await asyncio.wait([hung], timeout=10)
         assert hung.cancelled() and ticks == 5
         assert (await own.run(where))[0] is not first[0]
+
         again = asyncio.ensure_future(own.run(blocks))
         await asyncio.sleep(0.05)
         again.cancel()
         await asyncio.wait([again], timeout=10)
+
         with pytest.raises(EnvironmentFailure, match="blocked its event loop 2 times"):
             await own.run(where)
 
@@ -79,6 +84,7 @@ def test_an_attempt_that_is_broken_off_is_cancelled_and_the_loop_stays():
     ends_at = time.monotonic() + 10
     while not ended and time.monotonic() < ends_at:
         time.sleep(0.01)
+
     assert ended
 
 

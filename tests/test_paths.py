@@ -50,13 +50,16 @@ def test_where_no_folder_can_be_made(tmp_path, monkeypatch, path, expected):
     Path("loop").symlink_to("loop")
     Path("dangling").symlink_to("no-such")
     Path("locked").mkdir()
+
     may = os.access  # tests may run as root, who may write anywhere
     monkeypatch.setattr(
         os, "access", lambda place, mode: "locked" not in str(place) and may(place, mode)
     )
     before = sorted(os.listdir())
+
     with pytest.raises(ConfigError) as raised:
         check_new_folder(Path(path), "run.dir")
+
     assert expected in str(raised.value)
     assert "give another run.dir" in str(raised.value)
     assert sorted(os.listdir()) == before

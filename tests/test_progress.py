@@ -58,6 +58,7 @@ def test_lines_stand_on_their_own(soon: None) -> None:
         wait_for(stream, "export: 1,500 of 2,000 rows (75%)")
         with progress.bar("inner"):
             assert not progress.is_shown()
+
     lines = stream.getvalue().splitlines()
     assert all(re.match(r"export: .*\d", line) and "\x1b" not in line for line in lines)
     assert re.fullmatch(r"export: 1,500 rows in .*s", lines[-1])
@@ -78,11 +79,14 @@ def test_the_time_left_grows_in_a_standstill(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     bar = progress.Bar("work", 100, "rows")
     assert bar.left(bar.pace()) is None
+
     now[0] += 10
     bar.to(10)
     assert bar.left(bar.pace()) == pytest.approx(90)
+
     now[0] += 10
     assert bar.left(bar.pace()) == pytest.approx(180)
+
     now[0] += 1000
     assert bar.left(bar.pace()) is None, "nothing has moved for long"
     assert "so far" in bar.facts()[-1]

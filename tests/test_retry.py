@@ -11,7 +11,8 @@ from agentevo.retry import with_retries
 
 
 def calls(*results):
-    left, made = list(results), []
+    left = list(results)
+    made = []
 
     async def call():
         made.append(1)
@@ -64,6 +65,7 @@ def test_waiting_is_told_at_once_and_then_every_so_often(monkeypatch):
         return await with_retries(call, within_s=60, what="opening", tell=told.append)
 
     assert asyncio.run(work()) == 7
+
     until = r"opening: waiting until \d\d:\d\d:\d\d: refused"
     assert re.fullmatch(rf"{until} 0", told[0]), "the first failure, at once"
     assert (

@@ -27,12 +27,14 @@ def send(number):
 
 
 def test_signals_are_collected_and_what_they_did_before_comes_back():
-    before, calls = handlers(), []
+    before = handlers()
+    calls = []
     with collect_signals(signal.SIGINT, signal.SIGTERM, on_first=calls.append) as received:
         assert received == []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             send(number)
         assert received == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+
     assert calls == [signal.SIGTERM]
     assert handlers() == before
 
@@ -44,11 +46,13 @@ def test_a_service_is_asked_by_signals_or_by_the_death_of_its_parent(monkeypatch
             assert not stop()
             send(number)
             assert stop()
+
     with asked_to_stop() as stop:
         send(signal.SIGINT)
         assert stop()
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
     assert handlers() == before
     with asked_to_stop(parent=os.getppid()) as stop:
         assert not stop()
@@ -80,9 +84,11 @@ def test_a_command_says_why_it_stops_and_is_interrupted_by_ctrl_c_after_that(fir
         assert told == [said]
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
     assert len(told) == 1
     with pytest.raises(SystemExit if first == signal.SIGTERM else KeyboardInterrupt) as ended:
         end_stopped(received)
+
     assert first == signal.SIGINT or ended.value.code == 143
 
 

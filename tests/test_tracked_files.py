@@ -27,6 +27,7 @@ def tracked() -> dict[str, str]:
     )
     if listing.returncode != 0:
         pytest.skip("this tree is no git checkout")
+
     entries = (entry.split("\t", 1) for entry in listing.stdout.split("\0") if entry)
     return {path: facts.split()[0] for facts, path in entries}
 

@@ -45,19 +45,25 @@ def data(given: argparse.Namespace) -> dict[str, str]:
         word = drawn(rng, 2 if len(held_out) < given.held_out // 6 else LONGEST)
         if word not in held_out:
             held_out.append(word)
+
     words = []
     while len(words) < given.shown * 3 // 2:
         word = drawn(rng, rng.randint(1, LONGEST))
         if word not in held_out:
             words.append(word)
+
     shown = []
     for number, word in enumerate(words):
         guess = "".join(rng.choice(sorted(set(KEYS.values()))) for _ in word)
-        asked, said = word, guess
+        asked = word
+        said = guess
         if number >= given.shown:
-            asked, said = Keypad().prompt(rng), str(rng.randint(1, LONGEST))
+            asked = Keypad().prompt(rng)
+            said = str(rng.randint(1, LONGEST))
+
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         shown.append({"messages": turns})
+
     tasks = {name: {"query": name, "answer": spelt(name)} for name in (*held_out, *words)}
     return {
         "held_out": write(given.out / "held_out.jsonl", [tasks[one] for one in held_out]),
@@ -91,6 +97,7 @@ def pipeline(given: argparse.Namespace, files: dict[str, str]) -> dict[str, Any]
     }
     still = {"agents": {"solver": {}, "proposer": {"train": False}}}
     start = "${stages.shown.checkpoint}"
+
     return {
         "dir": str((given.out / "pipeline").absolute()),
         "seeds": given.seeds,

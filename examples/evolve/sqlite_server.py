@@ -20,7 +20,8 @@ OWNERS = ("customers", "members", "patients", "players", "tenants")
 THINGS = ("orders", "visits", "rentals", "parcels", "tickets")
 PLACES = ("Oslo", "Rome", "Lima", "Kyiv", "Bonn", "Nice", "Cork", "Bari")
 KINDS = ("lamp", "desk", "sofa", "vase", "tent", "kite", "oven", "bike")
-PLACE_NAMES, KIND_NAMES = ("city", "town", "branch"), ("item", "kind", "goods")
+PLACE_NAMES = ("city", "town", "branch")
+KIND_NAMES = ("item", "kind", "goods")
 NUMBER_NAMES = ("amount", "price", "weight", "length", "score")
 TASKS = {"max_calls": 1, "kinds": ["answer"], "max_difficulty": 4}
 
@@ -28,9 +29,12 @@ TASKS = {"max_calls": 1, "kinds": ["answer"], "max_difficulty": 4}
 def database(file: Path, seed: int) -> None:
     """Two tables, one of which names rows of the other, with names and rows by the seed."""
     draw = random.Random(seed)
-    owner, thing = draw.choice(OWNERS), draw.choice(THINGS)
-    place, kind = draw.choice(PLACE_NAMES), draw.choice(KIND_NAMES)
+    owner = draw.choice(OWNERS)
+    thing = draw.choice(THINGS)
+    place = draw.choice(PLACE_NAMES)
+    kind = draw.choice(KIND_NAMES)
     first, second = draw.sample(NUMBER_NAMES, 2)
+
     file.unlink(missing_ok=True)
     with closing(sqlite3.connect(file)) as connection:
         connection.execute(f"CREATE TABLE {owner} (id INTEGER PRIMARY KEY, {place} TEXT, age INT)")
@@ -41,10 +45,13 @@ def database(file: Path, seed: int) -> None:
         for number in range(1, 61):
             row = (number, draw.choice(PLACES), draw.randint(18, 90))
             connection.execute(f"INSERT INTO {owner} VALUES (?, ?, ?)", row)
+
         for number in range(1, 241):
-            counts = (draw.randint(1, 99), draw.randint(100, 999))
-            row = (number, draw.randint(1, 60), draw.choice(KINDS), *counts)
+            small = draw.randint(1, 99)
+            large = draw.randint(100, 999)
+            row = (number, draw.randint(1, 60), draw.choice(KINDS), small, large)
             connection.execute(f"INSERT INTO {thing} VALUES (?, ?, ?, ?, ?)", row)
+
         connection.commit()
 
 

@@ -46,6 +46,7 @@ def arguments(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-4, help="of learning from reward")
     parser.add_argument("--hidden", type=int, default=128)
+
     return parser
 
 

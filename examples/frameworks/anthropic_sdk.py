@@ -27,12 +27,16 @@ def rollout(task, policy):
         calls = [block for block in said.content if block.type == "tool_use"]
         if not calls:
             return hunt.reward("".join(block.text for block in said.content))
+
         results = []
         for call in calls:
             try:
-                result, failed = hunt.open_box(**call.input), False
+                result = hunt.open_box(**call.input)
+                failed = False
             except TypeError as error:
-                result, failed = str(error), True
+                result = str(error)
+                failed = True
+
             results.append(
                 {
                     "type": "tool_result",
@@ -41,10 +45,12 @@ def rollout(task, policy):
                     "is_error": failed,
                 }
             )
+
         messages += [
             {"role": "assistant", "content": said.content},
             {"role": "user", "content": results},
         ]
+
     return 0.0
 
 

@@ -62,7 +62,9 @@ class Teacher:
     """An engine that says one text: `answer`, which is set before each request."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        self._chat, self.version, self.answer = chat, 0, ""
+        self._chat = chat
+        self.version = 0
+        self.answer = ""
 
     async def generate(self, prompt_ids: Any, sampling: Any, **options: Any) -> Completion:
         """See inference.engine.Engine."""
@@ -96,7 +98,9 @@ class TaughtConversation(Conversation):
             context_length=10**6,
             timeout_s=60.0,
         )
-        self._opens, self._says, self._draw = opens, says, random.Random(task.id)
+        self._opens = opens
+        self._says = says
+        self._draw = random.Random(task.id)
         self.rows: list[dict[str, Any]] = []
         """The conversations so far, as rows for `agentevo.sft`: one, or one for each turn whose
         history is not that which was recorded."""
@@ -111,6 +115,7 @@ class TaughtConversation(Conversation):
         messages = [_row(message, retold) for message in prompt]
         if not retold:
             self.rows = [row for row in self.rows if not _begins(messages, row["messages"])]
+
         messages.append({"role": "assistant", "content": self._teacher.answer})
         self.rows.append({"messages": messages, **({"tools": tools} if tools else {})})
         return turns
@@ -177,12 +182,14 @@ async def demonstrations(
             policy = Policy(conversation, gateway)
             await agent.run(task, policy)
             await policy.close()
+
         return conversation.rows
 
     try:
         attempts = await asyncio.gather(*map(attempt, make_tasks(count, seed=1)))
     finally:
         await asyncio.to_thread(gateway.close)
+
     return [row for rows in attempts for row in rows]
 
 
@@ -219,12 +226,15 @@ def fine_tuned(
     tokenizer.chat_template = CHAT_TEMPLATE
     if reading:
         _prepare_to_repeat(model, tokenizer.get_vocab())
+
     policy = folder / "base"
     model.save_pretrained(policy)
     tokenizer.save_pretrained(policy)
+
     if reading:
         slower = {"batch_conversations": 16, "learning_rate": 4e-3, "min_lr_ratio": 0.1}
         policy = imitated(policy, folder / "reading", reading, **slower)
+
     return imitated(policy, folder / "cold_start", rows, **sft)
 
 

@@ -29,6 +29,7 @@ async def rollout(task, policy):
             result = await agent.acall(question=task.query)
     except (AdapterParseError, ValueError):  # no answer was submitted
         return 0.0
+
     return hunt.reward(result.answer)
 
 

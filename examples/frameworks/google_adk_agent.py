@@ -34,6 +34,7 @@ async def rollout(task, policy):
         final = [event.content async for event in events if event.is_final_response()]
     except (LlmCallsLimitExceededError, ValueError):  # a tool that is not there, or no arguments
         return 0.0
+
     parts = (final and final[-1] and final[-1].parts) or []
     return hunt.reward("".join(part.text or "" for part in parts))
 

@@ -31,6 +31,7 @@ def make_tasks(count: int, seed: int) -> list[dict[str, Any]]:
                 "boxes": boxes,
             }
         )
+
     return tasks
 
 
@@ -38,7 +39,8 @@ class Hunt:
     """One attempt: the tool, and what the answer is worth."""
 
     def __init__(self, task: Any) -> None:
-        self._boxes, self._treasure = list(task.metadata["boxes"]), str(task.answer)
+        self._boxes = list(task.metadata["boxes"])
+        self._treasure = str(task.answer)
 
     def open_box(self, colour: str) -> str:
         """Opens the box of a colour.

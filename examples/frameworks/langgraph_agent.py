@@ -24,6 +24,7 @@ async def rollout(task, policy):
         )
     except GraphRecursionError:
         return 0.0
+
     return hunt.reward(state["messages"][-1].text)
 
 

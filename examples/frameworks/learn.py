@@ -17,7 +17,8 @@ from agentevo.agents.agent import FunctionAgent
 from cold_start import make_policy
 from hunt import make_tasks
 
-STEPS, HELD_OUT = 4, 64
+STEPS = 4
+HELD_OUT = 64
 
 
 def learn(
@@ -38,6 +39,7 @@ def learn(
         player: Any = CommandAgent(CommandAgentSection(type="command", command=list(command)))
     else:
         player = FunctionAgent(rollout)
+
     policy = make_policy(given.out, player, conversations=given.conversations, **cold_start)
     return reinforced(
         given,
@@ -56,6 +58,7 @@ def options(out: Path, *, steps: int, conversations: int = 1536) -> argparse.Arg
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="tasks of an evaluation")
+
     help_text = "of the cold start"
     parser.add_argument("--conversations", type=int, default=conversations, help=help_text)
     return parser
@@ -87,4 +90,5 @@ def reinforced(given: argparse.Namespace, *trained: Any, **sections: Any) -> dic
     (given.out / "result.json").write_text(json.dumps(result))
     name = given.out.name
     print(f"{name}: {result['before']:.0%} -> {result['after']:.0%} of the held-out tasks")
+
     return result

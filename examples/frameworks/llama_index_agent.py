@@ -22,6 +22,7 @@ async def rollout(task, policy):
         result = await agent.run(task.query, max_iterations=MAX_TURNS)
     except WorkflowRuntimeError:  # too many turns
         return 0.0
+
     return hunt.reward(result.response.content)
 
 

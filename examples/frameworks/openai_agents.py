@@ -27,6 +27,7 @@ async def rollout(task, policy):
         )
     except AgentsException:  # too many turns, or a tool that is not there
         return 0.0
+
     return hunt.reward(result.final_output)
 
 

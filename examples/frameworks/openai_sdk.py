@@ -29,6 +29,7 @@ def rollout(task, policy):
         said = answer.choices[0].message
         if not said.tool_calls:
             return hunt.reward(said.content)
+
         messages.append(said)
         for call in said.tool_calls:
             try:
@@ -36,6 +37,7 @@ def rollout(task, policy):
             except (TypeError, ValueError) as error:
                 result = f"Error: {error}"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
     return 0.0
 
 

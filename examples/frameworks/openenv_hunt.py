@@ -30,6 +30,7 @@ def serving():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen([sys.executable, str(server), str(port)])
     try:
@@ -40,6 +41,7 @@ def serving():
                 break
             except httpx.TransportError:
                 time.sleep(0.2)
+
         yield url
     finally:
         process.kill()

@@ -40,9 +40,11 @@ class HuntEnvironment(Environment):
         if verb != "open":
             found = action.text.strip().lower() == self._task["answer"]
             return HuntObservation(text="The hunt is over.", reward=float(found), done=True)
+
         boxes = self._task["boxes"]
         if colour not in boxes:
             return HuntObservation(text="The box is empty.", reward=0.0)
+
         later = boxes[boxes.index(colour) + 1 :]
         treasure = f"You find a {self._task['answer']}."
         text = f"A note: open the {later[0]} box." if later else treasure

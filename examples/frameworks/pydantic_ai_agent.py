@@ -24,6 +24,7 @@ async def rollout(task, policy):
         result = await agent.run(task.query, usage_limits=UsageLimits(request_limit=MAX_TURNS))
     except AgentRunError:  # too many turns, or a tool that is not there
         return 0.0
+
     return hunt.reward(result.output)
 
 

@@ -27,7 +27,8 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 BUILD = ROOT / "build" / "frameworks"
 PAGE = ROOT / "docs" / "frameworks.md"
-BEGIN, END = "<!-- table -->", "<!-- /table -->"
+BEGIN = "<!-- table -->"
+END = "<!-- /table -->"
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,11 @@ def python_of(example: Example) -> str:
         if not (folder / "node_modules").exists():
             _install(["npm", "install", "--no-audit", "--no-fund"], cwd=folder)
         return sys.executable
+
     wanted = (FOLDER / "requirements" / f"{example.group}.txt").read_text()
     folder = BUILD / example.group
-    python, stamp = folder / "bin" / "python", folder / "installed.txt"
+    python = folder / "bin" / "python"
+    stamp = folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
         _install([sys.executable, "-m", "venv", "--clear", str(folder)])
         requirements = str(FOLDER / "requirements" / f"{example.group}.txt")
@@ -133,6 +136,7 @@ def python_of(example: Example) -> str:
         site = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
         (site / "zz_outer.pth").write_text(outer)
         stamp.write_text(wanted)
+
     return str(python)
 
 
@@ -153,9 +157,11 @@ def train(example: Example, out: Path, *options: str) -> dict[str, float]:
     words += ["--learning-rate", str(example.learning_rate)]
     words += options
     began = cpu_s()
+
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{example.name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
     result = json.loads((folder / "result.json").read_text())
     result["minutes"] = (cpu_s() - began) / 60
     (folder / "result.json").write_text(json.dumps(result))
@@ -180,13 +186,16 @@ def table(out: Path, page: str = "") -> str:
         if not path.exists():
             lines += [stand[example.title]] if example.title in stand else []
             continue
+
         result = json.loads(path.read_text())
-        before, after = 100 * result["before"], 100 * result["after"]
+        before = 100 * result["before"]
+        after = 100 * result["after"]
         lines.append(
             f"| {example.title} | {_packages(example)} | {example.api} | {before:.0f}% "
             f"| {after:.0f}% | {after - before:+.0f} | {result['steps']} "
             f"| {result['minutes']:.1f} |"
         )
+
     return "\n".join(lines)
 
 
@@ -204,10 +213,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[one.name for one in EXAMPLES])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "frameworks")
     given = parser.parse_args()
+
     names = {one.name: one for one in EXAMPLES}
     unknown = [name for name in given.only if name not in names]
     if unknown:
         parser.error(f"--only: {', '.join(unknown)}: choose from {', '.join(names)}")
+
     failed = False
     for name in given.only:
         try:
@@ -216,6 +227,7 @@ def main() -> int:
         except (NotInstalledError, RuntimeError) as error:
             failed = True
             print(f"{name}: {error}", file=sys.stderr, flush=True)
+
     rewrite(PAGE, lambda stands: table(given.out, stands))
     return int(failed)
 

@@ -24,8 +24,10 @@ from agentevo.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_
 from cold_start import fine_tuned
 from learn import options, reinforced
 
-QUITS, EPOCHS = 0.6, 2
-STEPS, SAMPLES = 8, 1
+QUITS = 0.6
+EPOCHS = 2
+STEPS = 8
+SAMPLES = 1
 OWN: dict[str, dict[str, Any]] = {
     "booking": {"conversations": 1024, "learning_rate": 5e-4},
     "files": {"solved": 8192, "steps": 10},
@@ -73,6 +75,7 @@ def earlier(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = options(Path("runs/tool_servers"), steps=STEPS, conversations=512)
     parser.add_argument("tool", choices=sorted(LESSONS))
+
     help_text = "conversations that solve tasks to their end, which are read first"
     parser.add_argument("--solved", type=int, default=4096, help=help_text)
     help_text = "different tasks that they are of, at most"

@@ -22,9 +22,11 @@ def train(tool: str, out: Path) -> None:
     """One of them, with the CPU minutes of all its processes."""
     words = [sys.executable, str(FOLDER / "tool_servers.py"), tool, "--out", str(out)]
     began = cpu_s()
+
     done = subprocess.run(words, capture_output=True, text=True, cwd=FOLDER)
     if done.returncode:
         raise RuntimeError(f"{tool} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
     path = out / tool / "result.json"
     result = json.loads(path.read_text()) | {"minutes": (cpu_s() - began) / 60}
     path.write_text(json.dumps(result))
@@ -40,21 +42,25 @@ def table(out: Path, page: str) -> str:
         f"|{' --- |' * 11}",
     ]
     for tool in sorted(LESSONS):
-        path, name = out / tool / "result.json", f"`python tool_servers.py {tool}`"
+        path = out / tool / "result.json"
+        name = f"`python tool_servers.py {tool}`"
         if not path.exists():
             lines += [stand[name]] if name in stand else []
             continue
+
         result = json.loads(path.read_text())
         stages = [f"{result[stage]:.0%}" for stage in ("untrained", "read")]
         shown = [*stages, _gain(result), _gain(result["sampled"])]
         lines.append(
             f"| {name} | {' | '.join(shown)} | {result['steps']} | {result['minutes']:.1f} |"
         )
+
     return "\n".join(lines)
 
 
 def _gain(shares: dict[str, float]) -> str:
-    before, after = 100 * shares["before"], 100 * shares["after"]
+    before = 100 * shares["before"]
+    after = 100 * shares["after"]
     return f"{before:.0f}% | {after:.0f}% | {after - before:+.0f}"
 
 

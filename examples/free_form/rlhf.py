@@ -66,12 +66,14 @@ def preferred(chosen: Sequence[Walk]) -> list[dict[str, Any]]:
 def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
     """SFT, reward model, PPO."""
     known = list(walks(held_out=False, seed=seed))
-    shown, asked = known[: size.demonstrations], known[size.demonstrations :][: size.questions]
+    shown = known[: size.demonstrations]
+    asked = known[size.demonstrations :][: size.questions]
     held_out = list(itertools.islice(walks(held_out=True, seed=0), size.held_out))
     files = {
         "train": write_rows(folder / "train.jsonl", preferred(asked)),
         "eval": write_rows(folder / "eval.jsonl", preferred(held_out)),
     }
+
     base = make_policy(folder / "base", size, words(), seed)
     policy = taught(base, demonstrations(shown, seed), folder / "sft", size, seed)
     others = known[size.demonstrations + size.questions :]
@@ -87,6 +89,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
             needs_environment=False,
         )
     )
+
     rewards = [SEEN, {"name": "reward_model", "model": str(folder / "rm" / "model")}]
     before, after = reinforce(
         {"type": "single_turn"},
@@ -101,6 +104,7 @@ def steps(folder: Path, seed: int, size: Size, _: int) -> Results:
         kl_coef=KL_COEF,
     )
     of_pairs = {"all": judged["rm/eval/accuracy"]}
+
     return {
         "SFT": before,
         "SFT and PPO against the reward model": after,

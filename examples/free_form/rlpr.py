@@ -49,12 +49,14 @@ def play(title: str, folder: Path, seed: int, size: Size) -> Results:
     """One way to be rewarded, from random weights."""
     rewards, wordings = REWARDS[title]
     known = list(walks(held_out=False, seed=seed))
-    shown, asked = known[: size.demonstrations], known[size.demonstrations :][: size.questions]
+    shown = known[: size.demonstrations]
+    asked = known[size.demonstrations :][: size.questions]
     held_out = list(itertools.islice(walks(held_out=True, seed=0), size.held_out))
     files = {
         "train": write_rows(folder / "train.jsonl", tasks(asked, wordings=wordings, seed=seed)),
         "eval": write_rows(folder / "eval.jsonl", tasks(held_out, wordings=None, seed=0)),
     }
+
     base = make_policy(folder / "base", size, words(), seed)
     policy = taught(base, demonstrations(shown, seed), folder / "sft", size, seed)
     before, after = reinforce(

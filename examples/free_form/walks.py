@@ -12,8 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 PLACES = (
-    *("old mill", "red barn", "stone bridge", "black lake", "green hill", "white church"),
-    *("dark wood", "king inn", "sand beach", "iron gate", "long field", "blue tower"),
+    "old mill",
+    "red barn",
+    "stone bridge",
+    "black lake",
+    "green hill",
+    "white church",
+    "dark wood",
+    "king inn",
+    "sand beach",
+    "iron gate",
+    "long field",
+    "blue tower",
 )
 DIRECTIONS = ("north", "east", "south", "west")
 WORDINGS = (
@@ -30,12 +40,14 @@ INSTRUCTION = "where does it end ?"
 
 def _map() -> Mapping[tuple[str, str], str]:
     """Each direction leads from every place to another one."""
-    rng, ways = random.Random(0), dict[tuple[str, str], str]()
+    rng = random.Random(0)
+    ways = dict[tuple[str, str], str]()
     for direction in DIRECTIONS:
         order = list(PLACES)
         rng.shuffle(order)
         for place, after in zip(order, [*order[1:], order[0]], strict=True):
             ways[place, direction] = after
+
     return ways
 
 
@@ -99,6 +111,7 @@ def tasks(chosen: Sequence[Walk], *, wordings: int | None, seed: object) -> list
             answers = rng.sample(answers, wordings)
         answer = answers[0] if len(answers) == 1 else answers
         rows.append({"id": f"walk:{walk.query}", "query": walk.query, "answer": answer})
+
     return rows
 
 

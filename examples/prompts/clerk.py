@@ -26,6 +26,7 @@ class Clerk:
         thing = call.text.removeprefix("count ")
         if thing not in task.metadata:
             return 0.0
+
         chat += [call.message, Message("user", f"Result: {task.metadata[thing]}")]
         answer = await policy.generate(chat)
         return float(answer.text == task.answer)

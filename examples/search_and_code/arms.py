@@ -58,18 +58,22 @@ def main(
         parser.add_argument(
             _option(one.name), type=type(one.default), default=getattr(size, one.name)
         )
+
     given = parser.parse_args()
     size = type(size)(**{one.name: getattr(given, one.name) for one in dataclasses.fields(size)})
     if given.one is not None:
         arm = next(one for one in arms if one.name == given.one)
         _play(arm, given.out, given.seeds[0], size, given.world)
         return 0
+
     words = [sys.executable, str(file), "--out", str(given.out), "--world", str(given.world)]
     for name, value in dataclasses.asdict(size).items():
         words += [_option(name), str(value)]
+
     jobs = [(name, seed) for name in given.only for seed in given.seeds]
     with ThreadPoolExecutor(given.at_once) as pool:
         ended = list(pool.map(lambda job: _run(words, *job), jobs))
+
     print(table(given.out, kinds))
     return int(not all(ended))
 
@@ -134,11 +138,13 @@ def table(out: Path, kinds: Sequence[str]) -> str:
     for path in sorted(out.glob("*/result.json")):
         for title, shares in json.loads(path.read_text())["results"].items():
             lines.setdefault(title, []).append(shares)
+
     rows = [f"| | {' | '.join(kinds)} | all, each seed |", "|---|" + "---|" * (len(kinds) + 1)]
     for title, of_seeds in lines.items():
         over_seeds = [_mean_and_spread([one[kind] for one in of_seeds]) for kind in kinds]
         each = ", ".join(f"{one['all']:.0%}" for one in of_seeds)
         rows.append(f"| {title} | {' | '.join(over_seeds)} | {each} |")
+
     return "\n".join(rows)
 
 

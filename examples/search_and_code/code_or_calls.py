@@ -43,9 +43,10 @@ def calls_for(question: Question) -> Iterator[tuple[list[tuple[str, dict[str, An
         yield [("list_files", {})], [json.dumps(names)]
         yield [("read_file", {"name": name}) for name in names], list(question.files.values())
         return
-    (file, text), numbers = next(iter(question.files.items())), question.numbers
+
+    file, text = next(iter(question.files.items()))
     yield [("read_file", {"name": file})], [text]
-    yield [(question.kind, {"numbers": numbers})], [question.answer]
+    yield [(question.kind, {"numbers": question.numbers})], [question.answer]
 
 
 def code_for(question: Question) -> str:
@@ -56,6 +57,7 @@ def code_for(question: Question) -> str:
             f'    if "{question.about[0]}" in read_file(name):\n'
             "        print(name)"
         )
+
     file, colour = question.about
     return (
         f'rows = [line.split(",") for line in read_file("{file}").splitlines()]\n'
@@ -73,6 +75,7 @@ def shown_calls(question: Question, schemas: Sequence[Mapping[str, Any]]) -> Row
         ]
         messages.append({"role": "assistant", "content": "", "tool_calls": made})
         messages += [{"role": "tool", "content": result} for result in results]
+
     return {"messages": [*messages, _answered(question)], "tools": list(schemas)}
 
 

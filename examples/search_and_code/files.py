@@ -45,8 +45,10 @@ WORDS = [
 ]
 STEMS = ["north", "south", "east", "west", "upper", "lower", "old", "new"]
 """Names of files."""
-ROWS, NOTES = (5, 8), (3, 5)
-"""Fewest and most rows of a table, and notes in a folder."""
+ROWS = (5, 8)
+"""Fewest and most rows of a table."""
+NOTES = (3, 5)
+"""Fewest and most notes in a folder."""
 KINDS = ("total", "largest", "find")
 
 
@@ -148,6 +150,7 @@ def reading(seed: int) -> Iterator[dict[str, Any]]:
         if count > 1:
             names = draw.sample(words, count)
             said = [f"{name} {one}" for name, one in zip(names, said, strict=True)]
+
         again = draw.sample(said, count)
         yield {
             "messages": [

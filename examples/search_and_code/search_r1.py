@@ -68,6 +68,7 @@ def shown_search(question: Question, search: Search, *, hasty: bool = False) -> 
         ]
         answer = entity.facts[wanted]
         learnt = f"<think> {wanted} {answer} </think>"
+
     messages.append({"role": "assistant", "content": f"{learnt}{_answer(answer)}"})
     return {"messages": messages}
 
@@ -113,6 +114,7 @@ def search(folder: Path, seed: int, size: SearchSize, world_size: int) -> Result
             train_observations=unmasked,
         )
         results |= {"search, SFT": before, f"search, SFT and {title}": after}
+
     return results
 
 

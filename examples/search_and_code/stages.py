@@ -120,6 +120,7 @@ def reinforce(
     seed: int,
     rewards: Sequence[Mapping[str, Any]] = RULE,
     sections: Mapping[str, Any] = MappingProxyType({}),
+    *,
     max_new_tokens: int = 64,
     **algorithm: Any,
 ) -> tuple[Shares, Shares]:
@@ -162,4 +163,5 @@ def _shares(attempts: Iterable[Any]) -> Shares:
         for kind in (one.task_id.split(":")[0], "all"):
             asked[kind] += 1
             right[kind] += one.success
+
     return {kind: right[kind] / asked[kind] for kind in asked}

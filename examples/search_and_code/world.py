@@ -37,8 +37,10 @@ ATTRIBUTES = {"person": ("craft", "animal"), "town": ("fruit", "stone")}
 RELATIONS = {"person": {"home": "town"}, "town": {"mayor": "person"}}
 """One of each, so that a passage says one name besides its own: to choose among several by the word
 before them is what policies of this size do not learn in a minute."""
-_PLACES, _SYLLABLES = 2, 45
-"""A name has so many syllables, each one of so many."""
+_PLACES = 2
+"""A name has so many syllables."""
+_SYLLABLES = 45
+"""Each syllable is one of so many."""
 
 
 @dataclass(eq=False)
@@ -108,7 +110,8 @@ class World:
     def __init__(self, seed: int, size: int = SIZE) -> None:
         draw = random.Random(f"world {seed}")
         names = _names(draw, size)
-        held_out, towns = round(size * HELD_OUT), round(1 / TOWNS)
+        held_out = round(size * HELD_OUT)
+        towns = round(1 / TOWNS)
         self.entities = [
             Entity(name, "person" if number % towns else "town", number < held_out)
             for number, name in enumerate(names)
@@ -116,6 +119,7 @@ class World:
         for entity in self.entities:
             for name in ATTRIBUTES[entity.kind]:
                 entity.attributes[name] = draw.choice(VALUES[name].split())
+
         for part in (True, False):
             self._relate([one for one in self.entities if one.held_out is part], draw)
 
@@ -141,6 +145,7 @@ class World:
             if number % 2:
                 link, second = draw.choice(list(first.relations.items()))
                 question = Question((first, second), draw.choice(list(second.facts)), link)
+
             misses = misses + 1 if question.text in asked else 0
             if not misses:
                 asked.add(question.text)

@@ -24,11 +24,13 @@ def format_duration(seconds: float) -> str:
         return f"{max(seconds, 0):.2f}s"
     if seconds < 59.95:
         return f"{seconds:.1f}s"
+
     minutes = round(seconds) // 60
     if minutes < 60:
         return f"{minutes}m{round(seconds) % 60:02d}s"
     if minutes < 48 * 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
+
     return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
 
 

@@ -25,13 +25,16 @@ def missing_threads(num_threads: int, environment: Mapping[str, str] = os.enviro
     found = {name: value.strip().lower() for name, value in environment.items() if "OMP_" in name}
     own = _number(found.get("OMP_NUM_THREADS", "").partition(",")[0])
     count = max(num_threads, own or allowed_cpus())
-    limit, levels = _number(found.get("OMP_THREAD_LIMIT")), found.get("OMP_MAX_ACTIVE_LEVELS")
+    limit = _number(found.get("OMP_THREAD_LIMIT"))
+    levels = found.get("OMP_MAX_ACTIVE_LEVELS")
+
     if found.get("OMP_DYNAMIC") in ("true", "1", "yes", "on"):
         return f"OMP_DYNAMIC={found['OMP_DYNAMIC']}: unset it"
     if limit and limit < count:
         return f"OMP_THREAD_LIMIT={limit}: unset it, or set OMP_NUM_THREADS={limit} too"
     if _number(levels) == 0 and count > 1:
         return "OMP_MAX_ACTIVE_LEVELS=0: unset it, or set OMP_NUM_THREADS=1 too"
+
     return None
 
 

@@ -42,7 +42,9 @@ def with_environment(url: str) -> str:
                 f"{without_password(url)}: the environment variable {reference[1]} is not set: "
                 "set it for every process that opens this URL"
             )
-        before, after = url[: reference.start()], url[reference.end() :]
+
+        before = url[: reference.start()]
+        after = url[reference.end() :]
         return quote(given, safe="") if "://" in before and "@" in after else given
 
     return REFERENCE.sub(value, url)
@@ -53,15 +55,18 @@ def key_of(name: str, reference: str | None) -> str | None:
     `${env:NAME}`; None for none. Raises ConfigError."""
     if reference is None:
         return None
+
     found = REFERENCE.fullmatch(reference)
     if found is None:
         raise ConfigError(f"{name}: write ${{env:NAME}}, the environment variable with the key")
+
     key = os.environ.get(found[1], "").strip()
     if not key or not (key.isascii() and key.isprintable()):
         raise ConfigError(
             f"{name}: the environment variable {found[1]} holds no key: set it, in one line of "
             "ASCII, for every process of the run"
         )
+
     return key
 
 
@@ -98,6 +103,7 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
                     "on a command line, '${env:NAME}'"
                 )
             continue
+
         is_url = key in ("store", "store.url") or _ONE_URL.fullmatch(text) is not None
         if is_url and without_password(text) != text:
             problems.append(
@@ -110,6 +116,7 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
                 f"{key}: ${{env:NAME}} is put into URLs alone, when they are opened: write "
                 "${oc.env:NAME} for what may be read in the run's config.yaml"
             )
+
     return problems
 
 
@@ -129,11 +136,14 @@ def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
 
     scheme, separator, rest = url.partition("://")
     if not separator:
-        scheme, rest = "", url
+        scheme = ""
+        rest = url
+
     userinfo, at, place = rest.rpartition("@")  # an unescaped password may have any character
     user, colon, password = userinfo.partition(":")
     if at and colon and "/" not in user and not stays(password):
         rest = f"{user}:{shown}@{place}"
+
     hidden = _SECRET_OPTION.sub(
         lambda option: option[0] if stays(option[2]) else option[1] + shown, rest
     )

@@ -39,6 +39,7 @@ class OwnThread:
                 f"{len(_left)} {who}s of attempts that have ended still run and keep their "
                 "threads: give what they wait for deadlines of its own, and start anew"
             )
+
         self._who = who
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._given_up: Future[Any] | None = None
@@ -58,6 +59,7 @@ class OwnThread:
         def work() -> None:
             if not answer.set_running_or_notify_cancel():
                 return  # nobody waits for it any more, and it has not begun
+
             try:
                 result = context.run(function)
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
@@ -104,6 +106,7 @@ class OwnThread:
             return error
         else:
             failure = OverreachError(error, f"{article} {self._who}")
+
         failure.__cause__ = error
         return failure
 

@@ -19,9 +19,11 @@ def visible(devices: Sequence[int]) -> dict[str, str]:
     CPU's."""
     if not devices:
         return {}
+
     found = {}
     for variable in VISIBILITY:
         given = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
         known = max(devices) < len(given)
         found[variable] = ",".join(given[n] if known else str(n) for n in devices)
+
     return found

@@ -49,6 +49,7 @@ def find(wanted: str, key: str = "model.device") -> torch.device:
         raise ModelError(
             f"{key}={wanted}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
         )
+
     return torch.device(wanted)
 
 
@@ -105,12 +106,14 @@ def memory(device: torch.device) -> tuple[float, float]:
     if device.type == "mps":
         whole = float(torch.mps.recommended_max_memory())
         return whole - torch.mps.driver_allocated_memory(), whole
+
     if is_accelerator(device):
         module = _module(device)
         # some kinds' functions take no None for the device that this process is at
         at = () if device.index is None else (device.index,)
         free, whole = module.mem_get_info(*at)
         return float(free), float(whole)
+
     of_host = psutil.virtual_memory()
     return float(of_host.available), float(of_host.total)
 
@@ -186,6 +189,7 @@ def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
         if module is None:
             yield
             return
+
         state = module.get_rng_state()
         try:
             module.manual_seed(seed)
@@ -235,6 +239,7 @@ def _add_ascend() -> None:
     """torch_npu puts Ascend's devices into torch when it is imported."""
     if hasattr(torch, "npu") or importlib.util.find_spec("torch_npu") is None:
         return
+
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:  # CANN's libraries are not there

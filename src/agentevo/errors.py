@@ -17,11 +17,13 @@ def described(error: BaseException) -> str:
     """`Kind: message` of anything that a user's code raised, as a text that any database takes."""
     if isinstance(error, OverreachError):
         return str(error)
+
     kind = type(error).__name__
     try:
         text = f"{kind}: {error}"
     except BaseException:  # noqa: BLE001 (a user's `__str__` may raise anything)
         text = f"{kind}: its message can't be shown, since its __str__ raises"
+
     return storable(text)
 
 

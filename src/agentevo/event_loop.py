@@ -92,6 +92,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     running (then in a thread of its own)."""
     if not _is_running():
         return _run(work)
+
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -104,8 +105,10 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     thread = threading.Thread(target=target)
     thread.start()
     thread.join()
+
     if errors:
         raise errors[0]
+
     return results[0]
 
 
@@ -209,6 +212,7 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
     )
     if is_ours:
         signal.signal(signal.SIGINT, handle)
+
     try:
         yield received
     finally:
@@ -221,13 +225,16 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
+
     if left:
         _drive(loop, loop.create_task(asyncio.wait(left, timeout=CLOSING_S)))
+
     for task in left:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler(
                 {"message": "a task failed while it was ended", "exception": error, "task": task}
             )
+
     loop.set_exception_handler(lambda loop, context: None)  # nobody waits for what is left
     _drive(loop, loop.create_task(_within(CLOSING_S, loop.shutdown_asyncgens)))
 

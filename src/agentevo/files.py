@@ -55,6 +55,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
+
     if durable:
         sync_to_disk(path.parent)
 
@@ -73,6 +74,7 @@ def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
         return False
     finally:
         staging.unlink(missing_ok=True)
+
     return True
 
 
@@ -98,6 +100,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     unique = f".{target.name}.{uuid.uuid4().hex[:8]}"
     staging = target.parent / f"{unique}{PARTIAL}"
     retired = target.parent / f"{unique}.old{PARTIAL}"
+
     staging.mkdir()
     try:
         yield staging

@@ -29,6 +29,7 @@ def lasting_heap() -> Iterator[None]:
             gc.collect()
             gc.freeze()
         _num_within += is_ours
+
     try:
         yield
     finally:

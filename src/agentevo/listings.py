@@ -78,6 +78,7 @@ def models() -> list[Row]:
                 f"({'here' if is_complete(model, cache_folder(name)) else 'not downloaded yet'})",
             )
         )
+
     return rows
 
 
@@ -99,6 +100,7 @@ def recipes() -> list[Row]:
                 else f"{about} (a sweep of {len(sweep.members)} runs)".lstrip(),
             )
         )
+
     return rows
 
 

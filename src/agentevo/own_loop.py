@@ -53,6 +53,7 @@ class OwnLoop:
                 )
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+
         return self._loop
 
 

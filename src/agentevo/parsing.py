@@ -59,6 +59,7 @@ def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
         raise ConfigError(
             f"{path}: has {size:,} bytes, and at most {at_most:,} are read: give another file"
         )
+
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -77,9 +78,11 @@ def check_file(path: Path) -> int:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: can't be read: {reason}") from error
+
     if not stat.S_ISREG(what.st_mode):
         kind = "a folder" if stat.S_ISDIR(what.st_mode) else "a device, pipe or socket"
         raise ConfigError(f"{path}: is {kind}: give a file")
+
     return what.st_size
 
 
@@ -119,6 +122,7 @@ def check_depth(value: Any) -> None:
         ]
         if not level:
             return
+
     raise ParseError(f"it is nested in more than {MAX_DEPTH} levels")
 
 
@@ -132,6 +136,7 @@ def parse_yaml(text: str) -> Any:
         raise ParseError(f"{place}not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, UnicodeError) as error:
         raise ParseError(f"not valid YAML: {' '.join(str(error).split())}") from error
+
     return None if node is None else _Tree().value(node, MAX_DEPTH)
 
 
@@ -189,15 +194,18 @@ class _Tree:
             raise _wrong(node, f"more than {MAX_VALUES:,} values, with those of aliases")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, depth)
+
         if isinstance(node, yaml.SequenceNode):
             if node.tag != f"{_TAG}seq":
                 raise _wrong_tag(node)
             return [self.value(item, depth - 1) for item in node.value]
+
         return self._scalar(node)
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
         if node.tag != f"{_TAG}map":
             raise _wrong_tag(node)
+
         own: dict[str, Any] = {}
         merged: list[dict[str, Any]] = []
         for key, item in node.value:
@@ -208,32 +216,41 @@ class _Tree:
                     raise _wrong(item, "`<<` takes a mapping, or a list of them")
                 merged += mappings
                 continue
+
             name = _key(key)
             if name in own:
                 raise _wrong(key, f"not valid YAML: found duplicate key {name}")
+
             own[name] = value
+
         values: dict[str, Any] = {}
         for mapping in reversed(merged):  # the first one counts
             values.update(mapping)
+
         return {**values, **own}
 
     def _scalar(self, node: yaml.Node) -> Any:
         if node.tag in (f"{_TAG}str", f"{_TAG}value"):
             if "\0" in node.value:
                 raise _wrong(node, "a text with a NUL character: remove it")
+
             self._num_characters += len(node.value)
             if self._num_characters > MAX_BYTES:
                 raise _wrong(
                     node, f"more than {MAX_BYTES:,} characters of text, with those of aliases"
                 )
+
             return node.value
+
         if node.tag == f"{_TAG}int" and len(node.value) > MAX_DIGITS:
             raise _wrong(
                 node,
                 f"a whole number of {len(node.value)} characters: write at most {MAX_DIGITS}",
             )
+
         if node.tag not in {f"{_TAG}{kind}" for kind in ("int", "float", "bool", "null")}:
             raise _wrong_tag(node)
+
         try:
             return self._scalars.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError) as error:

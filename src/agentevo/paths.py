@@ -23,16 +23,20 @@ def name_problem(path: str) -> str:
     not looked at."""
     if "\0" in path:
         return "has a NUL character, which no path has: remove it"
+
     try:
         names = path.encode("utf-8").split(b"/")
     except UnicodeEncodeError:
         return "is not UTF-8: give another path"
+
     longest = max(map(len, names))
     if longest > MAX_NAME:
         return f"has a name of {longest:,} bytes, and file systems take {MAX_NAME}: shorten it"
+
     whole = sum(map(len, names)) + len(names)
     if whole > MAX_PATH:
         return f"has {whole:,} bytes, and systems take {MAX_PATH:,}: shorten it"
+
     return ""
 
 
@@ -64,12 +68,16 @@ def _place_problem(folder: Path) -> str:
             pass  # a file above it: found there
         except OSError as error:
             return f"can't be looked at ({error.strerror})"
+
         place = place.parent
+
     if not stat.S_ISDIR(mode):
         what = "is a file" if stat.S_ISREG(mode) else "is no folder"
         return what if place == folder.absolute() else f"can't be made: {_shown(place)} {what}"
+
     if not os.access(place, os.W_OK | os.X_OK):
         return f"can't be made: nothing may be written into {_shown(place)}"
+
     return ""
 
 

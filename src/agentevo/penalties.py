@@ -20,8 +20,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-LARGEST_PENALTY, LARGEST_BIAS, LARGEST_REPETITION = 2.0, 100.0, 100.0
-"""Of presence and frequency either way, of a bias either way, and of repetition and its inverse."""
+LARGEST_PENALTY = 2.0
+"""Of presence and frequency, either way."""
+LARGEST_BIAS = 100.0
+"""Of a bias, either way."""
+LARGEST_REPETITION = 100.0
+"""Of repetition and its inverse."""
 MAX_BIASES = 1024
 
 
@@ -41,19 +45,23 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             if not abs(value) <= LARGEST_PENALTY:  # nor is NaN
                 return f"{name} is {value:g}: give -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
+
         if not 1 / LARGEST_REPETITION <= self.repetition <= LARGEST_REPETITION:
             return (
                 f"repetition is {self.repetition:g}: give {1 / LARGEST_REPETITION:g} to "
                 f"{LARGEST_REPETITION:g}"
             )
+
         if len(self.logit_bias) > MAX_BIASES:
             return f"logit_bias has {len(self.logit_bias)} tokens: give at most {MAX_BIASES}"
+
         for token, bias in self.logit_bias:
             if token < 0 or not abs(bias) <= LARGEST_BIAS:
                 return (
                     f"logit_bias of token {token} is {bias:g}: give ids of tokens and "
                     f"-{LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
                 )
+
         return None
 
     @property
@@ -87,15 +95,18 @@ class PenaltyState:
         self._offsets: list[float] = []
         self._repeated: list[float] = []
         self._drawn: set[int] = set()
+
         for token, bias in penalties.logit_bias:
             self._offsets[self._place(token)] += bias
+
         if penalties.repetition != 1:
             for token in set(prompt_ids):
                 self._repeated[self._place(token)] = penalties.repetition
 
     def take(self, token: int) -> None:
         """The next token of the completion."""
-        place, penalties = self._place(token), self._penalties
+        place = self._place(token)
+        penalties = self._penalties
         self._repeated[place] = penalties.repetition
         self._offsets[place] -= penalties.frequency
         if token not in self._drawn:
@@ -133,10 +144,12 @@ class TokenPenalties(NamedTuple):
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:
             return None
+
         sizes = [size for size, _ in parts]
         numbers = np.cumsum([penalties is not None for _, penalties in parts]) - 1
         rows = [-1 if one is None else n for (_, one), n in zip(parts, numbers, strict=True)]
         starts = np.cumsum([0, *sizes[:-1]])
+
         return cls(
             table,
             np.repeat(np.array(rows, dtype=np.int32), sizes),
@@ -147,15 +160,21 @@ class TokenPenalties(NamedTuple):
         """Place -> what they change there, of the given places [M] in ascending order at which they
         change anything; `ids` [T] is the text."""
         found: dict[int, Changes] = {}
-        state, start, done = None, -1, 0
+        state = None
+        start = -1
+        done = 0
         for place in places.tolist():
             if self.rows[place] < 0:
                 continue
+
             if state is None or start != self.starts[place]:
                 start = done = int(self.starts[place])
                 state = PenaltyState(self.table[self.rows[place]], ids[:start].tolist())
+
             for token in ids[done:place].tolist():
                 state.take(token)
+
             done = place
             found[place] = state.changes()
+
         return found

@@ -41,7 +41,8 @@ class Display:
     """Where bars are drawn, one at a time."""
 
     def __init__(self, stream: TextIO, plain: bool | None = None) -> None:
-        self.stream, self.plain = stream, plain
+        self.stream = stream
+        self.plain = plain
         self.taken = threading.Lock()
 
 
@@ -103,7 +104,9 @@ class Bar:
     def __init__(
         self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
     ) -> None:
-        self.what, self.total, self.unit = what, total, unit
+        self.what = what
+        self.total = total
+        self.unit = unit
         self.done = 0.0
         self._look = look
         self._began = time.monotonic()
@@ -147,7 +150,8 @@ class Bar:
         if self.total is None:
             return f"{_amount(self.done, self.unit)}" if self.done else ""
         share = f" ({min(self.done / self.total, 1.0):.0%})" if self.total else ""
-        done, total = _amount(self.done, self.unit), _amount(self.total, self.unit)
+        done = _amount(self.done, self.unit)
+        total = _amount(self.total, self.unit)
         return f"{done.removesuffix(f' {self.unit}')} of {total}{share}"
 
     def facts(self) -> list[str]:
@@ -172,14 +176,17 @@ def bar(
 ) -> Iterator[Bar]:
     """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
     nobody counts it; it is called by another thread."""
-    made, display = Bar(what, total, unit, look), _display.get()
+    made = Bar(what, total, unit, look)
+    display = _display.get()
     if isinstance(display, Hidden):
         with display.has(made):
             yield made
         return
+
     if display is None or not display.taken.acquire(blocking=False):
         yield made
         return
+
     over = threading.Event()
     thread = threading.Thread(target=_draw, args=(made, display, over), daemon=True)
     thread.start()
@@ -204,6 +211,7 @@ def over(
 def _draw(made: Bar, display: Display, over: threading.Event) -> None:
     if over.wait(FIRST_BAR_S):
         return
+
     try:
         console = open_console(display.stream, display.plain)
         if console is None:
@@ -217,6 +225,7 @@ def _draw(made: Bar, display: Display, over: threading.Event) -> None:
 def _print_lines(made: Bar, stream: TextIO, over: threading.Event) -> None:
     if over.wait(FIRST_LINE_S - FIRST_BAR_S):
         return
+
     while True:
         print_line(stream, f"{made.what}: {', '.join(made.facts())}")
         if over.wait(LINE_S):

@@ -101,6 +101,7 @@ class Registry(Generic[T]):
                 f"{self.kind}: {point.name!r}{where} ({point.value}) can't be imported: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
         return item
 
     @property
@@ -121,6 +122,7 @@ class Registry(Generic[T]):
             point = self._entry_points().get(name)
             if point is not None:
                 self._items[name] = self._load(point)
+
         if name not in self._items:
             guess = nearest(name, self.names())
             hint = f"did you mean {guess!r}? " if guess else ""
@@ -128,4 +130,5 @@ class Registry(Generic[T]):
                 f"no {self._singular} is called {name!r}: {hint}known {self.kind}: "
                 f"{', '.join(self.names()) or 'none'}"
             )
+
         return self._items[name]

@@ -37,7 +37,8 @@ async def with_retries(
     `tell` is told what is waited for, why and until when: at the first failure or after SILENT_S,
     then every TELL_S, and when it is over.
     """
-    ends, pause = time.monotonic() + within_s, FIRST_PAUSE_S
+    ends = time.monotonic() + within_s
+    pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, tell)
     try:
         while True:
@@ -52,6 +53,7 @@ async def with_retries(
             else:
                 reporter.over()
                 return result
+
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
     finally:
@@ -63,9 +65,13 @@ class _Reporter:
     loop goes on."""
 
     def __init__(self, what: str, within_s: float, tell: Callable[[str], None]) -> None:
-        self._what, self._tell, self._begun = what, tell, time.monotonic()
+        self._what = what
+        self._tell = tell
+        self._begun = time.monotonic()
         self._until = time.strftime("%H:%M:%S", time.localtime(time.time() + within_s))
-        self._why, self._failed, self._said = "no answer yet", False, False
+        self._why = "no answer yet"
+        self._failed = False
+        self._said = False
         self._next = asyncio.get_running_loop().call_later(SILENT_S, self._say)
 
     def failed(self, error: Exception) -> None:

@@ -41,10 +41,12 @@ class RoutedExperts(msgspec.Struct, frozen=True):
                 f"routed experts: {self.layers} layers that choose {self.top_k} of "
                 f"{self.num_experts} experts are no routing"
             )
+
         if len(self.data) % self.bytes_per_token:
             raise ValueError(
                 f"routed experts: {len(self.data)} bytes are no rows of {self.bytes_per_token}"
             )
+
         if self.data and int(self.array().max()) >= self.num_experts:
             raise ValueError(
                 f"routed experts: expert {int(self.array().max())} of {self.num_experts}"

@@ -26,6 +26,7 @@ def traceback_of(error: BaseException | None) -> str:
     error's first line, and for a server that is away, which is no code's fault."""
     if error is None:
         return ""
+
     parts: list[str] = []
     is_infrastructure = isinstance(error, ToolUnavailableError)
     try:
@@ -35,10 +36,12 @@ def traceback_of(error: BaseException | None) -> str:
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     except Exception:  # noqa: BLE001 (a user's exception may break whatever looks at it)
         return ""
+
     if is_infrastructure:
         return ""
     if not parts[0] and not any("\n" in part for part in parts):
         return ""
+
     return "\n\nIt came of:\n\n".join(filter(None, parts))
 
 
@@ -54,10 +57,13 @@ def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     own = _own_frames(error)
     if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
         own.append(theirs[-1])
+
     is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause
     shown = (own or theirs or ([] if is_said else list(frames)))[-MAX_FRAMES:]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
+
     said = "".join(traceback.format_exception_only(type(error), error))
     if not shown and not is_cause:  # the error's first line is told beside it
         said = said.partition("\n")[2]
+
     return storable("".join([*(lines if shown else []), said])).rstrip()

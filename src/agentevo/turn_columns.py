@@ -26,4 +26,5 @@ def column_of(what: str, code: str, values: Sequence[float]) -> array[Any]:
     except OverflowError as error:
         largest = max((value for value in values if math.isfinite(value)), key=abs)
         raise OverflowError(f"{what}: {largest} does not fit in a float32") from error
+
     return column

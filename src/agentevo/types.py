@@ -98,10 +98,12 @@ QUEUED_FOR_STEP = "queued_for_step"
 have it."""
 
 
-LOWEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-3, 1000.0
+LOWEST_TEMPERATURE = 1e-3
 """Logits divided by less leave the range of float32; 0 is greedy."""
-MAX_STOP_STRINGS, MAX_STOP_STRING = 64, 1000
-"""How many, and of how many characters."""
+LARGEST_TEMPERATURE = 1000.0
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING = 1000
+"""Characters of one stop string."""
 MAX_GRAMMAR = 100_000
 """Characters of a grammar. The time to compile one grows with them: about a third of a second."""
 
@@ -246,9 +248,11 @@ def context_of(turns: Sequence[Turn], index: int) -> list[int]:
     while turn.parent is not None:
         turn = turns[turn.parent]
         pieces += [turn.completion_ids, turn.prompt_ids]
+
     ids = array(TURN_COLUMNS["prompt_ids"])
     for piece in reversed(pieces):
         ids.extend(piece)
+
     return ids.tolist()
 
 

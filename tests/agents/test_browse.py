@@ -90,10 +90,12 @@ def test_a_long_result_is_summarised_for_the_purpose_of_its_call(told):
     with RemoteServer(gives(chat("It is blue."))) as server:
         result, metrics, turns = told(call(purpose="the colour"), {"helper": server})
         (asked,) = asked_of(server)
+
     assert result == f"[a summary of {len(PAGE):,} characters, made for: the colour]\nIt is blue."
     assert "wants to know: the colour\n" in asked and f"<content>\n{PAGE}\n</content>" in asked
     assert (metrics["num_summaries"], metrics["num_failed_summaries"]) == (1, 0)
     assert metrics["num_tool_calls"] == 1
+
     (turn,) = turns
     assert turn.agent == "browse" and PAGE in turn.messages[0].text
 
@@ -123,6 +125,7 @@ def test_models_are_asked_in_order_until_one_answers(told):
     ):
         servers = {"broken": broken, "silent": silent, "good": good}
         result, metrics, _ = told(call(), servers, default_purpose={"visit": "colours"})
+
     assert result.endswith("made for: colours]\nBlue.")
     assert (metrics["num_summaries"], metrics["num_failed_summaries"]) == (1, 0)
 
@@ -147,6 +150,7 @@ def test_pages_are_summarised_at_once_and_one_that_fails_is_told(told):
         pages = "\n=======\n".join(["one " * 40, "two " * 40, "three " * 40, "four"])
         result, metrics, turns = told(call(pages), {"helper": server}, max_pages=3)
         assert len(server.received) == 3
+
     first, second, third = result.split("\n=======\n", 2)
     assert first.startswith("read ") and second == FAILED + "two " * 40 and "read" in third
     assert metrics["num_failed_summaries"] == 1 and len(turns) == 2

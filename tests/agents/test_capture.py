@@ -116,6 +116,7 @@ def test_requests_to_the_gateway_carry_the_key_and_others_are_as_they_were(
     for package in ("httpx2", "requests", "aiohttp"):
         if client.__name__.endswith(package):
             pytest.importorskip(package)
+
     client(f"{gateway.url}/v1/chat")
     client(f"{elsewhere.url}/v1/chat")
     with captured(gateway.url, "key-a"):
@@ -123,11 +124,15 @@ def test_requests_to_the_gateway_carry_the_key_and_others_are_as_they_were(
         client(f"{elsewhere.url}/v1/chat")
         with untracked():
             client(f"{gateway.url}/v1/chat")
+
     client(f"{gateway.url}/v1/chat")
     assert sessions(gateway) == [None, "key-a", None, None]
+
     before, during = elsewhere.received
     assert before == during
-    marked, plain = gateway.received[1], gateway.received[0]
+
+    marked = gateway.received[1]
+    plain = gateway.received[0]
     assert marked.body == plain.body
     assert marked.headers.keys() - plain.headers.keys() == {capture.HEADER.lower()}
 
@@ -158,6 +163,7 @@ def test_attempts_at_once_are_told_apart(gateway):
     asyncio.run(work())
     assert len(gateway.received) == 8 * 7
     assert all(r.session == r.body["key"] for r in gateway.received if "key" in r.body)
+
     threads = [r.session for r in gateway.received if r.path.endswith("/thread")]
     assert sorted(threads) == [f"key-{n}" for n in range(8)]
 
@@ -176,6 +182,7 @@ def test_threads_belong_to_the_attempt_that_started_them(gateway):
             thread.start()
         for thread in threads:
             thread.join(20)
+
     assert sessions(gateway) == ["key-a", "key-a"]
     assert "run" not in vars(threads[0])
 
@@ -186,11 +193,14 @@ def test_a_pool_serves_whoever_submits(gateway):
         for key in ("key-a", "key-b"):
             with captured(gateway.url, key):
                 pool.submit(by_urllib_text, gateway.url).result(20)
+
         with captured(gateway.url, "key-c"), untracked():
             pool.submit(by_urllib_text, gateway.url).result(20)
+
         pool.submit(by_urllib_text, gateway.url).result(20)
         with captured(gateway.url, "key-d"):
             asyncio.run(in_executor(pool, gateway.url))
+
     assert sessions(gateway) == ["key-a", "key-b", None, None, "key-d"]
 
 
@@ -215,10 +225,12 @@ def reusable(name, url):
             return request
 
         return request, send
+
     if name == "requests":
         requests = pytest.importorskip("requests")
         request = requests.Request("POST", url, json=BODY).prepare()
         return request, lambda: requests.Session().send(request, timeout=20).request
+
     client = httpx.Client(trust_env=False, timeout=20)
     request = client.build_request("POST", url, json=BODY)
     if name == "httpx":
@@ -238,6 +250,7 @@ def test_a_request_that_is_made_once_belongs_to_each_attempt_that_sends_it(gatew
     for key in ("key-a", "key-b"):
         with captured(gateway.url, key):
             assert send() is request
+
     send()
     assert sessions(gateway) == ["key-a", "key-b", None]
     assert dict(request.headers) == before
@@ -256,17 +269,21 @@ def test_a_client_that_is_imported_in_the_attempt_is_patched_then(gateway, tmp_p
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(capture._MODULES, "late_client", capture._MODULES["requests"])
+
     with captured(gateway.url, "key-a"):
         late = importlib.import_module("late_client")
         request = late.Request(f"{gateway.url}/v1")
         assert late.Session().send(request) == {capture.HEADER: "key-a"}
         assert late.__spec__.loader.get_source("late_client").startswith("import")
+
     assert late.Session().send(late.Request(gateway.url)) == {}
     assert "send" not in repr(capture._capture._patches)
+
     sys.modules.pop("late_client")
     with captured(gateway.url, "key-b"), captured(gateway.url, "key-c"):
         late = importlib.import_module("late_client")
         assert late.Session().send(late.Request(gateway.url)) == {capture.HEADER: "key-c"}
+
     sys.modules.pop("late_client")
 
 
@@ -277,20 +294,26 @@ def test_nothing_stays_behind(gateway, monkeypatch):
     before = dict(os.environ)
     methods = [httpx.Client.send, threading.Thread.start, ThreadPoolExecutor.submit]
     finders = list(sys.meta_path)
+
     with captured(gateway.url, "key-a"):
         with captured(gateway.url, "key-b"):
             assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == "agentevo"
+
         assert os.environ["OPENAI_BASE_URL"] == f"{gateway.url}/v1"
         assert os.environ["ANTHROPIC_BASE_URL"] == gateway.url
         assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
         assert httpx.Client.send is not methods[0]
+
         with untracked() as outside:
             assert outside["OPENAI_API_KEY"] == "secret" and "OPENAI_BASE_URL" not in outside
+
     with pytest.raises(ValueError, match="bad"), captured(gateway.url, "key-a"):
         raise ValueError("bad")
+
     assert dict(os.environ) == before
     assert [httpx.Client.send, threading.Thread.start, ThreadPoolExecutor.submit] == methods
     assert sys.meta_path == finders
+
     with untracked() as outside:
         assert outside["OPENAI_API_KEY"] == "secret"
 
@@ -314,13 +337,16 @@ def test_methods_that_others_patch_meanwhile_are_patched_once(gateway, monkeypat
             return ours(self, request, **options)
 
         httpx.Client.send = observed
+
     for key in ("key-b", "key-c"):
         with captured(gateway.url, key):
             assert httpx.Client.send is observed
             by_httpx(gateway.url)
+
     httpx.Client.send = ours  # the observer is taken away
     by_httpx(gateway.url)
     assert sessions(gateway) == ["key-b", "key-c", None] and calls == [None, None]
+
     capture._capture._patches.clear()
 
 
@@ -331,8 +357,10 @@ def test_two_gateways_at_once_are_refused(gateway, elsewhere):
         captured(elsewhere.url, "key-b"),
     ):
         pass
+
     with captured(elsewhere.url, "key-b"):
         by_httpx(elsewhere.url)
+
     assert sessions(elsewhere) == ["key-b"]
 
 

@@ -133,6 +133,7 @@ def test_limits_end_an_attempt(played):
 
     assert ended_by(played(*[block("1")] * 9, max_turns=2)[0]) == ["ended_by_turns"]
     assert ended_by(played(*[block("1")] * 9, max_tokens=60)[0]) == ["ended_by_tokens"]
+
     outcome, told, _ = played(
         "So...\n```python\nx = ", "maybe", "<answer>1</answer>", final="answer_tag"
     )
@@ -180,11 +181,14 @@ def test_what_does_not_fit_is_left_out(played):
     code = "for name in 'abc': open(name, 'wb').write(bytes(600 if name != 'b' else 100))"
     again = "import os; os.remove('a'); os.symlink('/etc/passwd', 'd'); open('c', 'w').write('!')"
     outcome, _, _ = played(block(code), "Done.", keep_files_kib=1)
+
     assert {name: len(one) for name, one in played.kept.items()} == {"a": 600, "b": 100}
     assert outcome.metrics["num_files_left_out"] == 1
+
     outcome, _, _ = played(block(code), block(again), "Done.", keep_files_kib=1)
     assert outcome.metrics["num_files_left_out"] == 0, "c fits now"
     assert {name: len(one) for name, one in played.kept.items()} == {"b": 100, "c": 1}
+
     outcome, _, _ = played(block(code), "Done.", keep_files_kib=0)
     assert outcome.metrics["num_files_left_out"] == 3
     assert played.kept == {}
@@ -217,6 +221,7 @@ def test_code_is_what_stands_in_blocks(text, code, unfinished):
 def test_every_tool_is_a_function_of_its_own_that_python_can_call(played):
     for number, name in enumerate(("look-up", "look_up", "7z", "import")):
         tool(name)(_giving(number))
+
     outcome, told, _ = played(
         block("look_up(), look_up_2(), _7z(), import_()"),
         "Done.",

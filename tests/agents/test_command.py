@@ -45,7 +45,8 @@ def ask():
 class Recorded:
     """Calls of attempts that were recorded, in place of a log."""
 
-    tracing, recorder = None, "r"
+    tracing = None
+    recorder = "r"
 
     def __init__(self):
         self.calls = {}
@@ -119,6 +120,7 @@ def played(loaded, chat, scripted_engine):
                 if cut is not None:
                     await asyncio.to_thread(cut)
                     attempts[0].cut("cut")
+
                 return [one for (one,) in await asyncio.gather(*running)]
 
         trajectories = run_coroutine(work())
@@ -145,6 +147,7 @@ def test_the_contract(program, played, tmp_path, monkeypatch):
     assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", None, 0.5)
     assert len(trajectory.turns) == 1
     assert json.loads((tmp_path / "words.json").read_text()) == ["$HOME", "a b"]
+
     seen = json.loads((tmp_path / "seen.json").read_text())
     base = played.gateway.url
     assert json.loads(seen.pop("AGENTEVO_TASK")) == {
@@ -176,6 +179,7 @@ def test_a_large_task_is_in_a_file(program, played, tmp_path):
     )
     trajectory = played(command, tasks=[Task(id="a", query="x" * 200_000)])
     assert (trajectory.error, trajectory.reward) == (None, 200_000)
+
     (process,) = played.recorded.of_kind("process")
     assert not Path(process.attributes["stderr"].strip()).exists()
 
@@ -203,6 +207,7 @@ def test_a_program_of_another_language(played, tmp_path):
     )
     trajectory = played(["node", str(path)])
     assert (trajectory.error, trajectory.reward_parts) == (None, {"said": 1.0, "short": 0.25})
+
     (process,) = played.recorded.of_kind("process")
     assert process.attributes["stdout"].startswith("it said left\n")
     assert (process.attributes["exit_code"], process.name) == (0, "node")
@@ -254,6 +259,7 @@ def test_gigabytes_of_output_take_no_memory(program, played):
     )
     assert (trajectory.error, trajectory.reward) == (None, 1.0)
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
+
     (process,) = played.recorded.of_kind("process")
     assert process.attributes["stderr"].endswith("yend")
     assert process.attributes["stdout"].endswith('x\n{"reward": 1}\n')
@@ -299,8 +305,10 @@ def test_the_whole_tree_ends(program, played, tmp_path, how):
     started = time.monotonic()
     trajectory = played(command, limit_s=limit_s, cut=until_there if how == "cut" else None)
     assert time.monotonic() - started < limit_s + 10
+
     status = {"time limit": "failed", "cut": "cancelled", "exit": "completed"}
     assert trajectory.status == status[how], trajectory.error
+
     pids = json.loads(path.read_text())
     assert len(set(pids)) == 5
     assert [pid for pid in pids if lives(pid)] == []
@@ -329,8 +337,10 @@ def test_rewards_that_were_posted_or_printed():
     assert printed_reward('{"reward": 1}\nmore\n') is None
     assert printed_reward('{"reward_model": 1}\n') is printed_reward('{"reward": 1\n') is None
     assert printed_reward('\n{"reward": 1}\n\n') == PostedReward(reward=1.0)
+
     with pytest.raises(ValueError, match="unknown field `rewrd`"):
         printed_reward('{"reward": 1, "rewrd": 2}')
+
     one = PostedReward
     given = [one(reward=0.5, turn=0), one(reward=0.25, turn=0), one(reward=1.0, turn=2)]
     assert outcome_of_rewards([]) == Outcome(reward=None)
@@ -338,9 +348,11 @@ def test_rewards_that_were_posted_or_printed():
         reward=1.75, success=True, turn_rewards={0: 0.75, 2: 1.0}
     )
     assert outcome_of_rewards([*given, one(reward=3.0), one(reward=0.5)]).reward == 0.5
+
     parts = [one(rewards={"a": 1.0, "b": -0.5}), one(rewards={"b": -0.25})]
     assert outcome_of_rewards(parts).reward_parts == {"a": 1.0, "b": -0.25}
     assert outcome_of_rewards(parts).reward == 0.75
+
     with pytest.raises(ValueError, match=r"sum to 0\.75, but reward is 2"):
         outcome_of_rewards([*parts, one(reward=2.0)])
     with pytest.raises(ValueError, match="the reward is inf"):
@@ -359,10 +371,12 @@ def test_refusals(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=expected):
             agentevo.train(command=command, tasks=tasks, model="tiny", evaluation={"tasks": 1})
+
     with pytest.raises(ConfigError, match="give it what to train"):
         agentevo.train(tasks=tasks)
     with pytest.raises(ConfigError, match="and only one of these"):
         agentevo.train("coins", command=["node"])
+
     assert list(tmp_path.iterdir()) == []
 
 
@@ -375,5 +389,6 @@ def test_a_command_and_its_folder_are_in_the_runs_configuration(tmp_path, monkey
     assert agent is None and config.run.name == "command"
     assert (config.agent.command, config.agent.timeout_s) == (("node", "agent.js"), 5.0)
     assert config.agent.cwd == tmp_path
+
     config, _ = resolve(_trained(None, ["node"], []), has_tasks=True, agent={"cwd": "there"})
     assert config.agent.cwd == tmp_path / "there"

@@ -138,6 +138,7 @@ class Corridor(EpisodicEnvironment):
             raise EnvironmentFailure("the corridor collapsed")
         if action not in ("Left", "Right"):
             return INVALID
+
         self.place += 1 if action == "Right" else -1
         won = self.place == 3
         return ActionResult(
@@ -215,6 +216,7 @@ def test_what_each_turn_earns(says, turn_rewards, counts, play):
     assert list(outcome.turn_rewards.values()) == pytest.approx(turn_rewards)
     assert list(outcome.turn_rewards) == [turn.index for turn in policy.turns]
     assert outcome.reward == pytest.approx(sum(turn_rewards))
+
     broken_turns = sum(
         not float(4 * reward).is_integer() for reward in turn_rewards
     )  # the environment pays quarters
@@ -222,6 +224,7 @@ def test_what_each_turn_earns(says, turn_rewards, counts, play):
         {"environment": sum(turn_rewards) + 0.1 * broken_turns, "format": -0.1 * broken_turns}
     )
     assert (outcome.success, outcome.truncated) == (True, False)
+
     names = ("num_actions", "num_invalid_actions", "num_format_errors", "num_effective_actions")
     assert tuple(outcome.metrics[name] for name in names) == counts
 
@@ -242,6 +245,7 @@ def test_parts_that_do_not_sum_to_the_reward_are_refused():
         match=r"reward_parts .* sum to 1\.5, but reward is 1: give parts that sum to the reward",
     ):
         Attempt(reward=1.0, success=True, reward_parts={"answer": 1.0, "style": 0.5})
+
     assert (
         Attempt(reward=0.3, success=True, reward_parts={"answer": 0.1, "style": 0.2}).reward == 0.3
     )
@@ -326,12 +330,14 @@ def test_an_environment_that_breaks_is_closed_and_says_so(play):
 def test_demonstrations_are_the_conversations_of_a_good_player():
     shown = demonstrate(Corridor(CorridorConfig()), 1, ANSWER, random_rate=0.0)
     assert shown.success
+
     (messages,) = shown.conversations
     assert [(m.role, m.content) for m in messages[1:]] == [
         ("assistant", GOOD),
         ("user", "at 2"),
         ("assistant", GOOD),
     ]
+
     (messages,) = demonstrate(Corridor(CorridorConfig()), 0, SEVERAL, random_rate=0.0).conversations
     assert [m.content for m in messages[1:]] == ["<answer>Right || Right || Right</answer>"]
 
@@ -353,6 +359,7 @@ def test_demonstrations_with_random_actions_follow_their_seed():
         for seed in (0, 3, 6, 9, 0)
     ]
     assert shown[0] == shown[4]
+
     messages = [
         message for one in shown for conversation in one.conversations for message in conversation
     ]
@@ -383,15 +390,19 @@ def test_a_demonstration_ends_where_the_task_is_lost():
         said = [
             message.content for message in shown.conversations[-1] if message.role == "assistant"
         ]
+
         environment.reset(seed=seed)
         over = False
         for action in said:
             assert environment.optimal_action() is not None
             _, _, terminated, truncated, _ = environment.step(action)
             over = terminated or truncated
+
         lost = environment.optimal_action() is None and not over
         assert lost or over
+
         num_lost += lost
+
     assert num_lost > 0
 
 
@@ -408,6 +419,7 @@ def test_a_thought_that_the_template_opens_belongs_to_the_answer(answer_format, 
     conversation = Conversation(
         engine, chat, SamplingParams(), name="a", seed=0, context_length=4096, timeout_s=120
     )
+
     section = EnvironmentAgentSection(format=answer_format, max_turns=3)
     agent = EnvironmentAgent(section, lambda: Corridor(CorridorConfig(max_actions=6)))
     outcome = asyncio.run(agent.run(Task(id="t", seed=0), Policy(conversation)))
@@ -415,6 +427,7 @@ def test_a_thought_that_the_template_opens_belongs_to_the_answer(answer_format, 
         "the first answer alone closes its thought"
     )
     assert outcome.metrics["num_format_errors"] == 2
+
     shown = chat.text(chat.completion(Message("assistant", format_answer(["Right"], section))))
     reply = Reply(shown, True, 0, Message("assistant", shown), opening=chat.opening)
     read = reply.opening + shown if answer_format == "think_answer" else reply.answer

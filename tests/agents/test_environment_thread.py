@@ -50,7 +50,8 @@ def test_nothing_else_happens_while_a_quick_environment_answers():
 def test_slow_environments_of_a_kind_play_at_the_same_time(monkeypatch):
     """Sixteen calls wait for each other: waited for on the spot, they would never end."""
     monkeypatch.setattr(environment_thread, "GRACE_S", PATIENCE_S)
-    pace, everybody = Pace(), threading.Barrier(16)
+    pace = Pace()
+    everybody = threading.Barrier(16)
 
     async def play() -> None:
         thread = EnvironmentThread(pace)
@@ -68,6 +69,7 @@ def test_slow_environments_of_a_kind_play_at_the_same_time(monkeypatch):
     asyncio.run(work())
     for _ in range(100):
         pace.took(0.001)
+
     assert pace.grace_s == PATIENCE_S
 
 
@@ -90,14 +92,17 @@ def test_an_environment_that_can_not_be_made_leaves_no_thread():
     for _ in range(5):
         with pytest.raises(EnvironmentFailure, match="no map"):
             asyncio.run(agent_of(broken).run(Task(id="t"), None))
+
     ends = time.monotonic() + PATIENCE_S
     while num_environments() > before and time.monotonic() < ends:
         time.sleep(0.01)
+
     assert num_environments() <= before, "another test's may have ended meanwhile"
 
 
 def test_an_environment_whose_making_was_given_up_is_closed_when_it_is_made():
-    go, closed = threading.Event(), threading.Event()
+    go = threading.Event()
+    closed = threading.Event()
 
     class Late:
         def __init__(self) -> None:
@@ -112,6 +117,7 @@ def test_an_environment_whose_making_was_given_up_is_closed_when_it_is_made():
 
     asyncio.run(work())
     assert not closed.is_set()
+
     go.set()
     assert closed.wait(PATIENCE_S)
 
@@ -131,12 +137,15 @@ def test_a_process_bears_so_many_hung_environments_and_no_more(monkeypatch):
         await hang()
         with pytest.raises(EnvironmentFailure, match="2 environments of this process hang"):
             EnvironmentThread(Pace())
+
         go.set()
         async with asyncio.timeout(PATIENCE_S):
             while environment_thread._hung:
                 await asyncio.sleep(0.01)
+
         thread = EnvironmentThread(Pace())
         assert await thread.call(lambda: 3) == 3
+
         await thread.end(lambda: None)
 
     asyncio.run(work())
@@ -194,12 +203,15 @@ def test_an_environment_that_hangs_when_it_is_closed_is_counted_and_what_was_pla
             outcome = await asyncio.wait_for(agent.run(Task(id="t"), Mover()), PATIENCE_S)
             assert (outcome.reward, outcome.success) == (1.0, True)
             assert len(environment_thread._hung) == hung
+
         with pytest.raises(EnvironmentFailure, match="2 environments of this process hang"):
             await agent.run(Task(id="t"), Mover())
+
         go.set()
         async with asyncio.timeout(PATIENCE_S):
             while environment_thread._hung:
                 await asyncio.sleep(0.01)
+
         monkeypatch.setattr(environment_thread, "CLOSE_S", PATIENCE_S)
         assert (await agent.run(Task(id="t"), Mover())).success
 
@@ -209,7 +221,8 @@ def test_an_environment_that_hangs_when_it_is_closed_is_counted_and_what_was_pla
 def test_an_environment_that_hangs_in_its_close_when_its_attempt_is_broken_off_is_counted(
     monkeypatch,
 ):
-    go, closing = threading.Event(), threading.Event()
+    go = threading.Event()
+    closing = threading.Event()
 
     def close() -> None:
         closing.set()
@@ -219,10 +232,12 @@ def test_an_environment_that_hangs_in_its_close_when_its_attempt_is_broken_off_i
         thread = EnvironmentThread(Pace())
         ending = asyncio.create_task(thread.end(close))
         await asyncio.to_thread(closing.wait, PATIENCE_S)
+
         ending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await ending
         assert environment_thread._hung == {thread}
+
         go.set()
         async with asyncio.timeout(PATIENCE_S):
             while environment_thread._hung:

@@ -127,7 +127,8 @@ def test_wrong_rewards_of_turns(played, returned, expected):
 
 def test_a_function_that_hangs_costs_its_attempt(played):
     """Its thread can't be ended, but the policy answers it no more."""
-    goes_on, errors = threading.Event(), []
+    goes_on = threading.Event()
+    errors = []
 
     def run(task, policy):
         goes_on.wait(20)
@@ -143,6 +144,7 @@ def test_a_function_that_hangs_costs_its_attempt(played):
         "the episode took longer than agent.timeout_s=0.2 s",
     )
     assert time.monotonic() - started < 5
+
     (thread,) = [one for one in threading.enumerate() if one.name == "agent"]
     goes_on.set()
     thread.join(20)
@@ -155,9 +157,12 @@ def test_too_many_that_hang_are_refused(played, monkeypatch):
     errors = [played(lambda task, policy: goes_on.wait(20), limit_s=0.05).error for _ in range(3)]
     assert errors[1].startswith("the episode took longer")
     assert errors[2].startswith("AgentEvoError: 2 agents of attempts that have ended still run")
+
     goes_on.set()
+
     while any(one.name == "agent" for one in threading.enumerate()):
         time.sleep(0.01)
+
     assert played(lambda task, policy: policy.generate(ASKED) and 1.0).error is None
 
 
@@ -179,7 +184,8 @@ def test_whatever_it_raises_fails_its_attempt(played, raised, expected):
 
 
 def test_an_attempt_that_is_cut_lets_go_of_its_thread(attempt_of):
-    began, goes_on = threading.Event(), threading.Event()
+    began = threading.Event()
+    goes_on = threading.Event()
 
     def run(task, policy):
         began.set()
@@ -352,5 +358,6 @@ def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_pol
             return play(f"{door.url}/v1", f"{door.url}/s/key-0/reward")
 
         trajectory = played(with_policy if takes_policy else alone, door=door)
+
     assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", None, 0.5)
     assert [turn.reward for turn in trajectory.turns] == [0.5]

@@ -76,7 +76,9 @@ def test_a_continuation_that_can_not_fit_is_refused(policy):
 def test_long_texts_are_encoded_beside_the_loop_and_not_remembered(policy, chat, monkeypatch):
     """Everything else goes on, and limits are heeded."""
     monkeypatch.setattr(chat_module, "LONG_TEXT", 100)
-    inner, threads, ticks = chat._compute_first_prompt, [], []
+    inner = chat._compute_first_prompt
+    threads = []
+    ticks = []
 
     def slow(*arguments):
         threads.append(threading.current_thread())
@@ -111,6 +113,7 @@ def test_copies_of_turns_are_given_out(policy):
             turn.completion_ids.append(1)
             turn.logprobs[0] = 7.0
             turn.messages.clear()
+
         (turn,) = one.turns
         assert len(turn.completion_ids) == len(turn.logprobs) and turn.messages
         assert turn.logprobs[0] != 7.0

@@ -79,6 +79,7 @@ def test_a_policy_of_several_is_asked_by_name():
     policy = Policy(both["solver"], agents=both)
     assert policy.agents == AGENTS and not policy.was_asked
     assert policy["critic"].conversation is both["critic"]
+
     with pytest.raises(BadRequestError, match=r"ask one of them, policy\[\"solver\"\]"):
         _ = policy.turns
     with pytest.raises(BadRequestError, match=r"no agent 'judge' \(known: solver, critic\)"):

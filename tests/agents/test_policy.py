@@ -58,14 +58,17 @@ def test_each_turn_extends_the_very_ids_of_the_one_before(loaded, chat, scripted
         return reply
 
     assert run(talk()).turn == 2
+
     turns = policy.turns
     assert [turn.parent for turn in turns] == [None, 0, 1]
     assert [turn.index for turn in turns] == [0, 1, 2]
+
     trajectory = as_trajectory(policy)
     for turn, (prompt, sampling, session) in zip(turns, engine.requests, strict=True):
         assert trajectory.context_ids(turn.index) == prompt
         assert (sampling.seed, sampling.temperature, session) == (turn.seed, 0.7, "a")
         assert turn.versions.tolist() == [3] * len(turn.completion_ids)
+
     said = (
         "<|user|>Take the left coin or the right "
         "one.<|end|><|assistant|>left<|end|><|user|>Go on.<|end|><|assistant|>right<|end|>"
@@ -108,6 +111,7 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
     assert sample.logprobs[sample.loss_mask].tolist() == [
         lp for turn in policy.turns for lp in turn.logprobs
     ]
+
     reencoded = loaded.tokenizer.encode(
         loaded.tokenizer.decode(sample.ids), add_special_tokens=False
     )
@@ -158,6 +162,7 @@ def test_an_edited_history_branches_where_it_was_edited(
     turn = policy.turns[2]
     assert turn.parent == parent
     assert as_trajectory(policy).context_ids(2) == engine.requests[2][0]
+
     rendered = (
         "".join(f"<|{message.role}|>{message.content}<|end|>" for message in changed)
         + "<|assistant|>"
@@ -165,6 +170,7 @@ def test_an_edited_history_branches_where_it_was_edited(
     assert loaded.tokenizer.decode(engine.requests[2][0]) == rendered
     if begins_anew:
         assert turn.prompt_ids.tolist() == engine.requests[2][0]
+
     samples = [sample for _, sample, _ in trajectory_rows(as_trajectory(policy))]
     assert (
         sum(sample.num_trained for sample in samples)
@@ -204,12 +210,14 @@ def test_the_last_tokens_of_the_context_are_used_and_then_it_is_full(chat, scrip
     engine, policy = scripted(["left"], context_length=prompt + 3)
     run(policy.generate([USER]))
     assert engine.requests[0][1].max_new_tokens == 3
+
     _, policy = scripted(["left"], context_length=prompt)
     with pytest.raises(
         RequestTooLongError,
         match=f"conversation has {prompt} tokens, the model's context is {prompt}",
     ):
         run(policy.generate([USER]))
+
     assert policy.turns == []
 
 
@@ -281,6 +289,7 @@ def test_the_engines_failure_is_remembered_whatever_the_agent_does(scripted):
     for expected in (None, None, "late", "late"):
         run(swallow(policy))
         assert (str(policy.conversation.broken) if policy.conversation.broken else None) == expected
+
     _, small = scripted([], context_length=4)
     run(swallow(small))
     assert small.conversation.broken is None, "a full context is the agent's own"
@@ -292,7 +301,8 @@ def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failu
 
     for version, broken in ((3, False), (-1, True)):
         engine, policy = scripted([])
-        engine.version, engine.generate = version, hang
+        engine.version = version
+        engine.generate = hang
         with pytest.raises(TimeoutError):
             run(asyncio.wait_for(policy.generate([USER]), 0.02))
         assert isinstance(policy.conversation.broken, EngineUnavailableError) == broken
@@ -300,7 +310,8 @@ def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failu
 
 def hold(engine) -> asyncio.Event:
     """The engine answers only while the event is set."""
-    generate, go = engine.generate, asyncio.Event()
+    generate = engine.generate
+    go = asyncio.Event()
 
     async def generate_when_set(*arguments, **options):
         await go.wait()
@@ -317,13 +328,16 @@ def test_the_oldest_version_counts_requests_under_way(scripted):
     async def talk():
         engine.version = 5
         assert policy.conversation.oldest_version is None
+
         asked = asyncio.create_task(policy.generate([USER]))
         await asyncio.sleep(0)
         engine.version = 8
         assert policy.conversation.oldest_version == 5, "its first tokens may be drawn already"
+
         go.set()
         await asked
         assert policy.conversation.oldest_version == 8, "they were not"
+
         engine.version = 9
         await policy.generate([OTHER])
         assert policy.conversation.oldest_version == 8
@@ -345,6 +359,7 @@ def test_a_request_made_while_no_engine_was_known_has_no_version(scripted):
         await asyncio.sleep(0)
         engine.version = 6
         assert policy.conversation.oldest_version == 5, "of the tokens that there are"
+
         go.set()
         await asked
         assert policy.conversation.oldest_version == 5

@@ -52,7 +52,8 @@ def test_one_that_can_not_be_made_is_refused(error):
 
 def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
     monkeypatch.setattr(environment_thread, "CLOSE_S", 0.1)
-    go, made = threading.Event(), []
+    go = threading.Event()
+    made = []
 
     def make() -> Environment:
         made.append(1)
@@ -64,5 +65,6 @@ def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
                 one.call(lambda environment: go.wait(30))
         with pytest.raises(EnvironmentFailure, match="has hung 3 times"):
             one.call(lambda environment: 3)
+
     go.set()
     assert len(made) == MAX_HUNG

@@ -63,6 +63,7 @@ def test_a_function_gets_the_given_text_or_its_own_and_the_attempt_says_which(pl
         "examples": digest_of_text(given["examples"]),
     }
     assert first.turns[0].messages[:2] == SHOWN
+
     heard.clear()
     second = played(FunctionAgent(blocking), Texts({"system": "x"}))
     assert heard == ["x", "x"]
@@ -86,6 +87,7 @@ def test_one_name_is_one_text_of_an_attempt():
     texts = Texts()
     texts.text("system", "a")
     assert texts.text("system", "a") == "a"
+
     with pytest.raises(BadRequestError, match="another default"):
         texts.text("system", "b")
     with pytest.raises(BadRequestError, match="another default"):
@@ -116,10 +118,12 @@ def test_a_recipe_names_a_file_of_texts_and_refuses_what_its_agent_never_asks_fo
     tree = {"environment": {"type": "coins"}, "agent": {"texts": "texts.yaml"}}
     config = build_config(tree, folder=tmp_path)
     assert config.agent.texts == {"system": "Say {it}: ${env:HOME} and $1", "rules": "Go.\n"}
+
     with pytest.raises(ConfigError, match=r"sytem.*did you mean system"):
         build_config({**tree, "agent": {"texts": {"sytem": "x"}}}, folder=tmp_path)
     with pytest.raises(ConfigError, match="no file"):
         build_config({**tree, "agent": {"texts": "other.yaml"}}, folder=tmp_path)
+
     (tmp_path / "texts.yaml").write_text("- system")
     with pytest.raises(ConfigError, match="NAME: TEXT"):
         read_texts(tmp_path / "texts.yaml")
@@ -143,6 +147,7 @@ def test_descriptions_of_tools_are_texts():
     assert changed["function"]["parameters"]["properties"]["thing"]["description"] == "One word."
     assert schema["function"]["description"] == "Counts."  # that of others stays
     assert set(texts.digests) == {"tools.count", "tools.count.thing"}
+
     unchanged = Texts()
     assert unchanged.of_tools([schema]) == [schema]
     assert {name: one.default for name, one in unchanged.declared.items()} == {
@@ -161,6 +166,7 @@ def test_examples_are_conversations_with_their_calls():
         Message("assistant", "3"),
     ]
     assert examples_of("examples", as_examples([talk, SHOWN])) == [talk, SHOWN]
+
     for wrong in ("no json", "{}", "[1]", "[[]]", '[[{"role": "user"}]]'):
         with pytest.raises(BadRequestError, match="examples"):
             Texts({"examples": wrong}).examples()
@@ -176,10 +182,13 @@ def test_the_store_keeps_digests_and_the_folder_the_texts(played, tmp_path):
     trajectory = played(FunctionAgent(run), Texts({}, keeper))
     digest = digest_of_text("own")
     assert (tmp_path / "texts" / f"{digest}.txt").read_text() == "own"
+
     (row,) = encode_trajectories([trajectory], "train", 1)
     columns = {**row.row, "written_at": 0.0}
     assert decode_stored(columns, row.data).trajectory.texts == {"system": digest}
+
     without = played(FunctionAgent(run), Texts({"system": "x"}))
     assert content_digest(without) != content_digest(trajectory)
+
     TextKeeper(tmp_path / "nowhere")("text")
     assert not (tmp_path / "nowhere").exists()

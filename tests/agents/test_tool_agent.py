@@ -83,8 +83,10 @@ def ended_by(outcome):
 def test_each_reply_and_result_extends_the_ids_before_it(played):
     outcome, turns, prompts = played(call(2) + call(3), call(4), "It is 9.")
     assert [turn.parent for turn in turns] == [None, 0, 1]
+
     schema = json.loads(prompts[0].partition("<|system|>")[2].partition("<|end|>")[0])
     assert schema[0]["function"]["name"] == "add"
+
     told = prompts[-1].partition("Count.")[2]
     assert told == (
         f"<|end|><|assistant|>{call(2)}{call(3)}<|end|>"
@@ -117,6 +119,7 @@ def test_what_is_wrong_with_a_call_is_told_counted_and_priced(played):
     assert outcome.turn_rewards == {0: -0.25, 1: -0.25, 2: -0.25, 3: 0.0, 4: 0.0}
     assert outcome.reward == -0.75
     assert outcome.reward_parts == {"tool_results": 0.0, "call_penalty": -0.75}
+
     counted = {name: count for name, count in outcome.metrics.items() if name.startswith("num_")}
     assert counted == {
         "num_context_cuts": 0,
@@ -135,8 +138,10 @@ def test_limits_end_an_attempt_and_say_so(played):
     assert ended_by(played(call(1), call(1), call(1), "x", max_repeats=2)[0]) == "repeats"
     assert ended_by(played(call(1), call(2), call(3), max_tokens=100)[0]) == "tokens"
     assert ended_by(played(*[call(n) for n in range(60)], max_turns=60)[0]) == "context"
+
     outcome, _, prompts = played(call(1) + call(2) + call(3), call(4), "6", max_calls_per_turn=2)
     assert "Error: a reply may hold 2 calls" in prompts[1] and ended_by(outcome) == "answer"
+
     outcome, _, prompts = played(call(1), call(2), "1", max_tool_calls=1)
     assert "Error: all 1 calls are used up: give the final answer" in prompts[-1]
     assert not outcome.truncated
@@ -158,8 +163,10 @@ def test_the_tools_may_say_what_an_attempt_is_worth(played, counter):
         "call_penalty": 0.0,
     }
     assert (outcome.reward, outcome.success) == (0.9, False)
+
     counter.outcome = lambda self: self.count >= 3
     assert played(call(3), "done")[0].success
+
     counter.outcome = lambda self: None
     assert played(call(3), "done")[0].reward is None, "a scorer's affair, else it fails in words"
     assert ToolAgent(ToolAgentSection(tools=("counter",))).needs_scorer is False
@@ -302,6 +309,7 @@ def test_searches_may_be_tags(played, tmp_path):
         final="answer_tag",
     )
     assert prompts[0].endswith("Question: Count.<|end|><|assistant|>")
+
     found = "<information>[1] Canberra is the capital of Australia.</information>"
     assert prompts[1].endswith(f"</search><|end|><|user|>{found}<|end|><|assistant|>")
     assert "Search by <search>" in prompts[2]

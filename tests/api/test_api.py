@@ -194,6 +194,7 @@ def test_an_environment_needs_a_type_of_its_own():
 
     with pytest.raises(ConfigError, match="NoType needs a `Config`"):
         resolve(NoType)
+
     with pytest.raises(
         ConfigError, match=r"'test_lamp' is already taken.*give Taken\.Config another `type`"
     ):
@@ -219,10 +220,12 @@ def test_an_agent_is_registered_by_an_import_or_given_as_its_class(tmp_path):
         f"import agentevo\n@agentevo.agent({name!r})\nasync def run(task, policy): return 1.0\n"
     )
     Path("tasks.jsonl").write_text('{"query": "x"}\n')
+
     tasks = {"train": "tasks.jsonl"}
     with pytest.raises(UnknownNameError, match=r"agents: .*single_turn.*import=\[") as caught:
         resolve(name, tasks=tasks)
     assert "\n" not in str(caught.value)
+
     config, _ = resolve(name, tasks=tasks, overrides=["import=[./by_file.py]"])
     assert config.agent.type == name
 
@@ -232,6 +235,7 @@ def test_an_agent_is_registered_by_an_import_or_given_as_its_class(tmp_path):
 
     with pytest.raises(ConfigError, match="Player is not registered: put @agentevo"):
         resolve(Player, tasks=tasks)
+
     agentevo.agent(f"player_{tmp_path.name}")(Player)
     assert resolve(Player, tasks=tasks)[0].agent.type == f"player_{tmp_path.name}"
 
@@ -245,9 +249,11 @@ def test_a_run_with_reward_functions_is_opened_again_by_passing_them(tmp_path):
     (folder / "config.yaml").write_text(
         "agent: {type: function}\nrewards: [{name: right_again, weight: 2}]\n"
     )
+
     given = {"agent": think, "tasks": [Task(id="a", query="?")]}
     with pytest.raises(ConfigError, match=r"right_again.*import=\[.*passed first"):
         agentevo.load_run(folder, **given)
+
     run = agentevo.load_run(folder, **given, rewards=[right_again])
     assert run.config.rewards[0].weight == 2
 
@@ -290,6 +296,7 @@ def test_the_package_offers_its_names_lazily():
     assert agentevo.Task is Task
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         agentevo.trian  # noqa: B018
+
     code = (
         "import sys, agentevo; print([name for name in sys.modules if "
         "name.startswith('agentevo.')])"
@@ -313,6 +320,7 @@ def test_sft_from_python(tmp_path):
         {"data": {"train": str(rows)}}, model=tiny, sft={"batch_conversations": 1}, **options
     )
     assert run.summary["steps"] == 2 and run.checkpoint.name == "step-000002"
+
     with pytest.raises(ConfigError, match="data: says nothing to train on"):
         agentevo.sft({}, model=tiny)
 
@@ -320,9 +328,11 @@ def test_sft_from_python(tmp_path):
 def test_another_preset_than_the_recipes_is_warned_of():
     with pytest.warns(UserWarning, match=r"algorithm\.clip_high=0\.28 +gspo's own is 0\.0004"):
         resolve("frozen_lake", algorithm="gspo")
+
     config, _ = resolve("frozen_lake")
     with pytest.warns(UserWarning, match=r"overrides=\['algorithm\.entropy_coef=0\.0', "):
         resolve(config, algorithm="gspo")
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve("frozen_lake", algorithm="grpo")

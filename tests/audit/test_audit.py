@@ -46,6 +46,7 @@ def test_a_whole_run_has_no_violation_and_is_accounted_for(whole):
     }
     assert found.tasks["completed"] == 6
     assert (found.poison, found.unfinished) == ({"lame": "EngineUnavailableError: gone"}, ["left"])
+
     lines = found.lines()
     assert ("failed", "1 ValueError: broken after N s") in lines
     assert ("cancelled", "2 cancelled: token of version N, trainer at N") in lines
@@ -206,10 +207,12 @@ def test_another_checkpoint_in_its_place_is_a_violation_unless_head_json_has_it(
     """A resume that found it torn does the step again and saves it anew: whole, with other times in
     it."""
     assert audited(run).checkpoints == [2]
+
     (run / "checkpoints" / "step-000002").rename(run / "old")
     saved = write_checkpoint(run, 2, weights=b"others")
     (found,) = violations(run)
     assert "is whole, but neither its record nor head.json" in found
+
     HeadFile(run).saved(2, saved["sha256"])
     found = audited(run)
     assert (found.ok, found.checkpoints, found.remade) == (True, [], [2])
@@ -248,6 +251,7 @@ def test_a_run_that_goes_on_meanwhile_breaks_nothing(run):
 
     found = asyncio.run(work())
     assert (found.violations, found.steps) == ([], 3)
+
     change(run, "UPDATE trajectories SET trained_step = 9 WHERE id = 'later/train@4#0'")
     assert (
         "trajectory later/train@4#0: it is committed to step 9, which has no record"
@@ -284,6 +288,7 @@ def test_a_task_that_failed_is_listed_with_its_error(run):
         [],
     )
     assert ("task left", "failed: StoreError: the trajectories were refused") in found.lines()
+
     change(run, "UPDATE tasks SET error = NULL WHERE id = 'left'")
     assert violations(run) == ["task left failed, and no error is recorded"]
 
@@ -296,6 +301,7 @@ def test_stale_tokens_are_masked_or_a_violation(tmp_path):
         async with await open_store(f"sqlite:///{folder / 'store.sqlite'}") as store:
             for step in (1, 2, 3):
                 await commit(store, step, [])
+
             mixed = trajectory("t", 0, version=0)
             mixed = msgspec.structs.replace(
                 mixed, turns=[msgspec.structs.replace(mixed.turns[0], versions=[0, 1, 2])]
@@ -303,6 +309,7 @@ def test_stale_tokens_are_masked_or_a_violation(tmp_path):
             await store.write_trajectories([mixed], split="train", step=4)
             await commit(store, 4, [mixed], staleness=2, policy=policy, masked_tokens=masked)
             last = await store.last_step()
+
         HeadFile(folder).committed(End(4, last.record["chain"]))
         return folder
 
@@ -318,21 +325,26 @@ def test_stale_tokens_are_masked_or_a_violation(tmp_path):
 
 def test_the_command_prints_what_it_found_and_fails_on_a_violation(run, capsys):
     assert main(["audit", str(run)]) == 0
+
     out = capsys.readouterr().out
     assert "3 committed, from 12 trajectories" in out and "everything is as the records say" in out
     assert main(["audit", str(run), "--dropped"]) == 0
     assert "lame/train@4#1" in capsys.readouterr().out
+
     change(run, "UPDATE trajectories SET trained_step = 3 WHERE id = ?", VICTIM)
     assert main(["audit", str(run)]) == 1
+
     shown = capsys.readouterr()
     assert shown.err.count("violation: ") == 2 and "2 violations" in shown.out
     assert main(["audit", str(run), "--json"]) == 1
+
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False and len(found["violations"]) == 2 and found["ages"] == {"0": 66}
 
 
 def test_a_token_is_followed_to_its_gradient_step(run, capsys):
     assert main(["audit", str(run), "--token", f"{VICTIM}:1:0"]) == 0
+
     out = capsys.readouterr().out
     for part in (
         "train-2-1, completed",
@@ -342,8 +354,10 @@ def test_a_token_is_followed_to_its_gradient_step(run, capsys):
         "in step 2, at version 1",
     ):
         assert part in out
+
     assert "age 0, the bound was 0" in out and "checkpoints/step-000002" in out
     assert main(["audit", str(run), "--json", "--token", f"{VICTIM}:1:0"]) == 0
+
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["age"], found["trained_step"], found["checkpoint_there"]) == (
         1,

@@ -49,6 +49,7 @@ def test_no_column_is_changed_unseen(run: Path, row: tuple[str, str]) -> None:
             report = audited(folder)
             if report.ok and not report.emptied:
                 unseen.append(f"{table}.{column} = {other!r:.40}")
+
     assert not unseen, "\n".join(unseen)
     assert audited(run).ok
 
@@ -87,9 +88,11 @@ def test_no_value_of_a_record_is_changed_unseen(run: Path) -> None:
         database = sqlite3.connect(store)
         (text,) = database.execute("SELECT record FROM steps WHERE step = ?", (step,)).fetchone()
         database.close()
-        before, record = store.read_bytes(), json.loads(text)
+        before = store.read_bytes()
+        record = json.loads(text)
         paths = [path for path in leaves(record) if path[-1] not in (1, 2, 3)]  # of lists the first
         assert ("plan", "staleness") in paths and ("plan", "digests", 0) in paths
+
         for path in paths:
             database = sqlite3.connect(store, isolation_level=None)
             text = json.dumps(change_leaf(record, path))
@@ -120,9 +123,11 @@ def test_no_value_of_head_json_is_changed_unseen(run: Path) -> None:
             continue
         file.write_text(json.dumps(change_leaf(head, path)))
         assert violations(run), path
+
     file.write_text("{")
     (found,) = violations(run)
     assert "head.json can't be read" in found
+
     file.unlink()
     (found,) = violations(run)
     assert found == "head.json is missing: nothing says which step was the last"
@@ -143,6 +148,7 @@ def test_no_file_is_changed_or_deleted_unseen(run: Path) -> None:
         path.unlink()
         assert violations(run), path
         path.write_bytes(content)
+
     assert audited(run).ok
 
 
@@ -152,9 +158,11 @@ def test_a_run_of_an_older_version_is_told_so_and_not_accused(run: Path, capsys:
         record = {key: value for key, value in json.loads(text).items() if key != "chain"}
         record["plan"] |= {"digest": "ab", "digests": []}
         database.execute("UPDATE steps SET record = ? WHERE step = ?", (json.dumps(record), step))
+
     database.close()
     (run / "head.json").unlink()
     assert main(["audit", str(run)]) == 1
+
     told = capsys.readouterr().err.splitlines()
     assert len([line for line in told if "older version of AgentEvo" in line]) == 1
     assert not any("not what was trained on" in line for line in told)

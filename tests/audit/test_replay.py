@@ -81,6 +81,7 @@ async def sample_while_publishing(config: RunConfig) -> None:
         while not work.done():
             for _ in range(9):
                 await asyncio.sleep(0)
+
             if parts.engine.scheduler.running and version < 6:
                 version += 1
                 weights = {
@@ -91,6 +92,7 @@ async def sample_while_publishing(config: RunConfig) -> None:
                 checkpoints.save(version, parts.model, parts.tokenizer, {}, {}, None)
             else:
                 await asyncio.sleep(0.001)
+
         await work
 
 
@@ -146,12 +148,14 @@ def test_the_random_numbers_are_the_engine_s():
 
 def test_every_trajectory_of_a_run_comes_again_token_for_token(run):
     assert len(run.trajectories(state="committed")) > 12, "the weights have changed"
+
     found = run.replays(1000)
     stored = [t for t in run.trajectories(split="train") if versions_of(t) != [0]]
     assert len(found) == len(stored) == 36
     assert [one.line() for one in found if not one.same] == []
     assert sum(one.tokens for one in found) == sum(t.num_completion_tokens() for t in stored)
     assert sum(one.ties for one in found) <= 1
+
     rewards = {t.id: t.reward for t in stored}
     assert {one.trajectory: one.replayed_reward for one in found} == rewards
     assert {version for one in found for version in one.versions} == {1, 2, 3}
@@ -169,6 +173,7 @@ def test_tokens_of_one_turn_drawn_by_several_versions_come_again(mixed):
     several = [t for t in stored.values() if any(len(set(turn.versions)) > 1 for turn in t.turns)]
     assert len(several) >= 3, "the weights changed in the middle of completions"
     assert len({version for t in several for version in versions_of(t)}) >= 3
+
     for trajectory in stored.values():
         found = replayed(mixed, trajectory.id)
         assert found.same, found.line()
@@ -183,12 +188,15 @@ def test_weights_that_are_gone_are_trained_again(run, tmp_path):
         shutil.copytree(run.dir, folder)
         for step in range(kept + 1, 5):
             shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
+
         if not kept:
             shutil.rmtree(folder / "checkpoints")
+
         left = Run(run_config(folder))
         trajectory = next(t for t in left.trajectories(split="train", step=4) if t.turns)
         with pytest.raises(CheckpointError, match="make them again with --rebuild"):
             left.replay(trajectory.id)
+
         found = left.replay(trajectory.id, rebuild=True)
         assert found.same, found.line()
         assert found.versions == [3]
@@ -199,7 +207,8 @@ def test_weights_are_trained_again_one_version_after_the_other(run, tmp_path, mo
     folder = tmp_path / "run"
     shutil.copytree(run.dir, folder)
     shutil.rmtree(folder / "checkpoints")
-    done, replay_step = [], rebuild_module.replay_step
+    done = []
+    replay_step = rebuild_module.replay_step
 
     async def counted(trainer: Any, store: Any, step: Any) -> Any:
         done.append(step.step)
@@ -216,8 +225,10 @@ def test_weights_are_trained_again_one_version_after_the_other(run, tmp_path, mo
                     run.dir / "checkpoints" / f"step-{version:06d}" / "model.safetensors"
                 )
                 assert len(saved.keys() & weights.keys()) > 5
+
                 for name in saved.keys() & weights.keys():
                     torch.testing.assert_close(weights[name], saved[name], atol=1e-5, rtol=0.0)
+
             assert await anext(rebuilt, None) is None
 
     run_coroutine(work())
@@ -234,17 +245,20 @@ def test_weights_that_were_published_to_engines_are_found(mixed, tmp_path):
     config = config.model_copy(
         update={"store": config.store.model_copy(update={"url": mixed.store_url})}
     )
+
     trajectory = max(read(mixed).values(), key=lambda t: len(versions_of(t)))
     for version in [one for one in versions_of(trajectory) if one]:
         published.write(
             version, PolicyAt(mixed, StoredVersions(mixed).weights_of).load(version).model, keep=99
         )
+
     versions = StoredVersions(config)
     assert versions.at_hand() == sorted({0, *versions_of(trajectory)})
     assert all(
         not isinstance(versions.weights_of(version), Path) for version in versions_of(trajectory)
     )
     assert replayed(config, trajectory.id).same
+
     last = max(versions_of(trajectory))
     (published.path(last) / "weights.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="torn"):
@@ -271,6 +285,7 @@ def victim(config: RunConfig) -> tuple[Trajectory, Turn, int]:
                 and len(turn.completion_ids) > 4
             ):
                 return trajectory, turn, 3
+
     raise AssertionError("no such trajectory")
 
 
@@ -283,6 +298,7 @@ def test_a_changed_token_is_found_with_its_place_and_both_probabilities(mixed, t
         trajectory.id,
     )
     assert not found.same and found.difference is not None
+
     where = found.difference
     assert (where.kind, where.turn, where.position, where.version) == (
         "token",
@@ -348,6 +364,7 @@ def test_a_changed_prompt_is_found(mixed, tmp_path):
         changed(mixed, tmp_path, with_turn(trajectory, 1, prompt_ids=prompt)), trajectory.id
     )
     assert found.difference is not None
+
     place = len(trajectory.context_ids(1)) - 1
     assert (found.difference.kind, found.difference.turn, found.difference.position) == (
         "prompt",
@@ -380,6 +397,7 @@ def test_changed_rewards_and_missing_turns_are_found(mixed, tmp_path, what):
         other = with_turn(trajectory, 0, reward=trajectory.turns[0].reward + 0.5)
     else:
         other = msgspec.structs.replace(trajectory, turns=trajectory.turns[:1])
+
     found = replayed(changed(mixed, tmp_path, other), trajectory.id)
     assert found.difference is not None
     assert found.difference.kind == ("end" if what == "fewer" else "reward")
@@ -407,6 +425,7 @@ def test_a_tie_within_rounding_is_no_difference(mixed):
     section = mixed.sampling
     filters = SamplingParams(top_p=section.top_p)
     assert resample(trajectory, version, loaded, filters).differences == []
+
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.mul_(1 + 1e-6)
@@ -414,6 +433,7 @@ def test_a_tie_within_rounding_is_no_difference(mixed):
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.mul_(1.02)
+
     assert resample(trajectory, version, loaded, filters).differences != []
     assert EXACT.logprob <= 1e-3
 
@@ -430,6 +450,7 @@ def test_weights_that_are_gone_are_named_with_those_at_hand(
         CheckpointError, match=r"no longer has the weights of version 1 \(at hand: 3\)"
     ):
         few.replay(late.id)
+
     with pytest.raises(CheckpointError, match="weights for none of its"):
         few.replays(3)
     with pytest.raises(StoreError, match="no trajectory 'nobody'"):
@@ -441,9 +462,11 @@ def test_the_command(run, capsys, mixed, tmp_path):
     assert main(["replay", str(run.dir), name]) == 0
     assert capsys.readouterr().out.startswith(f"{name}: same (")
     assert main(["replay", str(run.dir), "--all", "3", "--json"]) == 0
+
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 3 and all(line["difference"] is None for line in lines)
     assert main(["replay", str(run.dir)]) == 2
+
     trajectory, turn, position = victim(mixed)
     logprobs = [
         *turn.logprobs[:position],
@@ -456,6 +479,7 @@ def test_the_command(run, capsys, mixed, tmp_path):
     )
     (tmp_path / "copy" / "checkpoints").symlink_to(mixed.run_dir / "checkpoints")
     capsys.readouterr()
+
     assert main(["replay", str(tmp_path / "copy"), trajectory.id]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 
@@ -466,6 +490,7 @@ def test_a_row_that_was_changed_is_named_where_no_replay_can_make_it_again(mixed
     trajectory = next(t for t in read(mixed).values() if t.status == "completed")
     config = changed(mixed, tmp_path, trajectory)
     assert replayed(config, trajectory.id).same
+
     store = sqlite3.connect(tmp_path / "store.sqlite", isolation_level=None)
     value = "'{\"num_actions\": 99.0}'" if column == "metrics" else "'other'"
     store.execute(f"UPDATE trajectories SET {column} = {value}")
@@ -480,6 +505,7 @@ def test_another_finish_reason_or_truncation_is_a_difference(mixed, tmp_path):
     altered = with_turn(trajectory, 0, finish_reason=reason)
     found = replayed(changed(mixed, tmp_path / "a", altered), trajectory.id).difference
     assert found.kind == "end" and f"the record says {reason}" in found.what
+
     altered = msgspec.structs.replace(trajectory, truncated=not trajectory.truncated)
     found = replayed(changed(mixed, tmp_path / "b", altered), trajectory.id).difference
     assert found.kind == "reward" and "truncated" in found.what

@@ -28,6 +28,7 @@ def test_an_agent_function_is_given_again_or_only_the_tokens_are_drawn(tmp_path,
     done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
     names = [t.id for t in done.trajectories(split="train")]
     assert all(done.replay(name).same and done.replay(name).played for name in names)
+
     alone = Run(config).replay(names[0])
     assert alone.same and not alone.played and alone.tokens > 0
 
@@ -61,11 +62,13 @@ def test_turns_with_sampling_of_their_own_are_drawn_again_and_not_trained(tmp_pa
     done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
     attempts = done.trajectories(split="train")
     assert len(attempts) == 6
+
     for trajectory in attempts:
         assert [turn.parent for turn in trajectory.turns] == [None, None, None, 1]
         assert [turn.overrides is None for turn in trajectory.turns] == [False] * 3 + [True]
         replay = done.replay(trajectory.id)
         assert replay.same and replay.played, replay.difference
+
     assert done.summary["tokens"]["trained"] == sum(t.num_trainable_tokens() for t in attempts)
 
 
@@ -110,10 +113,12 @@ def test_an_agent_that_hangs_is_waited_for_as_long_as_in_the_run(tmp_path, quiet
     ][:1]
     found = done.replay(name)
     assert (found.same, found.played, found.turns, found.replayed_reward) == (True, True, 1, None)
+
     config = function_config(tmp_path / "quick", evaluation=two)
     done = train(config, agent=answers, tasks=TASKS, view=quiet_view())
     name = next(t.id for t in done.trajectories() if t.id.endswith("#0"))
     assert done.replay(name).same
+
     config = function_config(tmp_path / "quick", agent={"timeout_s": 1.0}, evaluation=two)
     found = Run(config, agent=hangs, tasks=TASKS).replay(name)
     assert found.difference is not None and found.difference.kind == "end"
@@ -141,6 +146,7 @@ def test_tasks_of_a_later_round_are_played_as_the_agent_knew_them(tmp_path, quie
     done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
     later = [t for t in done.trajectories(split="train") if "~1" in t.task_id]
     assert later and all(t.status == "completed" for t in later)
+
     for trajectory in later:
         found = done.replay(trajectory.id)
         assert (found.same, found.played, found.replayed_reward) == (

@@ -13,12 +13,33 @@ from slow import slow
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ("deepseek_v3", "diffllama", "qwen2_moe, with windows")
 SLOW = (
-    *("gemma4_text", "hrm_text", "phimoe, RoPE longrope"),
-    *("afmoe", "apertus", "cohere2", "deepseek_v2", "ernie4_5", "exaone4", "gemma3_text", "glm4"),
-    *("gpt2", "granite", "jetmoe", "longcat_flash", "minicpm3", "olmo2", "opt", "phi3", "smollm3"),
+    "gemma4_text",
+    "hrm_text",
+    "phimoe, RoPE longrope",
+    "afmoe",
+    "apertus",
+    "cohere2",
+    "deepseek_v2",
+    "ernie4_5",
+    "exaone4",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "granite",
+    "jetmoe",
+    "longcat_flash",
+    "minicpm3",
+    "olmo2",
+    "opt",
+    "phi3",
+    "smollm3",
     *(f"llama, RoPE {kind}" for kind in ("default", "linear", "dynamic", "yarn", "llama3")),
-    *("llama, RoPE longrope", "llama, RoPE proportional", "gemma3_text, RoPE yarn and default"),
-    *("bert, is_decoder", "gemma3n_text, shared keys", "gemma4_text, shared keys"),
+    "llama, RoPE longrope",
+    "llama, RoPE proportional",
+    "gemma3_text, RoPE yarn and default",
+    "bert, is_decoder",
+    "gemma3n_text, shared keys",
+    "gemma4_text, shared keys",
 )
 
 

@@ -39,8 +39,10 @@ def test_the_processor_is_told_by_what_decides_a_ratio(module):
     told = machine.processor(ZEN_4)
     assert (told["architecture"], told["family"], told["model"]) == ("Zen 4", 25, 17)
     assert told["instruction_sets"] == ["AVX2", "AVX-512", "AVX-512 VNNI", "AVX-512 BF16"]
+
     older = machine.processor(ZEN_4 | {"model": "1", "flags": "avx avx2"})
     assert (older["architecture"], older["instruction_sets"]) == ("Zen 3", ["AVX2"])
+
     intel = {"vendor_id": "GenuineIntel", "cpu family": "6", "model": "143", "flags": "amx_tile"}
     assert machine.processor(intel)["instruction_sets"] == ["AMX"]
     assert machine.processor({})["instruction_sets"] == []
@@ -76,13 +78,16 @@ def test_absolute_paths_are_cut_down_to_names(text, expected, module):
 
 
 def test_nothing_of_the_machines_folders_and_variables_is_written(module, tmp_path, monkeypatch):
-    figures, machine, peers = module("figures"), module("machine"), module("peers")
+    figures = module("figures")
+    machine = module("machine")
+    peers = module("peers")
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "run.py"), "--model", str(tmp_path / "m")])
     monkeypatch.setenv("PATH", f"/opt/secret-tools{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("AGENTEVO_TEST_TOKEN", "do-not-tell")
     monkeypatch.setattr(machine, "measured_limits", lambda: machine.Limits(1e11, 1e10))
     monkeypatch.setattr(figures, "measured_limits", machine.measured_limits)
+
     peer = peers.Peer(
         "p", None, "peer.py", [str(tmp_path / "rows.json"), "2"], {"LD_PRELOAD": "/opt/lib/x.so"}
     )
@@ -96,10 +101,12 @@ def test_nothing_of_the_machines_folders_and_variables_is_written(module, tmp_pa
     text = path.read_text()
     for private in (str(tmp_path), str(BENCHMARKS), "/opt", "secret-tools", "do-not-tell"):
         assert private not in text
+
     content = json.loads(text)
     assert content["peers"]["p"]["command"] == ["python", "peer.py", "rows.json", "2"]
     assert content["peers"]["p"]["variables"] == {"LD_PRELOAD": "x.so"}
     assert content["figures"][0]["share_of_limits"] == {"of_peak_flops": 0.5}
+
     told = content["machine"]
     assert {"cpu", "instruction_sets", "cores", "threads", "peak_gflops", "peak_gb_per_s"} <= set(
         told

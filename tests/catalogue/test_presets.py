@@ -114,6 +114,7 @@ def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
     assert {row[4].strip("`") for row in differences} == tests, (
         "each test has a line in the table, and each line a test"
     )
+
     known = ENTRIES | {
         "kl controller": KL_CONTROLLERS,
         "importance": dict.fromkeys(IMPORTANCE[0].choices),
@@ -122,6 +123,7 @@ def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
         kind = max((kind for kind in known if concerned.startswith(f"{kind} ")), key=len)
         assert set(concerned.removeprefix(f"{kind} ").split(", ")) <= set(known[kind]), concerned
         assert theirs and ours
+
     for peer in ("verl", "TRL"):
         recorded = json.loads(
             (folder / "peers" / f"{peer.lower()}.json").read_text(encoding="utf-8")

@@ -39,6 +39,7 @@ def test_train_leaves_the_files_of_a_run(run_dir):
         "checkpoints",
         "store.sqlite",
     } <= {path.name for path in run_dir.iterdir()}
+
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 1
     assert summary["eval"]["n"] == 2

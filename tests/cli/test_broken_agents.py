@@ -101,6 +101,7 @@ def test_a_run_whose_whole_first_evaluation_failed_ends_with_the_reason(agentevo
         f"runs/{kind}/config.yaml`, with --resume or without"
     )
     assert "held-out" not in out and out.count(WRONG[kind]) <= 2, "told as it happens, and no more"
+
     if kind != "silent":
         assert "agents.py" in out, "at once, and where from"
         assert "agents.py" in err and kind in err
@@ -131,13 +132,16 @@ def test_once_it_is_mended_the_same_command_begins_the_run_again(
     words = ["train", "recipe.yaml", f"agent.type={kind}", f"run.dir=runs/mended-{kind}"]
     code, _, err = agentevo(*words, "run.overwrite=true")
     assert code == 1 and "nothing was trained" in err
+
     mended()
     words = words if not resume else re.findall("`agentevo (.*?)`", err)[0].split()
     assert agentevo(*words, *resume).code == 0
+
     folder = place / "runs" / f"mended-{kind}"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["eval"]["failed"]["before"] == 0.0
     assert agentevo("audit", str(folder)).code == 0
+
     code, _, err = agentevo(*words)
     assert code == 2 and "holds a run already" in err, "one that has trained keeps its folder"
 
@@ -158,9 +162,11 @@ def test_a_trainer_beside_samplers_begins_again_too(quiet_view, place, mended, t
     )
     with pytest.raises(AttemptsFailedError, match=r"`agentevo learn .*config\.yaml`"):
         learn(config, view=quiet_view())
+
     mended()
     with pytest.raises(KeyboardInterrupt):
         learn(config, view=quiet_view(phase=("sampling", "step 1")))
+
     counts = read_store(config.run_dir, lambda store: store.counts())
     assert counts["trajectories/eval/ready"] == 2 and counts["trajectories/eval/failed"] == 0
     assert counts["tasks/queued"] == 0, "nobody samples what is evaluated"

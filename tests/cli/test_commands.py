@@ -114,6 +114,7 @@ def test_the_entries_of_agent_tools_are_explained(agentevo):
     code, out, _ = agentevo("config", "explain", "agent.tools")
     assert code == 0 and "Section" not in out
     assert "agent.tools.mcp\n      type: mcp. One MCP server" in out
+
     out = agentevo("config", "explain", "agent.tools.session").out
     assert out.startswith("agent.tools.session (with type: mcp, mcp_file)\n")
     assert "\n\nagent.tools.session (with type: mcp_manager)\n" in out
@@ -125,9 +126,11 @@ def test_the_entries_of_agent_tools_are_explained(agentevo):
 def test_list_alone_says_what_can_be_listed(agentevo):
     code, out, err = agentevo("list")
     assert (code, err) == (0, "")
+
     rows = re.findall(r"^(\w+) +(\S.*\S)$", out, re.MULTILINE)
     assert len(rows) == len(out.splitlines())
     assert [kind for kind, _ in rows] == list(LISTS)
+
     help_text = agentevo("list", "--help").out
     for kind, meaning in rows:
         assert len(meaning) > 20
@@ -238,7 +241,8 @@ def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
 
 def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
     Path("mine.jsonl").write_text("precious\n")
-    of_run, of_store = ["trajectories", "export", str(run_dir)], ["store", "export", str(run_dir)]
+    of_run = ["trajectories", "export", str(run_dir)]
+    of_store = ["store", "export", str(run_dir)]
     of_people = ["annotations", "export", str(run_dir)]
     for words in (
         of_run,
@@ -254,8 +258,10 @@ def test_export_replaces_a_file_only_where_that_is_asked_for(agentevo, run_dir):
             "error: mine.jsonl is there already: give another file, or replace it with "
             "--overwrite\n",
         )
+
     assert Path("mine.jsonl").read_text() == "precious\n"
     assert agentevo(*of_run, "mine.jsonl", "--overwrite").code == 0
+
     trajectories = Path("mine.jsonl").read_text()
     assert trajectories.count("\n") == 4
     assert agentevo(*of_store, "mine.jsonl", "--overwrite").code == 0
@@ -331,6 +337,7 @@ def test_the_options_of_ones_own_classes_are_explained(agentevo):
         code, out, err = agentevo("config", "explain", key, "--recipe", "lamp_of_mine.yaml")
         assert (code, err) == (0, "")
         assert out.startswith(f"{key} (with {chooser})\n  {meaning}\n")
+
     code, _, err = agentevo("config", "explain", "environment", "--recipe", "nowhere.yaml")
     assert code == 2 and "recipe nowhere.yaml: no such file" in err
 
@@ -341,16 +348,20 @@ def test_sft_dry_run_and_refusals(agentevo):
     )
     code, out, err = agentevo("sft", "chats.yaml", "sft.epochs=3", "--dry-run")
     assert (code, err) == (0, "")
+
     tree = yaml.safe_load(out)
     assert (
         tree["sft"]["epochs"] == 3
         and tree["data"]["train"] == ["chats.jsonl"]
         and tree["environment"] is None
     )
+
     code, out, err = agentevo("sft", "chats.yaml")
     assert code == 2 and "data.train: chats.jsonl does not exist" in err
+
     code, out, err = agentevo("sft", "small.yaml")
     assert code == 2 and "says nothing to train on" in err
+
     code, out, err = agentevo("sft", "chats.yaml", "model.tiny.tokenizer=word")
     assert code == 2 and "set it to byte" in err
     assert not Path("runs").exists()
@@ -363,11 +374,13 @@ def test_sft_of_a_file_by_command(agentevo):
     )
     row = {"instruction": "say", "output": "ok"}
     Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for _ in range(4)) + "{torn\n")
+
     code, out, err = agentevo("sft", "chats.yaml", "tracking.tensorboard=false", "run.threads=1")
     assert code == 0, err
     assert "train: 4 of 5 rows are used" in out
     assert "train: 1 left out, not JSON: " in out and "chats.jsonl:5" in out
     assert "held-out conversations at step 1: loss" in out
     assert "step 1/1 | loss" in out and "dropped" not in out
+
     code, out, err = agentevo("eval", "runs/chats")
     assert code == 2 and "this run has none" in err

@@ -100,11 +100,13 @@ def stopped_at_work(monkeypatch) -> None:
         "huggingface_hub.snapshot_download",
     ):
         monkeypatch.setattr(place, stop)
+
     clock = SimpleNamespace(
         time=time.time, strftime=time.strftime, monotonic=time.monotonic, sleep=stop
     )
     for follows in ("agentevo.cli.trajectories.time", "agentevo.cli.top.time"):
         monkeypatch.setattr(follows, clock)  # other threads sleep as ever
+
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr("agentevo.runs.store_opening.OPENING_S", 0.2)
     monkeypatch.setattr("agentevo.runs.folder.WAIT_S", 0.2)
@@ -112,7 +114,9 @@ def stopped_at_work(monkeypatch) -> None:
 
 def outcome_of(words: list[str]) -> Outcome:
     """Runs the command in this process."""
-    out, err, error = io.StringIO(), io.StringIO(), ""
+    out = io.StringIO()
+    err = io.StringIO()
+    error = ""
     code: int | None = None
 
     def hangs(*arguments: object) -> None:
@@ -121,6 +125,7 @@ def outcome_of(words: list[str]) -> Outcome:
     signal.signal(signal.SIGALRM, hangs)
     signal.setitimer(signal.ITIMER_REAL, HANGS_S)
     started = time.process_time()
+
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(words)
@@ -131,6 +136,7 @@ def outcome_of(words: list[str]) -> Outcome:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         torch.set_num_threads(1)
+
     return Outcome(code, out.getvalue(), err.getvalue(), time.process_time() - started, error)
 
 
@@ -146,6 +152,7 @@ def names_in(folder: Path) -> dict[str, tuple[int, int]]:
                 found[str(path.relative_to(folder))] = (
                     (status.st_size, status.st_mtime_ns) if is_file else (0, 0)
                 )
+
     return found
 
 
@@ -159,9 +166,11 @@ def faults(words: list[str], outcome: Outcome, created: set[str]) -> list[str]:
         problems.append("exit code 1")
     if outcome.code not in (None, 0, 1, 2):
         problems.append(f"exit code {outcome.code}")
+
     if outcome.code == 2:
         if outcome.cpu_s > LIMIT_S and outcome.cpu_s > 2 * LIMIT_S * slowness():
             problems.append(f"{outcome.cpu_s:.1f} s")
+
         refusals = [line for line in lines if line.startswith("error: ")]
         if not refusals and not outcome.err.startswith("Usage: "):
             problems.append("nothing says what is wrong")
@@ -169,6 +178,7 @@ def faults(words: list[str], outcome: Outcome, created: set[str]) -> list[str]:
             problems.append("no clear line")
         if created:
             problems.append(f"left behind: {sorted(created)[:5]}")
+
     return problems
 
 
@@ -181,6 +191,7 @@ def check(seed: int, run: Path, place: Path) -> list[str]:
     words = hostile.command_line()
     random.seed(seed)
     here = Path.cwd()
+
     os.chdir(folder)
     try:
         before = names_in(folder)
@@ -188,6 +199,7 @@ def check(seed: int, run: Path, place: Path) -> list[str]:
         after = names_in(folder)
     finally:
         os.chdir(here)
+
     created = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     problems = faults(words, outcome, created)
     if problems:
@@ -198,6 +210,7 @@ def check(seed: int, run: Path, place: Path) -> list[str]:
             *(f"  {problem}" for problem in problems),
             f"  stderr: {outcome.err[:600]}",
         ]
+
     return []
 
 
@@ -236,6 +249,7 @@ def test_hostile_command_lines_in_processes_of_their_own(finished_run, tmp_path,
         folder.mkdir()
         hostile = Hostile(seed)
         furnish(folder, hostile, finished_run)
+
         words = [word.replace("\0", "") for word in hostile.command_line()]
         if words[:1] not in (
             ["config"],
@@ -246,6 +260,7 @@ def test_hostile_command_lines_in_processes_of_their_own(finished_run, tmp_path,
             ["store"],
         ):
             continue
+
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "agentevo", *words],
@@ -258,8 +273,11 @@ def test_hostile_command_lines_in_processes_of_their_own(finished_run, tmp_path,
             )
         except UnicodeEncodeError:  # no process can be given such a word
             continue
+
         shown = f"seed {seed}: agentevo {ascii(words)[:500]}\n{done.stderr[-1500:]}"
         assert "Traceback" not in done.stderr, shown
         assert done.returncode in (0, 2) or AWAY.search(done.stderr), shown
+
         refused += done.returncode == 2
+
     assert refused > 2

@@ -37,15 +37,21 @@ def test_prompts_and_resources_are_listed_and_read(agentevo):
         "resource count://now  The count.",
         "resource count://{number}/half  Half of a number.",
     ]
-    given = ["--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER]
-    assert agentevo("mcp", "inspect", *given).out == "Count in a low voice, and be short.\n"
+
+    shown = agentevo(
+        "mcp", "inspect", "--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER
+    ).out
+    assert shown == "Count in a low voice, and be short.\n"
     assert agentevo("mcp", "inspect", "--resource", "count://7/half", *SERVER).out == "3.5\n"
+
     code, out, _ = agentevo("mcp", "inspect", "--resource", "count://nowhere", *SERVER)
     assert code == 1 and out.startswith("Error: ")
+
     code, _, err = agentevo("mcp", "inspect", "--prompt", "rule", *SERVER)
     assert code == 1 and "it has rules(tone, length?)" in err
     for words in (["--call", "add", "--prompt", "rules"], ["--prompt", "x", "--arguments", "[]"]):
         assert agentevo("mcp", "inspect", *words, *SERVER).code == 2
+
     url = "http://127.0.0.1:9/mcpapi"
     code, _, err = agentevo("mcp", "inspect", "--prompt", "x", url)
     assert code == 2 and "no prompts" in err
@@ -71,6 +77,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     server = [*words, "account", "--import", str(tmp_path / "account.py")]
     code, _, err = agentevo("mcp", "inspect", *server)
     assert code != 0 and "TypeError" in err and "no task was given" in err and "--task JSON" in err
+
     told = ["--task", '{"answer": 90}', "--call", "ask"]
     assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")
 

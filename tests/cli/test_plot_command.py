@@ -42,6 +42,7 @@ def run(folder: str, values: Mapping[int, float | None], *, seed: int, lr: float
         for step, value in values.items()
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     return path
 
 
@@ -65,10 +66,12 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(agentevo, drawn):
     told = agentevo("plot", "a1", "a2", "b", "a1", "--out", "runs.png")
     assert told == (0, "3 runs, 2 lines, 2 metrics: runs.png\n", "")
     assert [chart.title for chart in drawn] == [HELD_OUT, "train/success"]
+
     both, single = drawn[0].lines
     assert list(both.values)[:2] == [0.25, 0.75] and math.isnan(both.values[2])
     assert (list(both.low or [])[:2], list(both.high or [])[:2]) == ([0.0, 0.5], [0.5, 1.0])
     assert (single.low, single.name) == (None, "b"), "two settings of one name"
+
     pixels = imread("runs.png")[:, :, :3].reshape(-1, 3)
     for color, _ in LOOKS[:1]:
         assert (abs(pixels - to_rgb(color)).max(axis=1) < 0.02).sum() > 100
@@ -79,6 +82,7 @@ def test_each_run_over_time_and_one_metric(agentevo, drawn):
     run("sweep/x", {1: 0.0, 721: 1.0}, seed=1)
     run("sweep/y", {1: 0.0, 721: 1.0}, seed=2)
     (sweep / "sweep.yaml").write_text("variants: {}\n")
+
     words = ["plot", "sweep", "--each", "--x", "time", "--metric", "train/success"]
     assert agentevo(*words).code == 0
     assert [line.name for line in drawn[0].lines] == ["sweep/x", "sweep/y"]
@@ -86,6 +90,7 @@ def test_each_run_over_time_and_one_metric(agentevo, drawn):
     assert list(drawn[0].x) == pytest.approx([0.0, 2.2, 2.4])
     assert list(drawn[0].lines[0].values)[:2] == [0.0, 1.0]
     assert agentevo(*[word for word in words if word != "--each"]).code == 0
+
     (line,) = drawn[1].lines
     assert list(line.values)[:2] == pytest.approx([0.0, (1.0 + 11 / 12) / 2])
     assert math.isnan(line.values[2]), "only one of the runs took so long"
@@ -107,6 +112,7 @@ def test_what_can_not_be_drawn_is_refused_and_writes_nothing(agentevo):
         code, out, err = agentevo("plot", *words)
         assert (code, out) == (2, ""), words
         assert expected in err
+
     assert not list(Path().glob("*.png"))
 
 

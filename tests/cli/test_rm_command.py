@@ -31,6 +31,7 @@ def pairs():
     path = Path("pairs.jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
     Path("rewards.yaml").write_text(RECIPE)
+
     return path
 
 
@@ -70,25 +71,32 @@ def test_a_torn_line_is_named_before_anything_is_created(pairs, agentevo):
 def test_a_run_makes_a_model_and_is_not_written_over(pairs, agentevo):
     code, out, _ = agentevo("rm", "rewards.yaml", "--dry-run")
     assert code == 0 and yaml.safe_load(out)["rm"]["epochs"] == 6 and not Path("runs").exists()
+
     code, out, err = agentevo("rm", "rewards.yaml")
     assert code == 0, err
     assert "runs/rewards/model: held-out accuracy" in out
+
     folder = Path("runs/rewards")
     result = json.loads((folder / "reward_model.json").read_text())
     assert (result["pairs"], result["held_out_pairs"]) == (27, 9)
     assert result["rm/eval/accuracy"] > 0.75
+
     shape = json.loads((folder / "model" / "config.json").read_text())
     assert shape["architectures"] == ["LlamaForSequenceClassification"]
     assert shape["reward_std"] == pytest.approx(result["rm/eval/reward_std"])
+
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rm/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 25))
     assert steps[-1]["rm/loss"] < steps[0]["rm/loss"]
+
     held_out = [(row["step"], row["rm/eval/accuracy"]) for row in rows if "rm/eval/accuracy" in row]
     assert held_out[0][0] == 0
     assert held_out[-1] == (24, result["rm/eval/accuracy"])
+
     code, _, err = agentevo("rm", "rewards.yaml")
     assert code == 2 and "holds a run already" in err
+
     code, _, err = agentevo("train", "coins", "run.dir=runs/rewards", "--resume")
     assert code == 2 and "Traceback" not in err
 

@@ -50,9 +50,11 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
         agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out
         == "5 new rows in sqlite:///two.sqlite\n"
     )
+
     agentevo("store", "export", "sqlite:///two.sqlite", "again.jsonl.gz")
     assert Path("again.jsonl.gz").read_bytes() == Path("all.jsonl.gz").read_bytes()
     assert agentevo("store", "retry", "sqlite:///two.sqlite").out == "0 tasks queued again\n"
+
     tidied = agentevo("store", "gc", "sqlite:///two.sqlite", "--dropped")
     assert tidied.code == 0 and "dropped trajectories emptied  1\n" in tidied.out
 

@@ -28,16 +28,20 @@ def test_a_folder_of_tasks_is_made_whole_and_made_again_nowhere(tmp_path, recipe
     words = ["tasks", "make", "--out", str(out), "--train", "12", "--held-out", "4"]
     more = ["--worlds", "8", "--demonstrations", "5", "--language", "de", recipe]
     assert main([*words, *more]) == 0
+
     told = capsys.readouterr().out
     assert "12 to train on, 4 held out" in told
+
     files = sorted(path.name for path in out.iterdir())
     assert files == ["demonstrations.jsonl", "eval.jsonl", "made.json", "train.jsonl"]
+
     rows = made_rows([str(out / "train.jsonl")])
     assert all(row["query"].startswith("Deine Aufgabe: ") for row in rows)
     assert len((out / "demonstrations.jsonl").read_text().splitlines()) == 5
     assert json.loads((out / "made.json").read_text())["train"] == 12
     assert main([*words, *more]) == 2
     assert "is there already" in capsys.readouterr().err
+
     harder = tmp_path / "harder"
     more = ["--worlds", "8", "--harder-than", str(out / "train.jsonl"), recipe]
     words = ["tasks", "make", "--out", str(harder), "--train", "3", "--held-out", "0"]

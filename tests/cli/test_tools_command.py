@@ -35,15 +35,20 @@ def test_every_tool_is_called_and_one_that_breaks_fails_the_command(recipe, caps
     with Manager() as manager:
         entry = {"type": "mcp_manager", "url": manager.node_url, "include": ["count", "web.*"]}
         assert main(["tools", "test", recipe(entry)]) == 0
+
         lines = capsys.readouterr().out.splitlines()
         assert [line.split("(")[0] for line in lines[::2]] == [
-            *("answered web__search", "answered fetch_url", "answered count"),
+            "answered web__search",
+            "answered fetch_url",
+            "answered count",
         ]
         assert lines[3] == '    web.fetch_url of {"url": "test"}'
+
         words = ["--call", "give", "--arguments", '{"what": "half"}']
         path = recipe({"type": "mcp_manager", "url": manager.node_url})
         assert main(["tools", "test", path, *words]) == 1
         assert capsys.readouterr().out.startswith('broken   give({"what": "half"})')
+
         made = len(manager.calls)
         assert main(["tools", "test", path, "--dry-run", "--call", "give"]) == 0
         assert capsys.readouterr().out == 'give({"what": "test"})\n'
@@ -55,6 +60,7 @@ def test_what_can_not_be_called_is_refused(recipe, capsys, tmp_path):
         path = recipe({"type": "mcp_manager", "url": manager.node_url})
         assert main(["tools", "test", path, "--call", "cont"]) == 2
         assert "there is no tool 'cont': did you mean count?" in capsys.readouterr().err
+
     assert main(["tools", "test", path, "--arguments", "{}"]) == 2
     assert main(["tools", "test", "coins"]) == 2
     assert "agent.type=environment has no tools" in capsys.readouterr().err
@@ -79,5 +85,6 @@ def test_a_dry_run_of_a_file_tells_of_what_a_recipe_would_hide(tmp_path, capsys)
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     file.write_text(json.dumps({"mcpServers": {"hotel": {**served, "env": environment}}}))
     assert main(["tools", "test", str(file), "--dry-run"]) == 0
+
     (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("outcome(")]
     assert "by `outcome: outcome`" in line

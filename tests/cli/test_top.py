@@ -32,6 +32,7 @@ def make_run(folder: Path, name: str, steps: int, planned: int = 4) -> Path:
         for step in range(1, steps + 1)
     ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
     return run
 
 
@@ -48,6 +49,7 @@ def test_once_prints_every_run(agentevo, tmp_path: Path) -> None:
     (done / "summary.json").write_text(json.dumps(summary))
     code, out, err = agentevo("top", str(tmp_path / "runs"), "--once")
     assert code == 0, err
+
     rows = {line.split()[0]: line.split() for line in out.splitlines()}
     assert rows["half"][1:9] == ["interrupted", "2/4", "0.250", "50%", "1,234", "0.5", "-", "2"]
     assert rows["done"][1:3] == ["finished", "4/4"]
@@ -109,6 +111,7 @@ def test_keys_on_a_terminal(tmp_path: Path) -> None:
         wait_for(b"two")
         os.write(ours, b"j\x1b[A\n")
         wait_for(b"nothing is running")
+
         os.write(ours, b"q")
         until = time.monotonic() + 120
         while process.poll() is None:
@@ -117,6 +120,7 @@ def test_keys_on_a_terminal(tmp_path: Path) -> None:
                 os.read(ours, 65536)
             except OSError:  # the other side is closed
                 break
+
         assert process.wait(120) == 0, process.stderr.read()
     finally:
         process.kill()

@@ -82,8 +82,10 @@ def plug_in(folder, how):
     code = folder / "code"
     code.mkdir()
     (code / f"{name}.py").write_text(PLUGIN)
+
     if how == "import":
         return (), {"import": [f"code/{name}.py"]}
+
     info = code / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -98,6 +100,7 @@ def plug_in(folder, how):
             for group, (point, item) in groups.items()
         )
     )
+
     return (code,), {}
 
 
@@ -109,12 +112,14 @@ def test_a_whole_run_killed_and_resumed(tmp_path, what, how):
     rows = [json.dumps({"id": f"t{n}", "query": "x" * n, "n": n}) for n in range(1, 7)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(rows) + "\n")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**COMMON, **WHOLE[what], **keys}))
+
     run = tmp_path / "runs" / "recipe"
     first = start(tmp_path, "train", "recipe.yaml", path=path)
     deadline = time.monotonic() + 300
     while first.poll() is None and not list(run.glob("checkpoints/*/state.json")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
     first.send_signal(signal.SIGKILL)
     first.communicate()
     finish(start(tmp_path, "train", "recipe.yaml", "--resume", path=path))
@@ -123,4 +128,5 @@ def test_a_whole_run_killed_and_resumed(tmp_path, what, how):
     assert "everything is as the records say" in finish(
         start(tmp_path.parent, "audit", str(run), path=path)
     )
+
     finish(start(tmp_path.parent, "eval", str(run), path=path))

@@ -31,7 +31,8 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
-    playing, end = threading.Event(), threading.Event()
+    playing = threading.Event()
+    end = threading.Event()
     player, other = (
         threading.Thread(
             target=play, args=(f"sqlite:///{folder / 'store.sqlite'}", playing, end, name)
@@ -46,24 +47,30 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
             if "tool search" in out:
                 break
             end.wait(0.1)
+
         assert "task/train@1#0" in out and "tool search" in out, out
+
         out = agentevo("trajectories", "watch", str(folder), "task", "--once").out
         assert "  tool over" in out and "results=2" in out and "running" in out
+
         other.start()
         for _ in range(300):
             code, out, _ = agentevo("trajectories", "watch", str(folder), "task", "--once")
             if "2 attempts begin with 'task'" in out:
                 break
             end.wait(0.1)
+
         assert code == 0 and "\ntask/train@1#0\ntask/train@1#1\n" in out, out
     finally:
         end.set()
         player.join()
         if other.ident is not None:
             other.join()
+
     code, out, _ = agentevo("trajectories", "watch", str(folder), "task/train@1#0")
     assert code == 0 and "attempt Player" in out and "running" not in out, "it ends by itself"
     assert "nothing is running" in agentevo("trajectories", "watch", str(folder), "--once").out
+
     code, _, err = agentevo("trajectories", "watch", str(folder), "nix")
     assert code == 2 and "no trajectory is called 'nix'" in err
 

@@ -22,17 +22,22 @@ def recipe(words, folder=EXAMPLE, **options):
 
 def test_the_example_becomes_a_recipe_that_is_read(capsys):
     assert main(["config", "from-agentrl", str(EXAMPLE / "minirl.sh"), "--run-name", "mine"]) == 0
+
     said = capsys.readouterr()
     config = build_config(yaml.safe_load(said.out), folder=EXAMPLE)
     assert (config.run.name, str(config.run.dir)) == ("mine", "output/mine")
     assert config.algorithm.name == "minirl" and config.algorithm.advantage == "rloo"
     assert config.algorithm.aggregation == "seq-mean-token-sum"
     assert (config.trainer.steps, config.trainer.group_size) == (1000, 8)
+
     # 48 rows on each of 8 GPUs in groups of 4, in groups of 8 attempts.
     assert config.trainer.groups_per_step == 12
+
     (manager,) = config.agent.tools
     assert (manager.type, manager.url) == ("mcp_manager", "http://127.0.0.1:8014/mcpapi")
-    context, browse = config.agent.context, config.agent.browse
+
+    context = config.agent.context
+    browse = config.agent.browse
     assert (context.strategy, context.max_tokens) == ("discard_results", 128768 - 1024)
     assert browse.models == ("reader", "reader_2") and browse.browse_tools == ("fetch_url", "visit")
     assert config.rewards[0].models == ("judge",)
@@ -58,9 +63,11 @@ def test_switches_and_defaults_are_those_of_agentrl():
     }
     assert tree["agent"]["max_turns"] == 25 and tree["sampling"]["max_new_tokens"] == 8196
     assert tree["trainer"]["learning_rate"] == 1e-6
+
     tree, _ = recipe("--loss_calculater MINIRL --epsilon 0.3 --importance_weight_cap_ratio 2")
     assert tree["algorithm"]["token_level_loss"] is True
     assert (tree["algorithm"]["clip_low"], tree["algorithm"]["cap_ratio"]) == (0.3, 2)
+
     tree, remarks = recipe("--mcp_manager_url http://h:1/sse --mcp_auth_token sesame --modl x")
     (entry,) = tree["agent"]["tools"]
     assert entry["type"] == "mcp" and entry["transport"] == "sse"

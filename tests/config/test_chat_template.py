@@ -32,6 +32,7 @@ def test_a_file_is_read_into_the_recipe_and_the_model_speaks_by_it(tmp_path, mon
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     again = load_config("again.yaml")
     assert again.model.chat_template == config.model.chat_template == SHOUTS
+
     loaded = load_model(again.model)
     ids = ChatFormat(loaded.tokenizer).first_prompt([Message("user", "red")])
     assert loaded.tokenizer.decode(ids) == "<|user|>HEY red<|end|><|assistant|>"

@@ -137,6 +137,7 @@ def test_what_may_be_combined():
 def test_presets_bring_their_filters_and_a_recipe_may_take_them_away():
     assert AlgorithmSection(name="dapo").dynamic_sampling == 10
     assert AlgorithmSection(name="dapo", dynamic_sampling=0).dynamic_sampling == 0
+
     starpo_s = AlgorithmSection(name="starpo_s")
     assert (
         starpo_s.keep_groups,
@@ -148,6 +149,7 @@ def test_presets_bring_their_filters_and_a_recipe_may_take_them_away():
         AlgorithmSection(name="rlpr").rlpr_beta,
         AlgorithmSection(name="rlpr", rlpr_beta=None).rlpr_beta,
     ) == (0.5, None)
+
     remax = AlgorithmSection(name="remax").resolved()
     assert (remax.advantage, remax.policy_loss, remax.aggregation) == (
         "remax",

@@ -11,7 +11,8 @@ from agentevo.catalogue.presets import PRESETS
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
 
-ON, OFF = ("token_tis", "recomputed"), ("none", "rollout")
+ON = ("token_tis", "recomputed")
+OFF = ("none", "rollout")
 
 
 def config_of(engine: str = "other", *overrides: str, **algorithm: Any) -> RunConfig:

@@ -63,8 +63,10 @@ def test_an_agent_of_a_file_is_named_by_the_recipe_and_found_again_from_anywhere
     config = load_config(path)
     assert (config.agent.type, config.agent.tries) == ("mine", 5)
     assert config.imports == (str(tmp_path / "code" / "mine.py"),)
+
     again = yaml.safe_load(to_yaml(config))
     assert again["import"] == [str(tmp_path / "code" / "mine.py")]
+
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert to_yaml(build_config(again)) == to_yaml(config)
@@ -147,11 +149,14 @@ def test_what_a_users_code_raises_is_shown_with_its_place(user_files, text, expe
     user_files("mine.py", text)
     with pytest.raises(ConfigError) as caught:
         load_config(recipe(user_files, **{"import": ["./mine.py"]}))
+
     message = str(caught.value)
     assert "recipe.yaml: import: " in message.splitlines()[0]
     assert "importlib" not in message and "/agentevo/config/" not in message
+
     for part in expected:
         assert part in message, message
+
     assert "mine" not in sys.modules
 
 
@@ -174,6 +179,7 @@ def test_what_can_not_be_imported_is_refused(user_files, given, expected):
 def test_agents_have_the_checks_of_other_sections(user_files):
     user_files("mine_words.py", "WORD = 'four'\n")
     user_files("mine.py", AGENT.format(stem="mine"))
+
     keys = {"import": ["./mine.py"]}
     for agent, expected in (
         ({"type": "mime"}, "agent.type: got 'mime'; did you mean mine?"),

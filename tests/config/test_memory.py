@@ -22,10 +22,12 @@ def config(*overrides: str):
 def test_offloading_needs_a_gpu(key, monkeypatch):
     with pytest.raises(ConfigError, match=rf"memory\.{key} .* set memory\.{key}=false"):
         config("model.device=cpu", f"memory.{key}=true")
+
     allowed = config(f"memory.{key}=true")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=rf"memory\.{key} .* set memory\.{key}=false"):
         check_memory(allowed)
+
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_memory(allowed)
 

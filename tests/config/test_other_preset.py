@@ -74,13 +74,15 @@ def test_what_is_equal_to_the_presets_own_is_not_told():
 
 @pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
 def test_own_values_are_what_the_preset_computes_with(name: str):
-    own, section = own_values(name), AlgorithmSection(name=name)
+    own = own_values(name)
+    section = AlgorithmSection(name=name)
     preference = section.preference()
     if preference is not None:
         used = dict(preference.hyper)
     else:
         algorithm = section.resolved()
         used = {**algorithm.advantage_hyper, **algorithm.loss_hyper, **algorithm.aggregation_hyper}
+
     assert {key: own[key] for key in used} == used
 
 

@@ -39,9 +39,11 @@ def test_no_two_recipes_share_a_name():
 def test_the_wheel_carries_every_recipe_inside_the_package(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
+
     finder = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from agentevo.config.sources import packaged_recipes\n"

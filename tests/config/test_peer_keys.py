@@ -23,12 +23,14 @@ def pairs_on_the_page():
     for section in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
         system, *lines = section.splitlines()
         for left, right in (line.strip("| ").split(" | ") for line in lines if line[:2] == "| "):
-            theirs, ours = THEIRS.findall(left), OURS.findall(right)
+            theirs = THEIRS.findall(left)
+            ours = OURS.findall(right)
             if len(theirs) != len(ours):
                 ours = [", ".join(ours)] * len(theirs)
             for key, stands_for in zip(theirs, ours, strict=True):
                 if stands_for not in ("", key):
                     pairs.setdefault(system, {}).setdefault(key, stands_for)
+
     return pairs
 
 

@@ -38,8 +38,10 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
         "beta": 0.5,
         "label_smoothing": 0.0,
     }
+
     swapped = AlgorithmSection(name="dpo", preference_loss="ipo", pairs="all").preference()
     assert (swapped.loss, dict(swapped.hyper), swapped.pairs) == ("ipo", {"beta": 0.1}, "all")
+
     spin = AlgorithmSection(name="spin")
     assert (spin.reference, spin.reference_every, spin.preference().pairs) == (
         "synced",

@@ -116,6 +116,7 @@ def test_every_file_is_looked_for_beside_the_recipe_first():
     folder.mkdir()
     for place in (Path(), folder):
         (place / "both.jsonl").touch()
+
     Path("here.jsonl").touch()
     keys = "train: [both.jsonl, here.jsonl, hub/set:train]\n  eval: both.jsonl\n"
     path = recipe(
@@ -123,10 +124,12 @@ def test_every_file_is_looked_for_beside_the_recipe_first():
         str(folder / "r.yaml"),
     )
     config = load_config(path)
-    both, here = str((folder / "both.jsonl").resolve()), str(Path("here.jsonl").resolve())
+    both = str((folder / "both.jsonl").resolve())
+    here = str(Path("here.jsonl").resolve())
     for section in (config.tasks, config.data):
         assert section.train == (both, here, "hub/set:train")
         assert section.eval == (both,)
+
     assert config.data.pairs == Path(both)
     assert load_config(path, ["data.train=both.jsonl"]).data.train == (both,)
 
@@ -220,6 +223,7 @@ def test_a_short_form_over_a_section_sets_its_one_key(written, override, expecte
     tree = {"tasks": written}
     merged = sources.merge(tree, [override], where="r", is_text=lambda key: False)
     assert merged == {"tasks": expected}
+
     value = yaml.safe_load(override.partition("=")[2])
     key = override.partition("=")[0]
     nested = {"tasks": value} if key == "tasks" else {"tasks": {"curriculum": value}}

@@ -18,12 +18,15 @@ def config(*overrides: str):
 
 def test_the_engine_records_what_is_replayed():
     assert not needs_routers(config()) and not config().engine.routed_experts
+
     replayed = config("trainer.routing_replay=rollout")
     assert replayed.engine.routed_experts and needs_routers(replayed)
     assert "routed_experts: true" in to_yaml(replayed)
+
     watched = config("engine.routed_experts=true")
     assert watched.trainer.routing_replay == "none" and needs_routers(watched)
     assert not needs_routers(without_routing(replayed))
+
     updated = config("trainer.routing_replay=update", "algorithm.old_logprobs=recomputed")
     assert not updated.engine.routed_experts and needs_routers(updated)
     assert config("trainer.routing_replay=update", "algorithm.name=decoupled_ppo")

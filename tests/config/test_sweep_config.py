@@ -78,6 +78,7 @@ def test_an_environment_of_another_type_leaves_the_options_of_the_first_behind()
     )
     assert plain.environment.num_doors == 4
     assert (other.environment.type, other.environment.size) == ("test_ice", 6)
+
     same = sweep_of(
         BASE
         + "sweep: {seeds: [0], variants: {a: {environment: {slick: false, type: test_ice}}, b: "

@@ -24,9 +24,11 @@ def loaded(folder, *tools, agent=None, **sections):
 
 @pytest.mark.parametrize("agent", ["tool_agent", "code_agent"])
 def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch):
-    folder, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
+    folder = tmp_path / "recipes"
+    elsewhere = tmp_path / "elsewhere"
     for one in (folder / "sub", elsewhere):
         one.mkdir(parents=True)
+
     (folder / "mcp.json").write_text("{}")
     monkeypatch.chdir(elsewhere)
     entries = [
@@ -112,10 +114,13 @@ def test_a_server_in_a_sandbox_has_no_folder_of_the_recipes(sandbox, tmp_path):
     entry = {"type": "mcp", "name": "a", "command": "./serve", "sandbox": sandbox}
     (read,) = loaded(tmp_path, entry).tools
     assert read.cwd is None and read.command == str(tmp_path / "serve")
+
     shown = () if sandbox is True else (tmp_path / "data", Path("/none/such"))
     assert read.sandbox.read_only == shown
+
     (again,) = loaded(tmp_path, read.model_dump(mode="json")).tools
     assert again == read, "as a run's config.yaml has it"
+
     (plain,) = loaded(tmp_path, {**entry, "sandbox": False}).tools
     assert (plain.cwd, plain.sandbox) == (tmp_path, None)
     with pytest.raises(ConfigError, match="leave out cwd"):
@@ -155,6 +160,7 @@ def test_the_kinds_of_entries_are_explained_with_their_keys():
             in_about = f"agent.tools.{key}" in meanings or key in about
             assert in_about and explain_tools(f"agent.tools.{kind}.{key}")[0].meaning
             assert key == "type" or f"agent.tools.{kind}.{key}" in [one.key for one in section.keys]
+
     with pytest.raises(UnknownNameError, match=r"did you mean agent\.tools\.timeout_s\?"):
         explain_tools("agent.tools.timeout")
     with pytest.raises(UnknownNameError, match=r"did you mean agent\.tools\.mcp\.command\?"):

@@ -76,10 +76,12 @@ def test_wandb_without_a_key_is_refused_before_it_could_ask(
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: SimpleNamespace())
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
+
     monkeypatch.setenv("HOME", str(tmp_path))
     config = build_config(TREE, ["tracking.backends=[wandb]"])
     with pytest.raises(ConfigError, match="mode: offline"):
         check_tracking(config)
+
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
     check_tracking(config)
     check_tracking(build_config(TREE, ["tracking.backends=[{name: wandb, mode: offline}]"]))

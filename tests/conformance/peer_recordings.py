@@ -88,6 +88,7 @@ def our_loss(
         loss = loss + k3_coef * aggregate(
             aggregation, kl("k3", logp, inputs["ref_logp"], inputs["mask"]), inputs["mask"]
         )
+
     return loss.detach(), torch.autograd.grad(loss, logp)[0], metrics
 
 
@@ -100,6 +101,7 @@ def trl_advantages(name: str, found: Case, **hyper: Any) -> torch.Tensor:
     groups = torch.arange(len(rewards)) // found["generations"]
     parts = {f"reward {index}": column for index, column in enumerate(rewards.T)}
     weights = dict(zip(parts, found["settings"]["reward_weights"], strict=True))
+
     return advantage(
         name,
         token_rewards=rewards[:, :1],

@@ -50,12 +50,14 @@ def slow_advantage(
         found: tuple[PerToken, PerToken] = (advantages, advantages)
     else:
         found = PER_TOKEN[name](batch, **hyper)
+
     placed = []
     for part in found:
         array = np.zeros(batch.mask.shape)
         for token, number in part.items():
             array[token] = number
         placed.append(array)
+
     return placed[0], placed[1]
 
 
@@ -68,9 +70,11 @@ def owned(batch: Batch) -> dict[Hashable, list[Token]]:
                 tokens[row if batch.trajectories is None else batch.trajectories[row]].append(
                     (row, column)
                 )
+
     if batch.turns is not None:
         for listed in tokens.values():
             listed.sort(key=lambda token: (batch.turns[token], *token))
+
     return dict(tokens)
 
 
@@ -151,7 +155,8 @@ def whitened_trajectories(batch: Batch, numbers: dict[Hashable, float]) -> dict[
 def in_groups(batch: Batch, rule) -> dict[Hashable, float]:
     """`rule` turns the scores of one group into its advantages; groups of one and equal scores are
     0."""
-    score, found = scores(batch), {}
+    score = scores(batch)
+    found = {}
     for group in by_group(batch):
         numbers = [score[owner] for owner in group]
         given = [0.0] * len(group) if len(group) == 1 or equal(numbers) else rule(numbers, group)
@@ -292,6 +297,7 @@ def gae(batch: Batch, gamma: float, lam: float, whiten: bool) -> tuple[PerToken,
             lam,
         )
         advantages.update(zip(tokens, found, strict=True))
+
     return finish(batch, advantages, whiten)
 
 
@@ -307,6 +313,7 @@ def turn_gae(batch: Batch, gamma: float, lam: float, whiten: bool) -> tuple[PerT
         ):
             advantages.update(dict.fromkeys(turn, number))
             returns.update(dict.fromkeys(turn, number + value))
+
     return whitened_tokens(advantages) if whiten else advantages, returns
 
 
@@ -329,6 +336,7 @@ def bi_level_gae(
                     strict=True,
                 )
             )
+
     return finish(batch, advantages, whiten)
 
 
@@ -344,23 +352,29 @@ def of_turns(
     advantages: PerToken = {}
     returns: PerToken = {}
     for group in by_group(batch):
-        turns, numbers, places = [], [], []
+        turns = []
+        numbers = []
+        places = []
         for owner in group:
             own = turns_of(batch, owned(batch)[owner])
             turns += own
             numbers += numbers_of(own)
             places += places_of(own)
+
         given = [0.0] * len(turns)
         for place in set(places) if turn_baseline == "place" else {None}:
             at = [n for n, one in enumerate(places) if place in (None, one)]
             among = normalised([numbers[n] for n in at], scale_by_std, epsilon)
             for n, value in zip(at, among, strict=True):
                 given[n] = 0.0 if len(group) == 1 else value
+
         if turn_baseline == "none":
             given = numbers
+
         for turn, number, advantage in zip(turns, numbers, given, strict=True):
             returns.update(dict.fromkeys(turn, number))
             advantages.update(dict.fromkeys(turn, advantage))
+
     return advantages, returns
 
 
@@ -390,6 +404,7 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
         for token in tokens:
             total += 1.0 - 2.0 * math.exp(batch.logp[token]) + batch.squares[token]
             weights[token] = total
+
     advantages: PerToken = {}
     for group in by_group(batch):
         rows = {row for owner in group for row, _ in owned(batch)[owner]}
@@ -401,8 +416,10 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
             )
             if len(left) == 1 and handle_zero_tail:
                 baseline = 0.0
+
             for token in left:
                 advantages[token] = 0.0 if len(group) == 1 else returns[token] - baseline
+
     return advantages, returns
 
 
@@ -426,7 +443,8 @@ PER_TRAJECTORY = {
 def prime(
     batch: Batch, gamma: float, process_coef: float, whiten: bool
 ) -> tuple[PerToken, PerToken]:
-    outcome, advantages = rloo(batch), {}
+    outcome = rloo(batch)
+    advantages = {}
     means = {
         owner: mean([float(batch.process[token]) for token in tokens])
         for owner, tokens in owned(batch).items()
@@ -441,6 +459,7 @@ def prime(
                 for token in reversed(tokens):
                     total = gamma * total + (batch.process[token] - mean(others) if others else 0.0)
                     advantages[token] = outcome[owner] + process_coef * total if others else 0.0
+
     white = whitened_tokens(advantages) if whiten else advantages
     return white, advantages
 

@@ -29,11 +29,13 @@ def aggregate(
     if name == "seq-mean-token-sum-norm":
         return sum(sum(row) / norm for row in filled) / len(filled)
     assert name == "per-trajectory-token-mean"
+
     tokens = {}
     for index, row in enumerate(rows):
         tokens.setdefault(index if trajectory_ids is None else trajectory_ids[index], []).extend(
             row
         )
+
     means = [sum(row) / len(row) for row in tokens.values() if row]
     return sum(means) / len(means)
 
@@ -43,10 +45,12 @@ def value_loss(values, returns, mask, old_values=None, clip=None) -> np.ndarray:
     losses = np.zeros(mask.shape)
     for i, j in np.ndindex(*mask.shape):
         if mask[i, j]:
-            v, target = float(values[i, j]), float(returns[i, j])
+            v = float(values[i, j])
+            target = float(returns[i, j])
             terms = [(v - target) ** 2]
             if clip is not None:
                 old = float(old_values[i, j])
                 terms.append((min(max(v, old - clip), old + clip) - target) ** 2)
             losses[i, j] = 0.5 * max(terms)
+
     return losses

@@ -28,7 +28,9 @@ def informative(rewards, ids) -> set:
 
 def rlpr(steps, beta, decay, record_from, start):
     """Per step the set of groups that stay."""
-    means, kept, m = [], [], None
+    means = []
+    kept = []
+    m = None
     for number, (rewards, ids) in enumerate(steps, start=1):
         if number == start:
             m = float(np.mean(means[record_from - 1 : start - 1]))
@@ -37,6 +39,7 @@ def rlpr(steps, beta, decay, record_from, start):
         spread = {name: std(members) for name, members in groups(rewards, ids).items()}
         means.append(float(np.mean(list(spread.values()))))
         kept.append({name for name, s in spread.items() if m is None or s >= beta * m - 1e-12})
+
     return kept
 
 

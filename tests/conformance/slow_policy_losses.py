@@ -50,7 +50,9 @@ def ppo_clip(now, c, o, a, m, *, clip_low, clip_high, dual_clip=0.0, **_) -> Arr
     return per_token(m, loss)
 
 
-def decoupled_ppo(now, c, o, a, m, *, p, q, clip_low, clip_high, cap, mode, **_) -> Array:
+def decoupled_ppo(  # noqa: PLR0913 (the letters of the formula)
+    now, c, o, a, m, *, p, q, clip_low, clip_high, cap, mode, **_
+) -> Array:
     def loss(s, t):
         w = ratio(p[s, t] - q[s, t])
         if w > cap:
@@ -89,14 +91,17 @@ def gmpo(now, c, o, a, m, *, clip_low, clip_high, **_) -> Array:
         ts = row_tokens(m, s)
         if not ts:
             continue
+
         advantage = mean([a[s, u] for u in ts])
         sign = float(np.sign(advantage))
         logs = []
         for u in ts:
             x = now[s, u] - o[s, u]
             logs.append(sign * min(sign * x, sign * min(max(x, -clip_low), clip_high)))
+
         for t in ts:
             out[s, t] = -advantage * ratio(mean(logs))
+
     return out
 
 
@@ -132,7 +137,8 @@ def dppo_tv(now, c, o, a, m, *, clip_low, clip_high, cap, **_) -> Array:
 
 def dppo_kl(now, c, o, a, m, *, clip_low, clip_high, cap, **_) -> Array:
     def loss(s, t):
-        new, old = math.exp(c[s, t]), math.exp(o[s, t])
+        new = math.exp(c[s, t])
+        old = math.exp(o[s, t])
         kl = old * (o[s, t] - c[s, t]) + (1 - old) * math.log((1 - old + 1e-8) / (1 - new + 1e-8))
         good = kl <= clip_high or new <= old if a[s, t] > 0 else kl <= clip_low or new >= old
         return -a[s, t] * min(ratio(c[s, t] - o[s, t]), cap) * now[s, t] if good else 0.0
@@ -155,7 +161,9 @@ def chosen(c, a, m, candidates, fraction, low, high) -> set[tuple[int, int]]:
     every = tokens(m)
     if not every:
         return set()
-    mean_a, mean_l = mean([a[i] for i in every]), mean([c[i] for i in every])
+
+    mean_a = mean([a[i] for i in every])
+    mean_l = mean([c[i] for i in every])
 
     def centred(x: float, around: float) -> float:
         return 0.0 if math.isclose(x, around, rel_tol=1e-12) else x - around
@@ -165,8 +173,10 @@ def chosen(c, a, m, candidates, fraction, low, high) -> set[tuple[int, int]]:
     )
     scored = [(value, i) for value, i in scored if low < value < high and value != 0]
     count = max(1, int(fraction * len(every)))
+
     if not scored:
         return set()
+
     last = scored[min(count, len(scored)) - 1][0]
     return {i for value, i in scored if value >= last - 1e-12 * abs(last)}
 
@@ -208,6 +218,7 @@ def minirl_keeps(
             r < 1 - clip_low * k and a[i] < 0
         ):
             kept.add(i)
+
     return kept
 
 
@@ -217,13 +228,16 @@ def minirl_total(now, c, o, a, m, *, token_level_loss, skip_length_normalization
     losses = {i: -ratio(c[i] - o[i]) * a[i] * now[i] for i in kept}
     if token_level_loss:
         return mean(list(losses.values())) if kept else 0.0
+
     rows = [s for s in range(m.shape[0]) if row_tokens(m, s)]
     if not rows:
         return 0.0
+
     per_row = []
     for s in rows:
         mine = [losses[i] for i in kept if i[0] == s]
         per_row.append(sum(mine) if skip_length_normalization or not mine else mean(mine))
+
     return mean(per_row)
 
 
@@ -254,6 +268,7 @@ def importance_weights(name: str, o: Array, q: Array, m: Array, cap: float, floo
         ]
         w = ratio(total)
         out[s, t] = min(w, cap) if name.endswith("tis") else (w if floor <= w <= cap else 0.0)
+
     return out
 
 

@@ -40,9 +40,11 @@ each_name = pytest.mark.parametrize("name", NAMES)
 def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
     """Rows 0-7 of 0-12 tokens, with holes, empty rows, groups of one, ties, equal rewards, and
     trajectories of several rows."""
-    num_rows, width = draw(st.integers(0, 7)), draw(st.integers(0, 12))
+    num_rows = draw(st.integers(0, 7))
+    width = draw(st.integers(0, 12))
     kind = draw(st.sampled_from(["grid", "real", "equal", "last", "zero"]))
-    several_rows, density = draw(st.booleans()), draw(st.sampled_from([0.3, 0.7, 1.0]))
+    several_rows = draw(st.booleans())
+    density = draw(st.sampled_from([0.3, 0.7, 1.0]))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = (num_rows, width)
     mask = random.random(shape) < density
@@ -88,10 +90,12 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
                 -1,
             ),
         )
+
     batch.squares[...] = np.exp(2 * batch.logp) + (1 - np.exp(batch.logp)) ** 2 / 10
     for tokens in owned(batch).values():  # one reward for all, or a solved-or-not at the end
         if kind in ("equal", "last"):
             batch.rewards[tokens[-1]] = 1.0 if kind == "equal" else float(random.random() < 0.4)
+
     return batch
 
 
@@ -160,6 +164,7 @@ def drawn(data: st.DataObject, name: str) -> tuple[Batch, dict[str, Any]]:
             hyper[one.name] = data.draw(st.sampled_from([1e-6, 1e-4, 1e-2]), one.name)
         else:
             hyper[one.name] = data.draw(st.sampled_from([0.0, 0.3, 0.95, 1.0]), one.name)
+
     return batch, hyper
 
 
@@ -290,11 +295,14 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
         trajectories=rows.tolist(),
         parts={key: part[rows] for key, part in batch.parts.items()},
     )
-    expected, found = ours(name, whole, **hyper), ours(name, cut, **hyper)
+
+    expected = ours(name, whole, **hyper)
+    found = ours(name, cut, **hyper)
     joined = [np.zeros(batch.mask.shape), np.zeros(batch.mask.shape)]
     for at, row in enumerate(rows):
         for total, part in zip(joined, found, strict=True):
             total[row] += part[at]
+
     same((joined[0], joined[1]), expected)
 
 
@@ -306,6 +314,7 @@ def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject
     batch, hyper = drawn(data, name)
     if "epsilon" in hyper:
         hyper["epsilon"] = data.draw(st.sampled_from([0.0, 1e-6, 1.0]))
+
     size = data.draw(
         st.sampled_from([torch.finfo(dtype).max, 1e30, 1e-30, torch.finfo(dtype).tiny])
     )
@@ -362,6 +371,7 @@ def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
     rewards = np.zeros(mask.shape)
     for row in range(len(mask)):
         rewards[row, mask[row].nonzero()[0][-1]] = abs(reward) if name == "maxrl" else reward
+
     batch = Batch(
         rewards=rewards,
         mask=mask,

@@ -20,7 +20,8 @@ names = st.sampled_from(list(AGGREGATIONS))
 @st.composite
 def batches(draw):
     """values [S, T] with NaN where untrained, mask with holes and empty rows, trajectory ids."""
-    rows, tokens = draw(st.integers(1, 7)), draw(st.integers(1, 9))
+    rows = draw(st.integers(1, 7))
+    tokens = draw(st.integers(1, 9))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mask = rng.random((rows, tokens)) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
     mask[rng.random(rows) < 0.2] = False
@@ -50,6 +51,7 @@ def test_equals_the_loops(name, batch, with_ids, dtype, float_mask):
     given_mask = torch.tensor(mask, dtype=torch.float32 if float_mask else torch.bool)
     result = aggregate(name, tensor, given_mask, trajectory_ids=ids, **hyper(name))
     assert result.dtype == dtype and result.shape == ()
+
     expected = slow.aggregate(name, values, mask, ids, **hyper(name))
     scale = np.abs(values[mask]).sum() + 1e-300
     assert abs(result.item() - expected) <= (1e-12 if dtype == torch.float64 else 1e-5) * scale
@@ -65,6 +67,7 @@ def test_padding_order_and_names_of_trajectories_do_not_matter(name, batch, extr
     plain = aggregate(
         name, torch.tensor(values), torch.tensor(mask), trajectory_ids=ids, **hyper(name)
     )
+
     padded_values = torch.nn.functional.pad(torch.tensor(values), (extra, 1), value=torch.inf)[
         order
     ]
@@ -83,6 +86,7 @@ def test_micro_batches_with_the_whole_batchs_weights_add_up(name, batch, size):
     bits = torch.tensor(mask)
     loss = aggregate(name, whole, bits, trajectory_ids=ids, **hyper(name))
     loss.backward()
+
     weights = aggregation_weights(name, bits, trajectory_ids=ids, **hyper(name))
     total = 0.0
     for start in range(0, len(ids), size):
@@ -90,9 +94,11 @@ def test_micro_batches_with_the_whole_batchs_weights_add_up(name, batch, size):
         piece = weighted_sum(parts[part], weights[part], bits[part])
         piece.backward()
         total += piece.item()
+
     assert total == pytest.approx(
         loss.item(), rel=1e-12, abs=1e-12 * (1 + np.nansum(np.abs(values)))
     )
+
     torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=0)
     torch.testing.assert_close(
         whole.grad, weights, rtol=0, atol=0

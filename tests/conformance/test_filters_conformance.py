@@ -43,6 +43,7 @@ def test_dynamic_sampling_fills_the_batch_in_order_and_says_what_is_missing(rows
     useful = [name for name in dict.fromkeys(ids) if name in slow.informative(values, ids)]
     assert groups_of(kept, ids) == set(useful[:wanted])
     assert missing == max(wanted - len(useful), 0)
+
     for position, reason in kept.dropped.items():
         alone = ids.count(ids[position]) == 1
         equal = "group of one" if alone else "all rewards of the group are equal"
@@ -59,6 +60,7 @@ def test_starpo_s_keeps_the_groups_with_the_highest_deviation(rows, keep, random
         min(spread[name] for name in stayed)
         >= max((s for name, s in spread.items() if name not in stayed), default=0.0) - 1e-12
     )
+
     distinct = sorted(spread.values())
     assume(all(b - a > 1e-9 for a, b in itertools.pairwise(distinct)))
     random.shuffle(rows)
@@ -112,7 +114,9 @@ def test_rlpr_std_follows_the_recipe_through_restarts_and_refills(
             fresh = filters.RLPRStd(**make)
             fresh.load_state_dict(json.loads(json.dumps(one.state_dict())))
             one = fresh
+
         assert stayed == wanted
+
         one.end_step()
 
 

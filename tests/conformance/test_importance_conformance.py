@@ -51,6 +51,7 @@ def test_agrees_with_the_slow_version(
     )
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-12, atol=0)
     assert not weights.requires_grad and weights.dtype == old.dtype
+
     ess = effective_share(weights, mask)
     assert (
         ess == pytest.approx(slow.effective_sample_size(expected, mask.numpy()))
@@ -95,6 +96,7 @@ def test_weights_multiply_any_loss_and_its_gradient(name: str) -> None:
             torch.autograd.grad(x.sum(), logp, retain_graph=True)[0] for x in (plain, weighed)
         ]
         torch.testing.assert_close(gradients[1], gradients[0] * weights)
+
     metrics = policy_loss("ppo_clip", logp=old, **inputs, importance=name, importance_cap=1.5)[1]
     assert metrics["ess"] == pytest.approx(effective_share(weights, mask))
     assert "ess" not in policy_loss("ppo_clip", logp=old, **inputs)[1]
@@ -124,7 +126,9 @@ def test_none_has_no_weights() -> None:
     ],
 )
 def test_refusals_say_what_to_do(change: dict[str, object], message: str) -> None:
-    old, rollout, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
+    old = torch.zeros(2, 3)
+    rollout = torch.zeros(2, 3)
+    mask = torch.ones(2, 3)
     with pytest.raises(ValueError, match=message):
         importance_weights(
             **{

@@ -38,6 +38,7 @@ def test_values_and_gradients_equal_the_definitions(name, rows):
     logp, ref = tensors(rows)
     result = kl(name, logp, ref)
     result.sum().backward()
+
     # exp(-d) - 1 of the definition has lost the digits below 1e-16 that expm1 keeps
     np.testing.assert_allclose(
         result.detach()[0], [slow.value(name, *row) for row in rows], rtol=1e-11, atol=1e-14
@@ -106,10 +107,12 @@ def test_garbage_at_masked_places_reaches_neither_value_nor_gradient(name, rows)
         spoilt = logp.detach().clone()
         spoilt[0, -1] = garbage
         spoilt.requires_grad_()
+
         spoilt_ref = torch.where(mask.bool(), ref, garbage)
         result = kl(name, spoilt, spoilt_ref, mask)
         aggregate("token-mean", result, mask).backward()
         assert result[0, -1] == 0 and spoilt.grad[0, -1] == 0
+
         torch.testing.assert_close(result[:, :-1], kl(name, logp, ref)[:, :-1], rtol=0, atol=0)
         assert torch.isfinite(spoilt.grad).all()
 
@@ -145,13 +148,15 @@ def test_refusals_say_what_to_do(call, words):
     st.lists(st.tuples(st.floats(-1, 5), st.integers(0, 2000)), max_size=20),
 )
 def test_adaptive_controller_follows_the_rule_and_survives_a_restart(coef, target, horizon, steps):
-    one, two = AdaptiveKL(coef, target, horizon), AdaptiveKL(coef, target, horizon)
+    one = AdaptiveKL(coef, target, horizon)
+    two = AdaptiveKL(coef, target, horizon)
     for measured, n in steps:
         one.update(measured, n)
         two.update(measured, n)
         fresh = AdaptiveKL(0.5, target, horizon)
         fresh.load_state_dict(json.loads(json.dumps(two.state_dict())))
         two = fresh
+
     assert (
         one.coef
         == two.coef

@@ -48,7 +48,8 @@ def defaults(name: str) -> dict:
     [("grpo", "grpo"), ("grpo_vectorized", "grpo"), ("rloo", "rloo"), ("opo", "opo")],
 )
 def test_verl_trains_a_group_of_one_on_its_raw_reward(name, ours):
-    inputs, found = batch("single"), theirs("verl", f"{name}/single")
+    inputs = batch("single")
+    found = theirs("verl", f"{name}/single")
     advantages = our_advantage(ours, inputs)[0]
     assert close(advantages[:3], found[:3])
     assert close(found[3], 0.75 * inputs["mask"][3])
@@ -60,6 +61,7 @@ def test_verl_whitens_the_raw_reward_of_a_group_of_one_with_the_others():
     mask = inputs["mask"]
     centred = torch.tensor([0.5, -0.5, 0.0, 0.75], dtype=torch.float64)[:, None] * mask
     assert close(whitened(centred, mask), theirs("verl", "reinforce_plus_plus_baseline/single"))
+
     trio = {"group_ids": [0, 0, 0], "mask": torch.ones(3, 1)}
     parts = [
         torch.cat([advantage("grpo", token_rewards=part[:3, None], **trio)[0][:, 0], part[3:]])
@@ -95,7 +97,8 @@ def test_verl_gives_the_optimal_baseline_no_baseline_in_a_group_of_one():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_verl_counts_a_row_without_trained_tokens_as_a_score_of_zero(name):
-    inputs, found = batch("empty"), theirs("verl", f"{name}/empty")
+    inputs = batch("empty")
+    found = theirs("verl", f"{name}/empty")
     counted = inputs["mask"].clone()
     counted[2, 0] = 1
     ours = our_advantage(name, inputs)[0]
@@ -105,13 +108,15 @@ def test_verl_counts_a_row_without_trained_tokens_as_a_score_of_zero(name):
 
 
 def test_verl_scores_an_attempt_of_several_rows_by_its_last():
-    inputs, found = batch("groups"), case("verl", "grpo/sessions")
+    inputs = batch("groups")
+    found = case("verl", "grpo/sessions")
     four = {key: inputs[key][:4] for key in ("token_rewards", "mask", "group_ids")}
     last = four["token_rewards"] * torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None]
     assert close(
         advantage("grpo", **four | {"token_rewards": last}, trajectory_ids=found["attempts"])[0],
         found["advantages"],
     )
+
     ours = advantage("grpo", **four, trajectory_ids=found["attempts"])[
         0
     ]  # 1 + 0.25 against 0 + 0.5
@@ -138,7 +143,8 @@ def test_equal_rewards_in_float32_become_noise_over_epsilon():
 
 
 def test_verl_optimal_token_baseline_compares_places_not_trained_tokens():
-    inputs, trained = batch("groups"), batch("groups")["mask"] == 1
+    inputs = batch("groups")
+    trained = batch("groups")["mask"] == 1
     ours = our_advantage("otb", inputs, "dense_rewards")[0]
     assert close(ours[trained], theirs("verl", "tir_optimal_token_baseline/groups/dense")[trained])
     assert not close(
@@ -224,6 +230,7 @@ def test_ratios_are_bounded_by_e_20_in_ours_e_10_in_verl_gspo_and_not_at_all_els
     gspo = {"clip_low": 0.2, "clip_high": 0.2, "aggregation": "seq-mean-token-mean"}
     others = our_loss("gspo", inputs, **gspo)[0] - share * math.exp(20)
     assert close(others + share * math.exp(10), case("verl", "gspo/extreme")["loss"])
+
     others = our_loss("gspo", inputs, "seq-mean-token-mean")[0] - share * math.exp(20)
     assert close(others + share * math.exp(30), case("trl", "extreme/gspo")["loss"])
     for peer, name in (
@@ -233,6 +240,7 @@ def test_ratios_are_bounded_by_e_20_in_ours_e_10_in_verl_gspo_and_not_at_all_els
         ("verl", "clip_cov/extreme"),
     ):
         assert float(case(peer, name)["loss"]) > 1e11
+
     assert 1e6 < float(our_loss("ppo_clip", inputs)[0]) < 1e9
 
 
@@ -252,7 +260,8 @@ def test_verl_cispo_has_ppos_bounds_unless_set():
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_verl_dppo_caps_the_ratio_at_3_unless_set(name):
-    found, bounds = case("verl", name), {"clip_low": 0.2, "clip_high": 0.2}
+    found = case("verl", name)
+    bounds = {"clip_low": 0.2, "clip_high": 0.2}
     assert found["settings"] == {} and defaults(name)["cap"] == 20.0
     assert close(our_loss(name, batch("loss"), cap=3.0, **bounds)[0], found["loss"])
     assert not close(our_loss(name, batch("loss"), **bounds)[0], found["loss"], 0.001)
@@ -261,8 +270,11 @@ def test_verl_dppo_caps_the_ratio_at_3_unless_set(name):
 def test_verl_gmpo_takes_the_mean_over_all_rows_and_the_sign_per_token():
     empty = our_loss("gmpo", batch("loss_empty"), "seq-mean-token-mean")[0]
     assert close(empty * 2 / 3, case("verl", "geo_mean/empty")["loss"])
-    inputs, found = batch("loss"), case("verl", "geo_mean/per_token")
-    mask, advantages = inputs["mask"], inputs["token_advantages"]
+
+    inputs = batch("loss")
+    found = case("verl", "geo_mean/per_token")
+    mask = inputs["mask"]
+    advantages = inputs["token_advantages"]
     sign = advantages.sign()
     gap = inputs["logp"] - inputs["old_logp"]
     kept = sign * torch.minimum(sign * gap, sign * gap.clamp(-0.4, 0.2))
@@ -281,6 +293,7 @@ def test_verl_clip_cov_draws_its_tokens_at_random():
         draws[0]["settings"] == draws[1]["settings"]
         and abs(draws[0]["loss"] - draws[1]["loss"]) > 0.01
     )
+
     settings = {"fraction": 0.1, "low": 0.05, "high": 50.0}
     ours = our_loss("clip_cov", batch("loss"), **settings)
     share = draws[0]["metrics"]["actor/pg_clipfrac"]
@@ -301,7 +314,8 @@ def test_verl_kl_cov_pulls_with_a_tenth_unless_set():
 
 
 def test_trl_rloo_clips_one_ratio_per_sequence_of_summed_log_probs():
-    inputs, found = batch("loss"), case("trl", "loss/rloo/off_policy")
+    inputs = batch("loss")
+    found = case("trl", "loss/rloo/off_policy")
     mask = inputs["mask"]
     logp = inputs["logp"].clone().requires_grad_()
     ratio = torch.exp(((logp - inputs["old_logp"]) * mask).sum(1))
@@ -330,6 +344,7 @@ def test_verl_norm_is_the_padded_width_unless_set():
         aggregate("seq-mean-token-sum-norm", inputs["token_advantages"], inputs["mask"], norm=7.0),
         found["loss"],
     )
+
     with pytest.raises(ValueError, match="needs norm"):
         aggregate("seq-mean-token-sum-norm", inputs["token_advantages"], inputs["mask"])
 
@@ -374,6 +389,7 @@ def test_trl_means_depend_on_the_micro_batches(name, ours, hyper):
     assert sum(case("trl", f"micro/dapo/{index}")["loss"] for index in (0, 1)) == pytest.approx(
         case("trl", "loss/dapo")["loss"], abs=1e-9
     )
+
     inputs = batch("loss")
     weights = aggregation_weights(ours, inputs["mask"], **hyper)
     split = [
@@ -401,6 +417,7 @@ def test_verl_and_trl_do_not_bound_the_log_ratio_of_the_kl_as_ours():
         found = theirs("verl", f"kl_penalty/extreme/{name}", "values")
         slope = theirs("verl", f"kl_penalty/extreme/{name}", "gradient")
         assert gradient[far].all()
+
         if name == "k3":
             cut = values.detach() > 10
             assert close(found[cut], torch.full_like(found[cut], 10.0)) and not slope[cut].any()
@@ -410,11 +427,13 @@ def test_verl_and_trl_do_not_bound_the_log_ratio_of_the_kl_as_ours():
             assert close(values.detach()[~far], found[~far]) and not close(
                 values.detach()[far], found[far], 0.1
             )
+
     assert float(case("trl", "extreme/beta")["loss"]) > 1e10
 
 
 def test_trl_weighs_its_kl_with_the_ratio_unless_told_otherwise():
     assert case("trl", "loss/beta/default")["loss"] == case("trl", "loss/beta/weighted")["loss"]
+
     inputs = batch("loss")
     logp = inputs["logp"].clone().requires_grad_()
     penalty = kl("k3", logp, inputs["ref_logp"]) * torch.exp(logp - inputs["old_logp"])
@@ -467,6 +486,8 @@ def test_trl_dpo_ignores_label_smoothing_and_its_robust_form_subtracts():
     assert close(plain, case("trl", "dpo/sigmoid_smoothed")["loss"]) and not close(
         ours, case("trl", "dpo/sigmoid_smoothed")["loss"], 1e-3
     )
-    a, b = -plain, plain - 2 * half
+
+    a = -plain
+    b = plain - 2 * half
     assert close(-0.8 * a - 0.2 * b, ours)
     assert close((-0.8 * a + 0.2 * b) / 0.6, case("trl", "dpo/robust")["loss"])

@@ -64,6 +64,7 @@ def test_verl_advantages(name, ours, hyper):
     trained = inputs["mask"] == 1
     assert close(advantages[trained], torch.tensor(found["advantages"])[trained])
     assert float(advantages.abs().max()) > 0.1
+
     if ours in CRITIC:
         assert close(returns[trained], torch.tensor(found["returns"])[trained])
 
@@ -193,7 +194,8 @@ def test_trl_advantages(name, ours, hyper):
     ("threshold", "kind", "floor"), [("2.0", "tis", 0.0), ("0.5_2.0", "mis", 0.5)]
 )
 def test_verl_rollout_weights(level, threshold, kind, floor):
-    inputs, found = batch("loss"), case("verl", f"rollout_is/{level}/{threshold}")
+    inputs = batch("loss")
+    found = case("verl", f"rollout_is/{level}/{threshold}")
     weights = importance_weights(
         f"{level}_{kind}", inputs["old_logp"], inputs["rollout_logp"], inputs["mask"], 2.0, floor
     )
@@ -214,7 +216,8 @@ def test_verl_rollout_weights(level, threshold, kind, floor):
     ],
 )
 def test_verl_aggregations(name, ours, theirs, hyper):
-    inputs, found = batch(name), case("verl", f"agg_loss/{name}/{theirs}")
+    inputs = batch(name)
+    found = case("verl", f"agg_loss/{name}/{theirs}")
     values = inputs["token_advantages"].clone().requires_grad_()
     loss = aggregate(ours, values, inputs["mask"], **hyper)
     assert close(loss.detach(), found["loss"])
@@ -227,7 +230,8 @@ def test_verl_aggregations(name, ours, theirs, hyper):
     + [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")],
 )
 def test_verl_kl(ours, theirs):
-    inputs, found = batch("loss"), case("verl", f"kl_penalty/loss/{theirs}")
+    inputs = batch("loss")
+    found = case("verl", f"kl_penalty/loss/{theirs}")
     logp = inputs["logp"].clone().requires_grad_()
     values = kl(ours, logp, inputs["ref_logp"])
     assert close(values.detach(), found["values"])
@@ -246,7 +250,8 @@ def test_verl_adaptive_kl():
 @pytest.mark.parametrize("clip", [0.5, 0.05])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_verl_value_loss(clip, aggregation):
-    inputs, found = batch("groups"), case("verl", f"value_loss/{clip}/{aggregation}")
+    inputs = batch("groups")
+    found = case("verl", f"value_loss/{clip}/{aggregation}")
     values = inputs["values"].clone().requires_grad_()
     old = inputs["values"] + 0.3 * inputs["logp"]
     loss, metrics = value_loss(
@@ -277,7 +282,8 @@ PAIRS = ("chosen_logp", "rejected_logp", "ref_chosen_logp", "ref_rejected_logp")
 def test_trl_preference_losses(name, ours, per_token):
     """IPO agrees once all four sums are divided by their lengths; the gradient is then taken in the
     sums."""
-    inputs, found = batch("pairs"), case("trl", f"dpo/{name}")
+    inputs = batch("pairs")
+    found = case("trl", f"dpo/{name}")
     leaves = [inputs[key].clone().requires_grad_() for key in PAIRS[:2]]
     lengths = [inputs[f"{key.split('_')[-2]}_lengths"] if per_token else 1.0 for key in PAIRS]
     given = dict(zip(PAIRS, [*leaves, inputs[PAIRS[2]], inputs[PAIRS[3]]], strict=True))
@@ -286,6 +292,7 @@ def test_trl_preference_losses(name, ours, per_token):
     }
     loss, _ = preference_loss(ours, beta=0.1, **scaled)
     assert close(loss.detach(), found["loss"])
+
     for ours_gradient, theirs in zip(
         torch.autograd.grad(loss, leaves), found["gradients"], strict=True
     ):
@@ -300,7 +307,8 @@ def test_trl_preference_losses(name, ours, per_token):
     ],
 )
 def test_trl_kto(name, shift, hyper):
-    inputs, found = batch("pairs"), case("trl", name)
+    inputs = batch("pairs")
+    found = case("trl", name)
     logp = inputs["chosen_logp"].clone().requires_grad_()
     baseline = float((inputs["kl_gap"] + shift).mean())
     loss, _ = preference_loss(
@@ -317,7 +325,8 @@ def test_trl_kto(name, shift, hyper):
 
 def test_trl_orpo_odds():
     """The odds-ratio term: ours with its coefficient less ours without."""
-    inputs, found = batch("pairs"), case("trl", "orpo")
+    inputs = batch("pairs")
+    found = case("trl", "orpo")
     leaves = [inputs[key].clone().requires_grad_() for key in PAIRS[:2]]
     given = dict(zip(PAIRS[:2], leaves, strict=True)) | {
         key: inputs[key] for key in ("chosen_lengths", "rejected_lengths")
@@ -327,6 +336,7 @@ def test_trl_orpo_odds():
         - preference_loss("orpo", coef=0.0, **given)[0]
     )
     assert close(loss.detach(), found["loss"])
+
     for ours, theirs in zip(torch.autograd.grad(loss, leaves), found["gradients"], strict=True):
         assert close(ours, theirs)
 

@@ -56,6 +56,7 @@ def batch(
     mask = rng.random(shape) < 0.7
     if rng.random() < 0.3:
         mask[rng.integers(shape[0])] = False
+
     per_row = rng.choice([-1.3, -0.5, 0.0, 0.5, 0.5, 2.0], size=(shape[0], 1))
     advantages = (
         np.where(rng.random(shape) < 0.5, per_row, rng.normal(size=shape))
@@ -110,6 +111,7 @@ def slow_total(
     arguments = (now, inputs["logp"], inputs["old_logp"], inputs["advantages"], inputs["mask"])
     if name == "minirl":
         return np.array([slow.minirl_total(*arguments, **resolved)])
+
     losses = slow.LOSSES[name](
         *arguments, p=inputs["proximal_logp"], q=inputs["rollout_logp"], **resolved
     )
@@ -123,6 +125,7 @@ def slow_total(
             if by_row
             else 1 / len(slow.tokens(mask))
         )
+
     return losses * weights
 
 
@@ -149,12 +152,14 @@ def test_agrees_with_the_slow_version(
     step = 1e-6
     wanted = np.zeros(shape)
     for place in slow.tokens(arrays["mask"]):
-        up, down = arrays["logp"].copy(), arrays["logp"].copy()
+        up = arrays["logp"].copy()
+        down = arrays["logp"].copy()
         up[place] += step
         down[place] -= step
         wanted[place] = (
             slow_total(name, hyper, up, arrays) - slow_total(name, hyper, down, arrays)
         ).sum() / (2 * step)
+
     np.testing.assert_allclose(
         gradient.numpy(), wanted, rtol=1e-4, atol=1e-6 * max(1.0, np.abs(expected).max())
     )
@@ -184,8 +189,10 @@ def test_finite_and_of_the_input_type(
     assert not losses[~inputs["mask"]].any() and all(
         not values[~inputs["mask"]].any() for values in found.values()
     )
+
     if dtype == torch.float16:
         return  # e^20 is beyond its largest number
+
     loss, gradient, metrics = loss_and_gradient(
         name, {k: v.detach() for k, v in inputs.items()}, aggregation=aggregation, **hyper
     )
@@ -212,6 +219,7 @@ def test_padding_order_and_split_change_nothing(
         name, {key: value[order] for key, value in inputs.items()}, **arguments
     )
     assert moved == pytest.approx(loss, rel=1e-12, abs=1e-12)
+
     torch.testing.assert_close(moved_gradient, gradient[order], rtol=1e-12, atol=1e-12)
 
     rubbish = torch.full((shape[0], 3), math.nan, dtype=torch.float64)
@@ -221,6 +229,7 @@ def test_padding_order_and_split_change_nothing(
     }
     wide, wide_gradient, _ = loss_and_gradient(name, padded, **arguments)
     assert wide == pytest.approx(loss, rel=1e-12, abs=1e-12)
+
     torch.testing.assert_close(wide_gradient[:, : shape[1]], gradient, rtol=1e-12, atol=1e-12)
 
     weights = aggregation_weights(str(arguments["aggregation"]), inputs["mask"])
@@ -234,7 +243,9 @@ def test_padding_order_and_split_change_nothing(
                 name, part, weights=weights[row : row + 1], statistics=statistics, **arguments
             )[:2]
         )
+
     assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-12, abs=1e-12)
+
     torch.testing.assert_close(
         torch.cat([part for _, part in parts]), gradient, rtol=1e-12, atol=1e-12
     )

@@ -45,10 +45,12 @@ def inputs(draw, name, spread=None):
             found[key] = draw(st.sampled_from([-1.0, 0.0, 0.7]))
         else:
             found[key] = torch.tensor(-rng.exponential(scale, count) - 0.01)
+
     if name == "sppo" and draw(st.booleans()):
         found["chosen_win_prob"] = torch.tensor(rng.random(count))
         if draw(st.booleans()):
             found["rejected_win_prob"] = torch.tensor(rng.random(count))
+
     return found
 
 
@@ -134,7 +136,9 @@ def test_the_order_of_pairs_does_not_matter(case):
         loss, _ = preference_loss(name, **{**inputs, **leaves}, **HYPERS[name])
         loss.backward()
         found.append((loss.item(), {key: leaf.grad for key, leaf in leaves.items()}))
+
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
+
     torch.testing.assert_close(flipped(found[1][1]), found[0][1], rtol=1e-12, atol=1e-15)
 
 
@@ -154,12 +158,15 @@ def test_extremes_stay_finite_in_single_precision(name, chosen, rejected):
             "kl_baseline": 0.1,
         }.get(key, rejected if "rej" in key else chosen)
         data[key] = torch.tensor([value], dtype=torch.bool if key == "desirable" else torch.float32)
+
     for key in PREFERENCE_LOSSES[name].needs:
         if key.startswith("ref"):
             data[key] = torch.tensor([-30.0])
+
     keys = policy_keys(name)
     for key in keys:
         data[key].requires_grad_()
+
     loss, metrics = preference_loss(name, **data)
     loss.backward()
     assert loss.dtype == torch.float32 and torch.isfinite(loss)

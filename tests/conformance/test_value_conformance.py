@@ -18,7 +18,8 @@ from . import slow_aggregation as slow
 
 @st.composite
 def batches(draw):
-    rows, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    rows = draw(st.integers(1, 5))
+    tokens = draw(st.integers(1, 7))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mask = rng.random((rows, tokens)) < draw(st.sampled_from([0.0, 0.5, 1.0]))
     mask[rng.random(rows) < 0.2] = False
@@ -46,10 +47,13 @@ def test_equals_the_loops(batch, clip, aggregation):
     assert loss.item() == pytest.approx(
         slow.aggregate(aggregation, losses, mask, **hyper), rel=1e-12, abs=1e-14
     )
+
     plain = slow.value_loss(values, returns, mask)
     trained = max(mask.sum(), 1)
     assert metrics["vf_clipfrac"].item() == pytest.approx((losses > plain).sum() / trained)
-    r, v = returns[mask], values[mask]
+
+    r = returns[mask]
+    v = values[mask]
     explained = 1 - np.var(r - v) / np.var(r) if len(set(r.tolist())) > 1 else 0.0
     measured = explained_variance(*tensors(batch)[:2], bits).item()
     assert measured == pytest.approx(explained, rel=1e-9, abs=1e-9)
@@ -73,11 +77,13 @@ def test_gradients_equal_finite_differences(batch, clip):
 @given(batches(), st.integers(1, 3))
 def test_micro_batches_padding_order_and_garbage(batch, size):
     v, target, before, bits = tensors(batch)
-    whole, parts = v.clone().requires_grad_(), v.clone().requires_grad_()
+    whole = v.clone().requires_grad_()
+    parts = v.clone().requires_grad_()
     weights = aggregation_weights("token-mean", bits)
     loss, _ = value_loss(whole, target, bits, old_values=before, clip=0.2, weights=weights)
     loss.backward()
     assert torch.isfinite(whole.grad).all() and (whole.grad[~bits] == 0).all()
+
     total = 0.0
     for start in range(0, len(v), size):
         part = slice(start, start + size)
@@ -85,7 +91,9 @@ def test_micro_batches_padding_order_and_garbage(batch, size):
         piece, _ = value_loss(*own, old_values=before[part], clip=0.2, weights=weights[part])
         piece.backward()
         total += piece.item()
+
     assert total == pytest.approx(loss.item(), rel=1e-12)
+
     torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=0)
     columns = (v, target, bits, before, weights)
     *own, old, of_token = [torch.nn.functional.pad(t.flip(0), (2, 1)) for t in columns]
@@ -94,8 +102,10 @@ def test_micro_batches_padding_order_and_garbage(batch, size):
 
 
 def test_single_precision_and_equal_returns():
-    v, target = torch.tensor([[0.5, 1.5]]), torch.full((1, 2), 0.1)
-    mask, half = torch.ones(1, 2, dtype=torch.bool), torch.full((1, 2), 0.5)
+    v = torch.tensor([[0.5, 1.5]])
+    target = torch.full((1, 2), 0.1)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    half = torch.full((1, 2), 0.5)
     loss, _ = value_loss(v, target, mask, old_values=None, clip=None, weights=half)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(0.5 * (0.16 + 1.96) / 2)
     assert explained_variance(v, target, mask).item() == 0

@@ -106,6 +106,7 @@ def test_alpaca(tmp_path):
     assert only(tmp_path, row).messages == said(
         "system:s", "user:q", "assistant:a", "user:add\n\n1 1", "assistant:2"
     )
+
     row = {"instruction": "add", "input": "", "output": "2", "system": "", "history": []}
     assert only(tmp_path, row).messages == said("user:add", "assistant:2")
 
@@ -266,6 +267,7 @@ def test_the_report_counts_and_names_the_first(tmp_path):
     ]
     _, report = read(tmp_path, rows, "messages")
     path = f"{tmp_path}/rows.jsonl"
+
     assert report.counts() == {"wrong_roles": 7, "empty": 1}
     assert report.summary() == {
         "rows": 9,
@@ -283,6 +285,7 @@ def test_the_report_counts_and_names_the_first(tmp_path):
         "and 2 more"
     )
     assert report.metrics()["data/train/left_out/wrong_roles"] == 7.0
+
     report.write(tmp_path / "bad.jsonl")
     told = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert [one["where"] for one in told] == [f"{path}:{n}" for n in range(1, 9)]

@@ -66,6 +66,7 @@ def test_openais_form():
         Message("tool", "2", tool_call_id="c1", name="add"),
         Message("user", "as it is"),
     ]
+
     call["function"] = {"name": "add", "arguments": {"a": "ü"}}
     assert messages_of(given_)[2].tool_calls == (ToolCall("add", '{"a": "ü"}', "c1"),)
 

@@ -32,6 +32,7 @@ def test_lines_with_their_numbers_and_broken_ones_between_good_ones(tmp_path):
         ("4", "not_utf8"),
         ("5", {"n": "é"}),
     ]
+
     path.write_text('{"n": 1\n{"n": x}\n')
     cut, wrong = (str(row.value) for row in read_rows(str(path)))
     assert cut.startswith("the line breaks off after 7 characters") and "line 2" not in cut
@@ -90,6 +91,7 @@ def test_an_array_that_is_not_utf8_names_the_line(tmp_path):
 def test_a_folder_is_its_files_in_order(tmp_path):
     for name, n in (("b.jsonl", 2), ("a.json", 1)):
         (tmp_path / name).write_text(json.dumps([{"n": n}] if name.endswith("json") else {"n": n}))
+
     (tmp_path / "readme.md").write_text("no data")
     check_source(str(tmp_path), "data.train")
     assert [row.where for row in read_rows(str(tmp_path))] == [
@@ -135,6 +137,7 @@ def test_parquet_rows_lose_the_nulls_that_the_table_put_in(tmp_path):
         ("row 1", rows[0]),
         ("row 2", {"messages": []}),
     ]  # from_pylist takes the first row's keys
+
     (tmp_path / "a.parquet").write_bytes(b"PAR1nothing")
     with pytest.raises(ConfigError, match="can't be read as Parquet"):
         list(read_rows(str(tmp_path / "a.parquet")))
@@ -163,9 +166,11 @@ def test_a_saved_dataset(tmp_path):
         tmp_path / "splits"
     )
     datasets.DatasetDict({"odd": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "odd")
+
     for name in ("one", "splits"):
         check_source(str(tmp_path / name), "data.train")
         assert told(tmp_path / name) == [("row 1", rows[0]), ("row 2", rows[1])]
+
     with pytest.raises(ConfigError, match="holds the splits odd"):
         list(read_rows(str(tmp_path / "odd")))
 

@@ -75,10 +75,12 @@ def parts(message):
     if message["role"] == "tool":
         part = {"type": "tool_call_response", "id": "x1", "response": message["content"]}
         return {"role": "tool", "parts": [part]}
+
     said = [{"type": "text", "content": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls", ()):
         arguments = json.loads(call["function"]["arguments"])
         said.append({"type": "tool_call", "id": call["id"], "name": "add", "arguments": arguments})
+
     return {"role": message["role"], "parts": said}
 
 
@@ -276,15 +278,19 @@ def imported(tmp_path, *rows, **options):
 def test_every_form_of_a_record_is_the_same_conversation(form, tmp_path):
     result = imported(tmp_path, *RECORDS[form])
     assert result.report.bad == []
+
     (row,) = result.rows
     said = [(one["role"], one["content"]) for one in row["messages"]]
     assert said == WANTED
+
     out = write(tmp_path / "out.jsonl", result.rows)
     report = RowReport("train")
     (read,) = read_conversations(out, "auto", report)
     assert report.bad == []
+
     call = read.messages[2]["tool_calls"][0]["function"]
     assert call == {"name": "add", "arguments": {"a": 1}}
+
     schema = {key: TOOL["function"][key] for key in ("name", "description", "parameters")}
     assert read.tools == [{"type": "function", "function": schema}]
 
@@ -437,6 +443,7 @@ def test_exporters_files_of_single_objects_are_read(tmp_path):
     }
     path.write_text(json.dumps(PRINTED, indent=1) + "\n" + json.dumps(other, indent=1) + "\n")
     assert len(import_traces([str(path)]).rows) == 2
+
     (tmp_path / "one.json").write_text(json.dumps(spans(span(BY_ATTRIBUTES)), indent=2))
     assert len(import_traces([str(tmp_path / "one.json")]).rows) == 1
 
@@ -445,11 +452,13 @@ def test_the_command_writes_rows_and_the_account(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", [*RECORDS["request and response"], {"a": 1}, spans(span({}))])
     assert main(["data", "import", "in.jsonl", "out.jsonl.gz"]) == 0
+
     shown = capsys.readouterr()
     assert "1 conversations written to out.jsonl.gz" in shown.out
     assert "1 left out, not in the file's form" in shown.err
     assert "1 spans are no calls of a model" in shown.err
     assert json.loads(Path("out.jsonl.gz.bad_rows.jsonl").read_text())["where"] == "in.jsonl:2"
+
     report = RowReport("train")
     assert len(list(read_conversations("out.jsonl.gz", "auto", report))) == 1
 

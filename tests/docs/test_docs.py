@@ -65,17 +65,20 @@ def keys_here(row):
 
 def test_the_keys_that_peers_settings_become_exist():
     rows = [line for line in read("docs/coming_from.md").splitlines() if line.startswith("| ")]
-    known, num_keys = config_keys(), 0
+    known = config_keys()
+    num_keys = 0
     for row in rows:
         keys = list(keys_here(row))
         num_keys += len(keys)
         for key, _ in keys:
             known.explain(key)  # raises for a key that does not exist
+
         values = [(key, value) for key, value in keys if value]
         is_ambiguous = len({key for key, _ in values}) < len(values)
         for order in (values, values[::-1])[: 1 + is_ambiguous]:  # of two values the last counts
             if order:
                 load_config("coins", [key + value for key, value in order])
+
     assert num_keys > 100
 
 

@@ -25,9 +25,11 @@ def test_what_the_page_prints_works(page, tmp_path):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     files = dict(FILE.findall(text))
     assert files
+
     for name, content in files.items():
         assert content.count("\n") <= LONGEST_EXAMPLE
         (tmp_path / name).write_text(content, encoding="utf-8")
+
     commands = [
         line
         for block in COMMANDS.findall(text)
@@ -35,6 +37,7 @@ def test_what_the_page_prints_works(page, tmp_path):
         if line.startswith(("agentevo ", "python "))
     ]
     assert commands
+
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for command in commands:
         program, *words = shlex.split(command)

@@ -132,7 +132,8 @@ def test_a_recipe_that_only_evaluates_needs_no_reward_spread():
 @pytest.mark.slow
 def test_the_same_recipe_gives_the_same_verdicts():
     play = ("attempts", "token ids", "rewards", "completions", "turns", "format", "context")
-    first, second = by_name(check_recipe(recipe())), by_name(check_recipe(recipe()))
+    first = by_name(check_recipe(recipe()))
+    second = by_name(check_recipe(recipe()))
     assert [first[name] for name in play] == [second[name] for name in play]
 
 

@@ -50,6 +50,7 @@ def group(loaded):
         for _ in range(3):
             reply = await policy.generate(messages)
             messages = [*messages, reply.message, Message("user", "and now?")]
+
         return Trajectory(
             id=f"a{number}", task_id="t", group_id="t", attempt=number, turns=policy.turns
         )
@@ -90,6 +91,7 @@ def test_a_wrong_logprob_shows(loaded, group):
     assert checks.max_logprob_difference(loaded.model, [trajectories[0], wrong], SAMPLING)[
         1
     ] == pytest.approx(0.25, abs=1e-3)
+
     broken = change_turn(
         trajectories[1], 0, logprobs=[math.nan, *trajectories[1].turns[0].logprobs[1:]]
     )
@@ -127,6 +129,7 @@ def test_reencoding_is_noticed_where_text_does_not_give_the_ids_back(loaded, gro
     )
     whole = msgspec.structs.replace(whole, turns=whole.turns[:1])
     half_a_character = loaded.tokenizer.encode("é", add_special_tokens=False)[:1]
+
     assert checks.count_reencoded_differently([whole], loaded.tokenizer) == 0
     assert (
         checks.count_reencoded_differently(
@@ -165,6 +168,7 @@ def test_memory_follows_the_shape_of_the_model(loaded):
     assert parts["optimizer"] == 2 * weights
     assert parts["key-value cache"] == 500 * 2 * 2 * 32 * 4
     assert "reference copy" not in parts
+
     more = checks.memory_parts(
         loaded.model,
         build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False),
@@ -178,6 +182,7 @@ def test_memory_follows_the_shape_of_the_model(loaded):
             "reference copy"
             in checks.memory_parts(loaded.model, preferred, step_tokens=1000, cached_tokens=500)
         ) == kept
+
     assert more["activations"] == pytest.approx(parts["activations"] * 1000 / 64)
     assert next(loaded.model.parameters()).dtype == torch.float32
 
@@ -187,7 +192,8 @@ def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
         config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
         return checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
 
-    plain, whole = parts(), parts("algorithm.name=ppo")
+    plain = parts()
+    whole = parts("algorithm.name=ppo")
     assert whole["critic"] == 2 * plain["optimizer"], "weights, gradients and two moments"
     assert parts("algorithm.name=ppo", "critic.trunk=shared").keys() == plain.keys()
     assert parts("algorithm.name=prime").keys() - plain.keys() == {
@@ -209,19 +215,23 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
     earlier = EarlierWeights(loaded.model)
     for version in range(5):
         earlier.keep(version, 3)
+
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for version in range(2, 5)
         for p in earlier.served(version, 5)[1].parameters()
     }
     packed = packed_bytes(loaded.model)
-    in_turn, three = parts(), parts("rollout.staleness=3")
+    in_turn = parts()
+    three = parts("rollout.staleness=3")
     assert three["earlier weights"] == sum(storages.values()) + 3 * packed
     assert three.keys() - in_turn.keys() == {"earlier weights"}
     assert "earlier weights" not in parts("rollout.staleness=3", "rollout.policy=mask")
     assert "earlier weights" not in parts("rollout.staleness=3", "rollout.samplers=1")
+
     overlap = parts("rollout.staleness=1", "rollout.sharing=overlap")
     assert overlap[checks.OWN_WEIGHTS] == overlap["earlier weights"] == three["earlier weights"] / 3
+
     found = checks.knobs(
         small_config(tmp_path, "rollout.staleness=1", "rollout.sharing=overlap"), on_cpu=True
     )
@@ -243,12 +253,14 @@ def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config
         "memory.optimizer",
         "critic.trunk",
     }
+
     for change, other in found.items():
         assert (
             small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096", change)
             == other
         )
         assert needed(other) <= needed(config), change
+
     on_gpu = checks.knobs(config, on_cpu=False)
     assert on_gpu.keys() - found.keys() == {
         "memory.offload_optimizer=true",

@@ -103,9 +103,13 @@ def test_activations_by_hand(random_model):
     """A Llama layer of width 32 (query 32, key 16, 4 heads) with 48 inner units, in float32: what
     its backward pass needs."""
     model = random_model("llama").alone
-    shape, trained = shape_of(model), trained_of(model)
+    shape = shape_of(model)
+    trained = trained_of(model)
     assert (shape.query, shape.key, shape.head_norms, shape.tied) == (32, 16, False, True)
-    norms, attention, mlp = 2 * 3 * 32, 2 * 32 + 2 * 16 + 4, 4 * 48
+
+    norms = 2 * 3 * 32
+    attention = 2 * 32 + 2 * 16 + 4
+    mlp = 4 * 48
     assert layer_bytes(shape, trained, "none") == 4 * (norms + attention + mlp)
     assert layer_bytes(shape, trained, "full") == 4 * 32
     assert (
@@ -118,11 +122,13 @@ def test_activations_by_hand(random_model):
 
 def test_what_is_trained_decides(random_model):
     plain = copy.deepcopy(random_model("qwen2").alone)
-    load, memory = Load(tokens=1000, rows=500, single=True, on_cpu=False), MemorySection()
+    load = Load(tokens=1000, rows=500, single=True, on_cpu=False)
+    memory = MemorySection()
     whole = training_bytes(plain, load, memory)
     numbers = sum(p.numel() for p in plain.parameters())
     assert whole["optimizer"] == 8 * numbers
     assert "float32 weights" not in whole
+
     few = training_bytes(
         add_adapter(copy.deepcopy(plain), LoraSection(rank=2, targets=("q_proj",)), seed=0),
         load,
@@ -130,10 +136,13 @@ def test_what_is_trained_decides(random_model):
     )
     assert few["optimizer"] < whole["optimizer"] / 10
     assert few["activations"] < whole["activations"]
+
     eight = training_bytes(plain, load, MemorySection(optimizer="adamw_8bit"))
     assert 0.25 <= eight["optimizer"] / whole["optimizer"] < 0.26
+
     away = training_bytes(plain, load, MemorySection(offload_optimizer=True))
     assert "optimizer" not in away
+
     half = training_bytes(plain.bfloat16(), load, memory)
     assert half["float32 weights"] == 4 * numbers
     assert half["optimizer"] == 8 * numbers
@@ -158,9 +167,11 @@ def test_a_gpus_peak_was_foreseen(name, gpu):
     """Peaks that `benchmarks/gpu.py` measured on an H200, layers compiled."""
     results = json.loads(GPU_RESULTS.read_text())["results"]
     found = next(one for one in results if one["part"] == "train" and one["model"] == name)
+
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = gpu.SHAPES[name]()
+
     torch.set_default_dtype(torch.float32)
     tokens = found["micro"]
     load = Load(tokens, tokens * 3 // 4, single=False, on_cpu=False)

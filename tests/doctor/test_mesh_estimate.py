@@ -44,17 +44,21 @@ def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
     config = recipe(shape_of_7b)
     sizes = sizes_of(config)
     assert 7.5e9 < sizes.numbers < 7.8e9
+
     found = fits(config, sizes, 8)
     alone = fit(config, sizes, ParallelSection(), 8)
     assert alone.most > 16 * sizes.numbers, "masters, gradients, moments, and what computes"
+
     (sharded,) = (one for one in found if one.parallel == ParallelSection(shard=8))
     states = sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer"))
     assert 16 * sizes.numbers / 8 < states < 16 * sizes.numbers / 8 + 10 * GIB
     assert sharded.first["whole model"] == 2 * sizes.numbers
+
     checks = judge_meshes(found, 8, 80 * GIB, "coins run.dir=x", 8192, ParallelSection())
     assert checks[-1].status == "good" and "trainer.parallel.shard=" in checks[-1].advice
     assert "torchrun --standalone --nproc-per-node=8 -m agentevo train coins" in checks[-1].advice
     assert all(str(one) != "one" for one in found if one.most <= 0.9 * 80 * GIB)
+
     nowhere = judge_meshes(found, 8, 8 * GIB, "coins", 8192, ParallelSection())[-1]
     assert nowhere.status == "wrong" and "more devices" in nowhere.advice
 
@@ -68,6 +72,7 @@ def test_the_recipes_own_mesh_is_judged_first_and_the_command_replaces_it(shape_
     assert first.name == "the recipe's mesh" and first.finding.startswith("pipeline=2 x replicas=4")
     assert first.status == "wrong", "half of the weights, moments and gradients are too much"
     assert last.advice.endswith("trainer.parallel.pipeline=1"), "what it asks for holds no more"
+
     missing, *_ = checks(8, pipeline=3)
     assert missing.status == "wrong" and "(pipeline=3) is none" in missing.finding
     assert checks(8)[0].name == "mesh"
@@ -78,6 +83,7 @@ def test_more_shards_take_less_and_so_does_half_a_sequence(shape_of_7b):
     sizes = sizes_of(config)
     most = [fit(config, sizes, ParallelSection(shard=n), 16).most for n in (2, 4, 8, 16)]
     assert most == sorted(most, reverse=True)
+
     whole, half = (fit(config, sizes, ParallelSection(context=n), 16).parts for n in (1, 2))
     assert half["activations"] < 0.7 * whole["activations"]
     cut = fit(config, sizes, ParallelSection(tensor=2), 16).parts
@@ -91,15 +97,19 @@ def test_stages_share_the_weights_and_keep_as_many_micro_batches_as_follow(shape
     stages = [stage_parts(config, sizes, ParallelSection(pipeline=4), n) for n in range(4)]
     for name in ("weights", "gradients", "optimizer"):
         assert sum(parts[name] for parts in stages) == pytest.approx(alone[name])
+
     activations = [parts["activations"] for parts in stages[:3]]
     assert activations == sorted(activations, reverse=True)
+
     per_layer = layer_bytes(sizes.shape, sizes.trained, "full") * longest_pass(config, sizes)
     assert activations[0] - activations[1] == pytest.approx(8 * per_layer)  # 7 layers, and a send
+
     found = {one.parallel.pipeline: one for one in fits(config, sizes, 8) if one.parallel.pipeline}
     assert set(found) == {1, 2, 4}, "divisors of 28 layers and 8 devices"
     assert found[4].parallel.replicas(found[4].world) == 2
     assert total(found[4].parts) == max(map(total, stages))
     assert found[4].on_first == pytest.approx(total(stages[0]) + total(found[4].first))
+
     critic = recipe(shape_of_7b, "algorithm.name=ppo")
     assert {one.parallel.pipeline for one in fits(critic, sizes, 8)} == {1}
 

@@ -42,6 +42,7 @@ def test_servers_that_answer_are_good_and_names_of_several_are_told(checks):
             helper={"model": "qwen", "base_url": server.base_url},
         )
         assert manager.calls == []
+
     assert found["tools one"].status == "good"
     assert "2 tools in" in found["tools one"].finding and "fetch_url" in found["tools one"].finding
     assert found["names of tools"].status == "warning"
@@ -63,6 +64,7 @@ def test_what_is_missing_is_wrong_and_nothing_is_played(checks, monkeypatch):
     with RemoteServer(served("qwen-14b")) as server, RemoteServer(fails(401)) as closed:
         with Manager() as manager:
             gone = manager.node_url
+
         found = checks(
             {"type": "mcp_manager", "url": gone, "start_timeout_s": 0.2},
             {"type": "mcp_manager", "name": "keyed", "url": gone, "api_key": "${env:NO_SUCH_KEY}"},
@@ -71,6 +73,7 @@ def test_what_is_missing_is_wrong_and_nothing_is_played(checks, monkeypatch):
             judge={"model": "m", "base_url": closed.base_url},
             spare={"model": "m", "api_key": "${env:NO_SUCH_KEY}"},
         )
+
     assert {one.status for one in found.values()} == {"wrong"}
     assert "no tools listed" in found["tools manager"].finding
     assert "NO_SUCH_KEY is not set" in found["tools keyed"].finding

@@ -14,6 +14,7 @@ def test_rewards_and_success() -> None:
         _, reward, terminated, truncated, info = environment.step("DRAGON")
         assert (terminated, truncated, info["success"]) == (True, False, True)
         high.append(reward)
+
     assert set(high) == {0.0, 1.0}
     assert sum(high) / 2000 == pytest.approx(0.25, abs=0.04)  # 4 standard errors
 

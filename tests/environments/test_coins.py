@@ -53,6 +53,7 @@ def test_hidden_rule_is_one_mapping_for_all_seeds() -> None:
         assert lamp
         found.setdefault(lamp.group(1), set()).add(str(made.optimal_action()))
         orders.add(shown.splitlines()[0])
+
     assert len(found) == 3 and all(len(coins) == 1 for coins in found.values())
     assert len(set.union(*found.values())) == 3
     assert len(orders) == 6  # so that the place in the list says nothing
@@ -89,6 +90,7 @@ def test_credit_grows_towards_the_exact_answer() -> None:
             if made.optimal_action() == "gold"
         )
         rewards.append(made.step(said)[1])
+
     assert 0 < rewards[0] < rewards[1] < rewards[2] == 0.5 * 4 / 5 < rewards[3] == 1.0
 
 
@@ -109,6 +111,7 @@ def test_another_coin_earns_its_share() -> None:
     _, reward, terminated, _, info = made.step(other)
     assert reward == pytest.approx(0.5 * values[other] / max(values.values()))
     assert terminated and info == {"valid": True, "effective": True, "success": False}
+
     made, _ = environment(3, rule="table", other_credit=0.3)
     other = next(coin for coin in METALS[:3] if coin != made.optimal_action())
     assert made.step(other)[1] == pytest.approx(0.3)

@@ -105,6 +105,7 @@ def test_no_step_outside_an_episode(config: EnvironmentConfig) -> None:
     environment = make(config)
     with pytest.raises(EnvironmentFailure, match="reset"):
         environment.step("Left")
+
     play_on = make(config.model_copy(update={"max_actions": 1}))
     play_on.reset(seed=0)
     play_on.step("I would rather not.")
@@ -125,7 +126,8 @@ def test_baselines_leave_the_episode_alone(config: EnvironmentConfig) -> None:
 
 @every_environment
 def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
-    few, many = mean_baselines(config, range(20), 3), mean_baselines(config, range(20), 12)
+    few = mean_baselines(config, range(20), 3)
+    many = mean_baselines(config, range(20), 12)
     for rates in (few, many):
         assert rates.random is not None and rates.optimal is not None
         assert 0 <= rates.random <= rates.optimal <= 1
@@ -169,8 +171,10 @@ def test_mean_baselines_averages_and_keeps_the_unknown() -> None:
     assert mean_baselines(FrozenLakeConfig(), [1, 2, 3], 7).optimal == pytest.approx(
         sum(rate for rate in rates if rate is not None) / 3
     )
+
     with pytest.raises(ValueError, match="seed"):
         mean_baselines(FrozenLakeConfig(), [])
+
     assert mean_baselines(GymnasiumConfig(id="Blackjack-v1"), [1]).optimal is None
     assert Baselines(random=None, optimal=None) == Baselines(random=None, optimal=None)
 

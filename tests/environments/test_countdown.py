@@ -71,7 +71,9 @@ def test_evaluate_keeps_to_the_operations() -> None:
 def environment(numbers: list[int], target: int, **options: object) -> CountdownEnvironment:
     made = CountdownEnvironment(CountdownConfig.model_validate(options))
     made.reset(seed=0)
-    made.numbers, made.target, made._solution = numbers, target, None
+    made.numbers = numbers
+    made.target = target
+    made._solution = None
     return made
 
 
@@ -103,6 +105,7 @@ def all_values(numbers: list[int], operations: str) -> set[Fraction]:
     """Values of all expressions over all the numbers, by splitting instead of joining."""
     if len(numbers) == 1:
         return {Fraction(numbers[0])}
+
     found = set()
     for size in range(1, len(numbers)):
         for chosen in itertools.combinations(range(len(numbers)), size):
@@ -116,6 +119,7 @@ def all_values(numbers: list[int], operations: str) -> set[Fraction]:
                         found.add(
                             {"+": a + b, "-": a - b, "*": a * b}[sign] if sign != "/" else a / b
                         )
+
     return found
 
 
@@ -138,6 +142,7 @@ def test_solve_finds_exactly_what_exists(numbers: list[int], operations: str) ->
 def test_random_rate_is_exact() -> None:
     assert random_expression_success([2, 3], 5, "+-") == pytest.approx(1 / 2)
     assert random_expression_success([2, 3], 1, "+-*/") == pytest.approx(1 / 8)
+
     rng = random.Random(0)
     for numbers, target in (([1, 2, 3], 6), ([3, 3, 8, 8], 24), ([1, 1, 2, 4], 4)):
         exact = random_expression_success(numbers, target)
@@ -167,6 +172,7 @@ def test_instances_keep_to_their_ranges(seed: int, count: int, operations: str) 
     )
     made = CountdownEnvironment(config)
     shown, _ = made.reset(seed=seed)
+
     assert (
         len(made.numbers) == count
         and all(1 <= number <= 15 for number in made.numbers)
@@ -182,6 +188,7 @@ def test_an_impossible_range_is_refused_with_the_remedy() -> None:
     )
     with pytest.raises(EnvironmentFailure, match="widen the target's range"):
         made.reset(seed=0)
+
     for wrong in (
         {"min_target": 5, "max_target": 4},
         {"operations": "+^"},

@@ -45,6 +45,7 @@ def test_moves_edges_hole_and_goal() -> None:
         {"valid": True, "effective": False, "success": False},
     )
     assert environment.step("down")[0] == "___\nPO_\n__G"
+
     environment.step("Down")
     assert environment.step("Right")[0] == "___\n_O_\n_PG"
     assert environment.step("Right") == (
@@ -54,6 +55,7 @@ def test_moves_edges_hole_and_goal() -> None:
         False,
         {"valid": True, "effective": True, "success": True},
     )
+
     environment.reset(seed=0)
     environment.step("Right")
     assert environment.step("Down") == (
@@ -78,6 +80,7 @@ def test_ice_slips_to_the_sides_only() -> None:
         environment.reset(seed=seed)
         shown = environment.step("Left")[0]
         ends[shown] = ends.get(shown, 0) + 1
+
     places = {divmod(shown.replace("\n", "").index("P"), 5): count for shown, count in ends.items()}
     assert set(places) == {(2, 1), (1, 2), (3, 2)}
     assert all(
@@ -89,8 +92,10 @@ def test_exact_rates_by_hand() -> None:
     straight = drawn("PG\n__", slippery=False)
     assert straight.baselines(1).optimal == 1.0
     assert straight.baselines(1).random == pytest.approx(1 / 4)
+
     # Two actions: Right at once; or Left/Up (stay) then Right; Down then never in one.
     assert straight.baselines(2).random == pytest.approx(1 / 4 + 2 / 4 * 1 / 4)
+
     icy = drawn("PG\n__", slippery=True)
     # Right, Up and Down each go right with 1/3; Left never does.
     assert icy.baselines(1).optimal == pytest.approx(1 / 3)
@@ -104,6 +109,7 @@ def best_by_enumeration(environment: FrozenLakeEnvironment, tile: int, actions_l
         return 1.0
     if tile in lake.holes or actions_left == 0:
         return 0.0
+
     return max(
         sum(
             best_by_enumeration(
@@ -168,6 +174,7 @@ def test_rates_match_the_published_calibration() -> None:
         for seed in range(NUM_MAPS):
             environment.reset(seed=seed)
             rates.append(environment.baselines(limit))
+
         for known, ours in (
             (by_chance, [rate.random for rate in rates]),
             (best, [rate.optimal for rate in rates]),
@@ -201,7 +208,9 @@ def test_played_rates_match_the_tables() -> None:
                 assert action is not None
                 _, _, terminated, truncated, info = environment.step(action)
                 over = terminated or truncated
+
             wins[player] += info["success"]
+
     exact = mean_baselines(config, range(1000))
     for player, known in (("optimal", exact.optimal), ("random", exact.random)):
         assert known is not None

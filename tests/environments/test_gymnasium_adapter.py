@@ -72,11 +72,13 @@ def test_drawn_environment_and_named_actions() -> None:
 def test_solver_and_exact_rates_from_published_transitions() -> None:
     assert mean_baselines(FIRM, [0]).optimal == 1.0
     assert mean_baselines(FIRM, [0], 5).optimal == 0.0
+
     rates = mean_baselines(LAKE, [0])
     assert rates.optimal == pytest.approx(
         0.744, abs=0.002
     )  # the 4x4 map's known optimum with 100 actions
     assert rates.random == pytest.approx(0.0139, abs=0.0005)
+
     for config in (FIRM, TAXI):
         environment = make(config)
         environment.reset(seed=3)
@@ -113,6 +115,7 @@ def test_text_environment() -> None:
     )
     shown, _ = environment.reset(seed=4)
     password = shown.removeprefix("Password ").removesuffix("?")
+
     assert environment.reset(seed=4)[0] == shown
     assert environment.step("XYZ")[4] == {
         "valid": False,
@@ -126,13 +129,16 @@ def test_text_environment() -> None:
         False,
         {"valid": True, "effective": True, "success": True},
     )
+
     environment.reset(seed=4)
     assert not environment.step("hh")[4][
         "success"
     ]  # the environment's own word wins over the reward
+
     environment.reset(seed=4)
     assert environment.step("h")[2:4] == (False, True)  # truncated by the environment
     assert environment.instructions == "Repeat the password."
+
     rates = environment.baselines()
     assert rates.random is None and rates.optimal is None
     assert spaces.Text(8, charset="abcdefgh").contains(environment.random_action(random.Random(0)))

@@ -38,7 +38,9 @@ class Server:
     """Answers with `says` in order, texts as they are; `hang` answers nothing, `die` ends."""
 
     def __init__(self, schema=SCHEMA):
-        self.says, self.heard, self.schema = [], [], schema
+        self.says = []
+        self.heard = []
+        self.schema = schema
         self.places = []
         self._server = serve(self._serve, "127.0.0.1", 0, process_request=self._answer)
         port = self._server.socket.getsockname()[1]
@@ -58,6 +60,7 @@ class Server:
             said = self.says.pop(0)
             if said == "die":
                 return
+
             if said == "hang":
                 time.sleep(5)
             else:
@@ -87,6 +90,7 @@ def test_an_episode_is_played_and_paid_by_the_server(server):
     )
     assert first == "begin"
     assert environment.step("2")[:4] == ("higher", 0.0, False, False)
+
     text, reward, terminated, _, info = environment.step(" 4 ")
     assert (text, reward, terminated) == ("right", 1.5, True)
     assert info == {"valid": True, "effective": True, "success": True}
@@ -95,6 +99,7 @@ def test_an_episode_is_played_and_paid_by_the_server(server):
         {"type": "step", "data": {"guess": 2}},
         {"type": "step", "data": {"guess": 4}},
     ]
+
     environment.close()
 
 
@@ -141,9 +146,11 @@ def test_several_fields_are_said_as_an_object():
         )
         assert environment.observe() == "hint: a\nscore: 1"
         assert not environment.step("2")[4]["valid"]
+
         environment.step('{"x": 1, "y": 2}')
         assert server.heard[0]["data"] == {"seed": 1}
         assert server.heard[1]["data"] == {"x": 1, "y": 2, "kind": "move"}
+
         environment.close()
         with pytest.raises(ConfigError, match="no field 'z', only kind, x, y"):
             make(OpenEnvConfig(url=server.url, action_field="z"))
@@ -187,6 +194,7 @@ def test_a_server_without_a_free_session_is_asked_again(server, monkeypatch):
 def test_a_url_where_nothing_answers_is_refused(server):
     with pytest.raises(ConfigError, match=r"environment.url: no OpenEnv server answers"):
         make(OpenEnvConfig(url="http://127.0.0.1:1"))
+
     other = Server({})
     other.schema = None
     try:

@@ -26,11 +26,13 @@ def test_among_equals_the_soonest_success_is_taken() -> None:
 
 def test_hopeless_for_want_of_time_still_goes_the_right_way() -> None:
     """A corridor of 5 to the right, one action left."""
-    win, move = np.zeros((2, 5)), np.zeros((2, 5, 5))
+    win = np.zeros((2, 5))
+    move = np.zeros((2, 5, 5))
     for state in range(5):
         move[0, state, max(state - 1, 0)] = 1.0
         if state < 4:
             move[1, state, state + 1] = 1.0
+
     win[1, 4] = 1.0
     tables = SuccessTables(win, move)
     assert tables.optimal(0, 1) == 0.0 and tables.best_action(0, 1) == 1
@@ -46,6 +48,7 @@ def test_random_play_agrees_with_the_exact_rate() -> None:
         assert exact is not None
         played = random_play_success(lambda: SokobanEnvironment(config), seed, 800)
         assert played == pytest.approx(exact, abs=4 * (exact * (1 - exact) / 800) ** 0.5)
+
     assert random_play_success(lambda: SokobanEnvironment(config), 1, 50) == random_play_success(
         lambda: SokobanEnvironment(config), 1, 50
     )
@@ -54,11 +57,13 @@ def test_random_play_agrees_with_the_exact_rate() -> None:
 def test_random_play_agrees_on_ice_over_many_seeds() -> None:
     config = FrozenLakeConfig()
     environment = FrozenLakeEnvironment(config)
-    exact, played = [], []
+    exact = []
+    played = []
     for seed in range(400):
         environment.reset(seed=seed)
         exact.append(environment.baselines().random)
         played.append(random_play_success(lambda: FrozenLakeEnvironment(config), seed, 4))
+
     assert np.mean(played) == pytest.approx(
         np.mean(np.array(exact, dtype=float)), abs=4 * np.std(played) / 20
     )

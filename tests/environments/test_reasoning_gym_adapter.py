@@ -27,8 +27,10 @@ def test_reference_answer_succeeds_and_another_does_not() -> None:
             {"valid": True, "effective": True, "success": True},
         )
         assert environment.reset(seed=seed)[0] == shown
+
         _, reward, terminated, _, info = environment.step("a thousand")
         assert reward < 1 and terminated and not info["success"]
+
     assert len(questions) > 15
 
 

@@ -51,6 +51,7 @@ def drawn(drawing: str, **options: Any) -> DrawnRoom:
 def test_pushing_to_the_end_earns_eleven_less_a_tenth_per_action() -> None:
     environment = drawn("######\n#PX_O#\n######")
     assert environment.reset(seed=0)[0] == "######\n#PX_O#\n######"
+
     shown, reward, terminated, truncated, info = environment.step("right")
     assert (shown, terminated, truncated) == ("######\n#_PXO#\n######", False, False)
     assert reward == pytest.approx(-0.1) and info == {
@@ -58,6 +59,7 @@ def test_pushing_to_the_end_earns_eleven_less_a_tenth_per_action() -> None:
         "effective": True,
         "success": False,
     }
+
     shown, last, terminated, _, info = environment.step("Right")
     assert shown == "######\n#__P√#\n######" and terminated and info["success"]
     assert reward + last == pytest.approx(11 - 0.1 * 2)
@@ -114,7 +116,8 @@ def test_a_lost_room_has_no_optimal_action() -> None:
 
 def forward_distances(room: Room, state: int) -> dict[int, int]:
     """Fewest actions from `state` to every state, stepping forwards."""
-    found, queue = {state: 0}, deque([state])
+    found = {state: 0}
+    queue = deque([state])
     while queue:
         here = queue.popleft()
         for action in range(4):
@@ -122,6 +125,7 @@ def forward_distances(room: Room, state: int) -> dict[int, int]:
             if there not in found:
                 found[there] = found[here] + 1
                 queue.append(there)
+
     return found
 
 
@@ -149,6 +153,7 @@ def test_reversed_moves_are_moves(seed: int, data: st.DataObject) -> None:
     state = data.draw(st.sampled_from(sorted(distances(room))))
     for previous in room.before(state):
         assert previous != state and state in {room.step(previous, action) for action in range(4)}
+
     for action in range(4):
         following = room.step(state, action)
         if following != state:
@@ -165,11 +170,14 @@ def test_the_solver_recovers_from_random_actions() -> None:
         for _ in range(3):
             if not info["success"]:
                 _, _, _, _, info = environment.step(environment.random_action(rng))
+
         while not info["success"] and (action := environment.optimal_action()) is not None:
             before = environment.solution_length()
             _, _, _, _, info = environment.step(action)
             assert before is not None and environment.solution_length() == before - 1
+
         recovered += info["success"]
+
     assert recovered >= 40
 
 
@@ -185,8 +193,10 @@ def test_difficulty_is_about_ragens() -> None:
         lengths.append(environment.solution_length() or 0)
         for limit, values in rates.items():
             values.append(environment.baselines(limit).random or 0.0)
+
     for limit, known in ((5, 0.120), (10, 0.190), (20, 0.269)):
         assert np.mean(rates[limit]) == pytest.approx(known, abs=0.035)
+
     assert 0.65 < np.mean(np.array(lengths) <= 5) < 0.80
     assert max(lengths) <= 10
 
@@ -196,11 +206,13 @@ def test_larger_rooms_are_about_ragens_larger() -> None:
     environment = SokobanEnvironment(
         SokobanConfig(dim=(8, 8), num_boxes=2, min_solution=3, max_solution=8)
     )
-    rates, lengths = [], []
+    rates = []
+    lengths = []
     for seed in range(60):
         environment.reset(seed=seed)
         rates.append(environment.baselines(10).random or 0.0)
         lengths.append(distances(environment.room, 8)[environment._state])
+
     assert np.mean(rates) == pytest.approx(0.026, abs=0.02)
     assert 0.3 < np.mean(np.array(lengths) <= 5) < 0.7
 
@@ -209,6 +221,7 @@ def test_random_rate_by_hand_and_optimal_by_limit() -> None:
     environment = drawn("######\n#PX_O#\n######", max_solution=7)
     assert environment.baselines(1).random == 0.0
     assert environment.baselines(2).random == pytest.approx(1 / 16)
+
     # In three: right, right within the three with one idle action (left, up or down against a wall)
     # first, or up/down between.
     assert environment.baselines(3).random == pytest.approx(1 / 16 + 3 / 64 + 2 / 64)
@@ -224,6 +237,7 @@ def test_sampled_rate_matches_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> 
         exact is not None
         and random_player_success(environment.room, environment._state, 10, max_states=1) is None
     )
+
     monkeypatch.setattr(sokoban, "EXACT_STATES", 1)
     sampled = environment.baselines(10).random
     assert sampled != exact  # so it was sampled
@@ -251,6 +265,7 @@ def test_impossible_rooms_are_refused() -> None:
     ):
         with pytest.raises(pydantic.ValidationError):
             SokobanConfig.model_validate(wrong)
+
     with pytest.raises(EnvironmentFailure, match="enlarge dim"):
         SokobanEnvironment(SokobanConfig(dim=(4, 4), min_solution=60, max_solution=60)).reset(
             seed=0

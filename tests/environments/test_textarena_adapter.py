@@ -20,6 +20,7 @@ def test_a_puzzle_for_one() -> None:
     environment = make(HANOI)
     shown, _ = environment.reset(seed=1)
     assert "Tower of Hanoi" in shown and "A: [3, 2, 1]" in shown
+
     for count, move in enumerate(SOLUTION, start=1):
         shown, reward, terminated, truncated, info = environment.step(
             move
@@ -29,6 +30,7 @@ def test_a_puzzle_for_one() -> None:
             "Tower of Hanoi" not in shown and move not in shown.splitlines()[0][:6]
         )  # only what is new
         assert terminated is (count == len(SOLUTION)) and not truncated
+
     assert reward == 1.0 and info["success"]
 
 
@@ -60,6 +62,7 @@ def test_a_game_for_two_against_a_seeded_random_player(seat: int) -> None:
     games = [play(seed, player=seed) for seed in range(12)]
     assert games == [play(seed, player=seed) for seed in range(12)]
     assert len({str(game) for game in games}) > 6
+
     ends = [game[-1] for game in games]
     assert all(end[2] for end in ends)  # type: ignore[index]
     assert {end[1] for end in ends} <= {-1.0, 0.0, 1.0}  # type: ignore[index]
@@ -80,9 +83,11 @@ def test_random_rate_is_known_where_actions_are() -> None:
     rate = environment.baselines().random
     assert rate is not None and 0.3 < rate < 0.9  # the first player wins 58% of random games
     assert environment.baselines().optimal is None and environment.optimal_action() is None
+
     guess = make(TextArenaConfig(game="TowerOfHanoi-v0"))
     guess.reset(seed=0)
     assert guess.baselines().random is None
+
     with pytest.raises(EnvironmentFailure, match="set `actions`"):
         guess.random_action(random.Random(0))
 
@@ -93,6 +98,7 @@ def test_global_random_numbers_are_left_alone() -> None:
     expected = random.random(), np.random.rand()
     random.seed(5)
     np.random.seed(5)
+
     environment = make(TICTACTOE)
     environment.reset(seed=9)
     environment.step("[4]")
@@ -106,7 +112,8 @@ def test_episodes_do_not_disturb_each_other() -> None:
     moves = ["[up]", "[left]", "[down]", "[right]"] * 3
 
     def boards(between: int) -> list[str]:
-        environment, other = make(config), make(config)
+        environment = make(config)
+        other = make(config)
         seen = [environment.reset(seed=3)[0]]
         for move in moves:
             if between:
@@ -116,6 +123,7 @@ def test_episodes_do_not_disturb_each_other() -> None:
             seen.append(step[0])
             if step[2]:
                 break
+
         return seen
 
     assert boards(0) == boards(7)

@@ -41,17 +41,35 @@ def test_calls_and_results_are_shown_in_their_order(shout, capsys, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     listed = gives({"data": [{"id": "m"}]})
     with RemoteServer(listed, calls("hey"), calls(""), gives(chat("HEY", usage=(30, 2)))) as server:
-        words = ["agent.type=tool_agent", "agent.tools=[shout]", "rewards=[exact_match, tool_use]"]
-        tried(server, *words, "--task", "Shout hey.", "--answer", "HEY")
+        tried(
+            server,
+            "agent.type=tool_agent",
+            "agent.tools=[shout]",
+            "rewards=[exact_match, tool_use]",
+            "--task",
+            "Shout hey.",
+            "--answer",
+            "HEY",
+        )
+
     out = capsys.readouterr().out
     expected = [
-        *("user: Shout hey.", "[calls shout as x]", "tool shout ...", 'arguments: {"text": "hey"}'),
-        *("result: HEY\\x1b[31m", "!", "remote far, turn 1", "nothing to shout", "assistant: HEY"),
-        *("scorer exact_match", "reward 1.5 (exact_match 1, tool_use 0.5), success; 3 turns"),
+        "user: Shout hey.",
+        "[calls shout as x]",
+        "tool shout ...",
+        'arguments: {"text": "hey"}',
+        "result: HEY\\x1b[31m",
+        "!",
+        "remote far, turn 1",
+        "nothing to shout",
+        "assistant: HEY",
+        "scorer exact_match",
+        "reward 1.5 (exact_match 1, tool_use 0.5), success; 3 turns",
     ]
     at = -1
     for text in expected:
         assert (at := out.find(text, at + 1)) >= 0, f"{text}\n{out}"
+
     assert "\x1b" not in out, "nobody drives the terminal"
     assert list(tmp_path.iterdir()) == []
 
@@ -79,6 +97,7 @@ def test_a_recipe_plays_its_own_held_out_task(capsys, tmp_path, monkeypatch):
         "model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}\n"
     )
     assert main(["agent", "try", "small.yaml", "--number", "1"]) == 0
+
     out = capsys.readouterr().out
     assert "policy generate, turn 0" in out and "reward " in out
     assert main(["agent", "try", "small.yaml", "--number", "2"]) == 2

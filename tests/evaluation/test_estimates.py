@@ -15,7 +15,8 @@ from agentevo.evaluation.estimates import ks_of, mean_of, paired_difference, pas
 @given(st.data())
 def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_success(data):
     n = data.draw(st.integers(1, 8))
-    successes, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    successes = data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
     attempts = [True] * successes + [False] * (n - successes)
     draws = [any(draw) for draw in combinations(attempts, k)]
     assert pass_at_k(n, successes, k) == pytest.approx(sum(draws) / len(draws), abs=1e-12)
@@ -34,13 +35,15 @@ def test_ks_double_and_end_with_all():
 
 def test_an_interval_is_always_the_same_and_holds_the_mean():
     values = list(np.random.default_rng(0).random(50))
-    first, again = mean_of(values), mean_of(values)
+    first = mean_of(values)
+    again = mean_of(values)
     assert first == again
     assert first.low < first.value < first.high
 
 
 def test_an_interval_holds_the_truth_about_as_often_as_it_says():
-    generator, held = np.random.default_rng(1), 0
+    generator = np.random.default_rng(1)
+    held = 0
     for _ in range(100):
         found = mean_of(list((generator.random(60) < 0.4).astype(float)))
         held += found.low <= 0.4 <= found.high
@@ -89,6 +92,7 @@ def test_an_interval_of_agreeing_tasks_holds_the_truth_as_often_as_it_says():
 
 def test_of_many_tasks_it_is_the_normal_interval():
     values = np.random.default_rng(2).random(1_000_000)
-    found, few = mean_of(values), mean_of(values[:9_000])
+    found = mean_of(values)
+    few = mean_of(values[:9_000])
     assert found.high - found.low == pytest.approx(2 * 1.96 * 12**-0.5 / 1000, rel=0.01)
     assert few.high - few.low == pytest.approx(2 * 1.96 * (12 * 9_000) ** -0.5, rel=0.1)

@@ -26,6 +26,7 @@ def rows(tmp_path_factory):
     """Six groups of four attempts; what they are worth has nothing to do with their length."""
     draw = random.Random(3)
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+
     lines = []
     for task in range(6):
         for worth in draw.sample(range(5, 60, 5), 4):
@@ -35,6 +36,7 @@ def rows(tmp_path_factory):
                 {"role": "assistant", "content": said},
             ]
             lines.append({"task_id": f"t{task}", "messages": messages, "truth": worth})
+
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
@@ -44,7 +46,8 @@ def calibrated(rows, tmp_path, capsys):
     """Calibrates a judge: its exit code, its report, and what was printed."""
 
     def run(answer, *overrides):
-        recipe, out = tmp_path / "recipe.yaml", tmp_path / "report.json"
+        recipe = tmp_path / "recipe.yaml"
+        out = tmp_path / "report.json"
         with RemoteServer(answer) as server:
             tree = {
                 "environment": {"type": "coins"},
@@ -54,6 +57,7 @@ def calibrated(rows, tmp_path, capsys):
             recipe.write_text(json.dumps(tree))
             given = [*overrides, "--rows", str(rows), "--out", str(out)]
             code = main(["judge", "calibrate", str(recipe), *given])
+
         report = json.loads(out.read_text()) if out.exists() else None
         return code, report, capsys.readouterr(), tree
 
@@ -63,6 +67,7 @@ def calibrated(rows, tmp_path, capsys):
 def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, tmp_path):
     code, report, shown, tree = calibrated(ranks())
     assert (code, report["below"]) == (0, [])
+
     measured = report["measured"]
     assert measured["min_rank_correlation"]["value"] >= 0.9
     assert measured["min_rank_correlation"]["low"] > 0.0
@@ -86,11 +91,13 @@ def test_a_judge_that_can_rank_passes_and_a_recipe_may_train_by_it(calibrated, t
     check_calibrated(fine.rewards, fine.remote_models)
     assert "is of another judge" in refusal(config(rubric="Be kind."))
     assert "measure it (`agentevo judge calibrate" in refusal(config(calibration=None))
+
     taken = config(calibration=None, uncalibrated=True)
     check_calibrated(taken.rewards, taken.remote_models)
     report["measured"]["min_rank_correlation"]["value"] = 0.4
     (tmp_path / "report.json").write_text(json.dumps(report))
     assert "0.4, below min_rank_correlation=0.5" in refusal(config())
+
     lower = config(min_rank_correlation=0.3)
     check_calibrated(lower.rewards, lower.remote_models)
     (tmp_path / "report.json").write_text("{}")
@@ -139,11 +146,13 @@ def test_what_can_not_be_measured_is_refused(words, problem, rows, tmp_path, cap
     row = {"task_id": "t", "query": "q", "reply": "a"}
     (tmp_path / "bad").write_text(json.dumps(row))
     (tmp_path / "one").write_text(json.dumps(row | {"label": True}))
+
     names = {"rows": rows, "bad": tmp_path / "bad", "one": tmp_path / "one", "folder": tmp_path}
     words = [word if "=" in word else word.format(**names) for word in words]
     recipe = tmp_path / "recipe.yaml"
     tree = {"environment": {"type": "coins"}, "rewards": ["ruler"]}
     recipe.write_text(json.dumps({**tree, "remote_models": {"judge": {"model": "m"}}}))
+
     assert main(["judge", "calibrate", str(recipe), *words]) == 2
     assert problem in capsys.readouterr().err
 
@@ -156,11 +165,15 @@ def test_statistics_on_numbers_that_are_known():
     assert statistics.spearman([1, 2, 3], [5, 5, 5]) == 0.0
     assert statistics.pair_accuracy([1, 2, 3], [1, 1, 0]) == pytest.approx(0.5 / 3)
     assert statistics.pair_accuracy([1, 1], [1, 2]) is None
-    worth, place = np.array([0.1, 0.5, 0.3]), np.linspace(-0.5, 0.5, 3)
+
+    worth = np.array([0.1, 0.5, 0.3])
+    place = np.linspace(-0.5, 0.5, 3)
     rotations = [[worth[(p + r) % 3] - 0.2 * place[p] for p in range(3)] for r in range(3)]
     assert statistics.place_slope(rotations) == pytest.approx(-0.2)
+
     generator = np.random.default_rng(1)
-    truth, noise = generator.normal(size=400), generator.normal(size=400)
+    truth = generator.normal(size=400)
+    noise = generator.normal(size=400)
     assert abs(statistics.partial_correlation(truth + noise, truth, truth)) < 1e-6
     assert statistics.partial_correlation(truth + noise, noise, truth) > 0.9
 
@@ -172,11 +185,16 @@ def test_training_by_a_judge_that_nobody_has_measured_is_refused(rewards, tmp_pa
     rows = [json.dumps(row | {"query": f"q{n}"}) for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     given = [
-        *("model.name=tiny", "model.tiny.tokenizer=byte", "remote_models.judge={model: m}"),
-        *(f"rewards={json.dumps(rewards)}", f"run.dir={tmp_path / 'run'}", "evaluation.tasks=2"),
+        "model.name=tiny",
+        "model.tiny.tokenizer=byte",
+        "remote_models.judge={model: m}",
+        f"rewards={json.dumps(rewards)}",
+        f"run.dir={tmp_path / 'run'}",
+        "evaluation.tasks=2",
     ]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"tasks": str(tmp_path / "rows.jsonl")}))
+
     assert main(["train", str(recipe), *given]) == 2
     assert "rewards: ruler: nobody knows how far this judge agrees" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -40,11 +40,14 @@ def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, 
     last = str(run / "checkpoints/step-000002")
     words = ["eval", "run@1", "--against", "run@2", "--against", last, "--against", "small.yaml"]
     assert main([*words, "-k", "3", "--out", str(tmp_path / "out")]) == 0
+
     printed = capsys.readouterr().out
     assert "random player" in printed and "optimal player" in printed
     assert "run@2 minus run@1, at the same tasks" in printed
+
     lines = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 3 * 3
+
     by_model = {
         name: [
             {key: line[key] for key in ("task", "attempt", "reward", "answer", "tokens")}
@@ -56,6 +59,7 @@ def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, 
     assert by_model["run@2"] == by_model[last], "the same weights play the same, to the token"
     assert main([*words, "-k", "3", "--out", str(tmp_path / "out"), "--resume"]) == 0
     assert "0 of 3" not in capsys.readouterr().err, "nothing was left to play"
+
     other = [*words, "-k", "3", "--out", str(tmp_path / "out"), "--resume"]
     assert main([*other, "environment.num_coins=4"]) == 2
     assert "begun with environment = " in capsys.readouterr().err
@@ -69,9 +73,11 @@ def test_a_model_alone_plays_a_file_and_a_group_is_scored_together(run, tmp_path
     tasks = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
     for path, row in zip(tasks, rows, strict=True):
         path.write_text(json.dumps(row) + "\n")
+
     words = ["eval", str(run / "checkpoints/step-000002"), "--max-new-tokens", "3", "--json"]
     words += ["--tasks", str(tasks[0]), "--tasks", str(tasks[1]), "rewards=[exact_match]"]
     assert main(words) == 0
+
     summary = json.loads(capsys.readouterr().out)
     (model,) = summary["models"]
     assert (summary["temperature"], summary["attempts"], summary["num_tasks"]) == (0.0, 1, 2)
@@ -97,6 +103,7 @@ def test_a_served_checkpoint_plays_as_it_does_here(run, tmp_path):
 
     done = served(run_config(run), evaluated, name="mine")
     assert done.returncode == 0, done.stderr
+
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     plays = {
         name: [
@@ -108,6 +115,7 @@ def test_a_served_checkpoint_plays_as_it_does_here(run, tmp_path):
     }
     assert len(plays["served"]) == 2
     assert plays["served"] == plays[str(run)]
+
     (difference,) = json.loads((out / "summary.json").read_text())["differences"]
     assert difference["reward"]["value"] == 0.0
 
@@ -119,16 +127,20 @@ def test_what_a_policy_has_solved_in_an_evaluation_becomes_rows_in_its_own_words
     """Each turn as it was drawn; what the token limit cut off is read and not learnt, and every
     attempt that is no row is in the account."""
     monkeypatch.chdir(run.parent)
-    out, rows = tmp_path / "out", tmp_path / "rows.jsonl"
+    out = tmp_path / "out"
+    rows = tmp_path / "rows.jsonl"
     assert main(["eval", "run@2", "-k", "8", "--out", str(out)]) == 0
+
     played = ResultsFolder(out).trajectories()
     best = max(one.reward for one in played.values())
     chosen = [one for one in played.values() if one.reward >= best]
     export = ["trajectories", "export", str(out), str(rows), "--sft", "--min-reward", str(best)]
     assert main([*export, "--per-task", "9"]) == 0
+
     found = [json.loads(line) for line in rows.open()]
     left_out = Path(f"{rows}.bad_rows.jsonl").read_text().splitlines()
     assert found and len(found) + len(left_out) == len(played)
+
     drawn = {(one.task_id, *(turn.messages[-1].text for turn in one.turns)): one for one in chosen}
     for row in found:
         answers = [one for one in row["messages"] if one["role"] == "assistant"]

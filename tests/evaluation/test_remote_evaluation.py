@@ -29,14 +29,17 @@ def adds(body, handler):
     """Knows sums, and calls the tool `add` where it is told of one."""
     if body is None:
         return gives({"data": [{"id": "adder"}]})(body, handler)
+
     last = body["messages"][-1]
     if last["role"] == "tool":
         return gives(chat(last["content"], usage=(20, 2)))(body, handler)
+
     a, b = re.match(r"(\d+) \+ (\d+)", last["content"]).groups()
     if body.get("tools"):
         function = {"name": "add", "arguments": json.dumps({"a": int(a), "b": int(b)})}
         calls = [{"type": "function", "id": "x1", "function": function}]
         return gives(chat(None, tool_calls=calls, usage=(15, 8)))(body, handler)
+
     return gives(chat(str(int(a) + int(b)), usage=(10, 4)))(body, handler)
 
 
@@ -74,6 +77,7 @@ def test_a_server_is_asked_each_task_and_judged(folder, capsys):
     with RemoteServer(adds) as server:
         evaluated(server.base_url, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]")
         asked = [body for body in server.received if body]
+
     summary = json.loads((folder / "out/summary.json").read_text())
     (model,) = summary["models"]
     assert (model["attempts"], model["failed"]) == (3, 0)
@@ -90,8 +94,16 @@ def test_what_is_measured_is_said_before_it_is_played(folder, capsys, monkeypatc
 
     monkeypatch.setattr("agentevo.evaluation.evaluate.play", stopped)
     with RemoteServer(adds) as server:
-        words = (server.base_url, "--tasks", "tasks.jsonl", "rewards=[numeric]", "--limit", "1")
-        evaluated(*words, code=2)
+        evaluated(
+            server.base_url,
+            "--tasks",
+            "tasks.jsonl",
+            "rewards=[numeric]",
+            "--limit",
+            "1",
+            code=2,
+        )
+
     told = capsys.readouterr()
     assert told.out.startswith("1 task, 1 attempt each, greedy, at most 512 tokens a turn")
     assert told.err.startswith("--tasks: 3 of 3 rows are used")
@@ -102,15 +114,20 @@ def test_the_tool_agent_plays_with_its_calls(folder, add_tool):
     with RemoteServer(adds) as server:
         evaluated(server.base_url, "--tasks", "tasks.jsonl", "-k", "2", "--out", "out", *tools)
         first, second = [body for body in server.received if body][:2]
+
     assert {line["turns"] for line in lines_of()} == {2}
     assert {line["tokens"] for line in lines_of()} == {10}
     assert {line["parts"]["tool_use"] for line in lines_of()} == {1.0}
     assert first["temperature"] == 1.0, "several attempts are drawn"
     assert first["seed"] != second["seed"]
+
     kept = ResultsFolder(folder / "out").trajectories().values()
     one = next(t for t in kept if t.task_id == "one")
     assert [m.role for turn in one.turns for m in turn.messages] == [
-        *("user", "assistant", "tool", "assistant")
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
     ]
     assert all(not turn.completion_ids for turn in one.turns), "nobody knows its tokens"
 
@@ -129,6 +146,7 @@ def test_a_client_at_the_gateway_gets_the_remote_model(folder):
             evaluated(server.base_url, *words)
     finally:
         agents._items.pop("by_client")
+
     assert [line["reward"] for line in lines_of()] == [1.0, 1.0, 0.0]
     assert {(line["turns"], line["tokens"]) for line in lines_of()} == {(1, 4)}
 
@@ -137,18 +155,23 @@ def test_failed_attempts_are_no_zeros_and_can_be_played_again(folder, capsys):
     with RemoteServer(adds) as server:
         models = f"remote_models.far={{base_url: '{server.base_url}', model: adder, max_tries: 1}}"
         words = ["far", models, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]"]
+
         # the list of models, then one answer that is an error
         server.answers = [adds, fails(400, "no"), adds]
         evaluated(*words)
         failed = [line for line in lines_of() if line["status"] == "failed"]
         assert len(failed) == 1 and failed[0]["reward"] is None and "no" in failed[0]["error"]
+
         summary = json.loads((folder / "out/summary.json").read_text())["models"][0]
         assert (summary["failed"], summary["pass_at"]["1"]["tasks"]) == (1, 2)
+
         before = len(server.received)
         evaluated(*words, "--resume")
         assert len(server.received) == before + 1, "the list alone is asked for: all was played"
+
         evaluated(*words, "--retry-failed")
         assert len(server.received) == before + 3, "and now the one that had failed"
+
     assert json.loads((folder / "out/summary.json").read_text())["models"][0]["failed"] == 0
 
 
@@ -156,7 +179,7 @@ def test_all_failed_is_an_error_and_kept(folder, capsys):
     with RemoteServer(fails(400, "no credit")) as server:
         models = f"remote_models.far={{base_url: '{server.base_url}', model: adder, max_tries: 1}}"
         evaluated(
-            *("far", models, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]"), code=1
+            "far", models, "--tasks", "tasks.jsonl", "--out", "out", "rewards=[numeric]", code=1
         )
     assert "error: far: 3 of 3 failed" in capsys.readouterr().err
     assert (folder / "out/summary.json").exists()
@@ -171,6 +194,7 @@ def test_an_interrupted_evaluation_goes_on(folder):
         server.received.clear()
         evaluated(*words, "rewards=[numeric]", "--resume")
         assert len([body for body in server.received if body]) == 2, "one task, both attempts"
+
     attempts = ResultsFolder(folder / "out").attempts().values()
     assert len(attempts) == 6
 
@@ -181,7 +205,9 @@ def test_two_models_meet_the_same_tasks_with_the_same_seeds(folder, capsys):
         words = [bad.base_url, "--against", good.base_url, "--tasks", "tasks.jsonl"]
         evaluated(*words, "-k", "2", "rewards=[numeric]", "--json")
         seeds = [sorted(body["seed"] for body in server.received if body) for server in (good, bad)]
+
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 6
+
     summary = json.loads(capsys.readouterr().out)
     (difference,) = summary["differences"]
     assert difference["pass_at"]["1"]["value"] == pytest.approx(2 / 3)
@@ -195,10 +221,12 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         words = ["rewards=[{name: length, max_length: 3, unit: tokens, margin: 1}]"]
         assert main(["score", "out", *words, "--out", "again"]) == 0
         assert len(server.received) == asked
+
     assert [line["reward"] for line in lines_of("again")] == [-1.0] * 3, "4 tokens, by the server"
     assert [line["reward"] for line in lines_of()] == [1.0, 1.0, 0.0], "the first stay"
     assert main(["score", "again", "rewards=[exact_match]"]) == 0
     assert "66.7%" in capsys.readouterr().out
+
     for wrong, why in (
         ([], "give rewards=[NAME]"),
         (["rewards=[returned]"], "as it played"),
@@ -240,6 +268,7 @@ def test_what_can_not_be_measured_is_refused_before_anything_is_made(folder, cap
         is_judged = any(word.startswith("rewards=") for word in words)
         rewards = [] if is_judged else ["rewards=[numeric]"]
         assert main(["eval", *words, *more, *out, *rewards]) == 2
+
     assert why in capsys.readouterr().err
     assert set(folder.iterdir()) == before
 
@@ -255,23 +284,28 @@ def test_a_program_measures_what_the_command_does(folder):
         target = f"{server.url}#adder"
         words = ["eval", target, "--tasks", "leveled.jsonl", "rewards=[numeric]"]
         assert main([*words, "--by", "level.of", "--out", "told"]) == 0
+
         found = agentevo.evaluate(
             target, tasks="leveled.jsonl", rewards=["numeric"], by="level.of", out="out"
         )
         told = json.loads(Path("told/summary.json").read_text())
         assert json.loads(Path("out/summary.json").read_text()) == found
+
         for one in (found, told):
             one["models"][0].pop("seconds")
         assert found == told
+
         by_level = found["models"][0]["by_part"]["level.of"]
         assert {name: own["pass_at"]["1"]["value"] for name, own in by_level.items()} == {
             "0": 0.5,
             "1": 1.0,
         }
+
         again = agentevo.evaluate(target, tasks=TASKS, rewards=[adds_right], limit=2)
         assert again["models"][0]["pass_at"]["1"]["value"] == 1.0 and again["tasks"] == ["given"]
         with pytest.raises(ConfigError, match=r"--by size: no task has that key: they have level"):
             agentevo.evaluate(target, tasks="leveled.jsonl", rewards=["numeric"], by=["size"])
+
     with pytest.raises(ConfigError, match="tasks is 5: give a file"):
         agentevo.evaluate("coins", tasks=5)
     with pytest.raises(ConfigError, match="give a recipe, the folder of a run"):

@@ -67,6 +67,7 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
     again = [msgspec.structs.replace(one, reward=1.0) for one in trajectories]
     folder.add(lines, again)
     whole = {name: (folder.path / name).read_bytes() for name in sizes}
+
     assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
     assert [one.reward for one in folder.trajectories().values()] == [1.0, 1.0]
     for left in (1, 40, len(whole[log]) - sizes[log] - 2):  # bytes of the write that are there
@@ -74,6 +75,7 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
             told = content[: sizes[name] + (left if name == log else 0)]
             (folder.path / name).write_bytes(told)
         assert (folder.attempts(), folder.trajectories()) == before
+
     folder.add(lines, again)
     assert [one.reward for one in folder.trajectories().values()] == [1.0, 1.0]
     assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
@@ -86,6 +88,7 @@ def test_another_evaluation_is_not_gone_on_with(tmp_path):
         folder.go_on(settings(attempts=4), TASKS)
     with pytest.raises(ConfigError, match="has an evaluation already"):
         folder.check_new()
+
     (folder.path / "tasks.jsonl").write_text(json.dumps({"id": "c"}) + "\n")
     with pytest.raises(ConfigError, match="was changed"):
         folder.tasks()
@@ -114,8 +117,10 @@ def test_a_process_that_is_killed_as_it_begins_leaves_what_can_be_gone_on_with(
     (tmp_path / ".eval.json.tmp").write_text("{")
     folder.check_new()
     monkeypatch.setattr(ResultsFolder, "_write_tasks", killed)
+
     with pytest.raises(Killed):
         folder.begin(settings(), TASKS)
+
     monkeypatch.undo()
     folder.go_on(settings(), TASKS)
     assert folder.tasks() == TASKS

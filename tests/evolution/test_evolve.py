@@ -22,11 +22,21 @@ from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.files import made_rows
 
 SMALL = (
-    *("model.name=tiny", "model.tiny.tokenizer=byte", "model.tiny.hidden_size=16"),
-    *("model.tiny.num_layers=1", "model.tiny.num_heads=2", "model.tiny.context_length=8192"),
-    *("trainer.steps=1", "trainer.groups_per_step=2", "trainer.group_size=2"),
-    *("sampling.max_new_tokens=4", "agent.max_turns=1", "evaluation.samples=0"),
-    *("tracking.report=false", "tracking.tensorboard=false", "sft.epochs=1"),
+    "model.name=tiny",
+    "model.tiny.tokenizer=byte",
+    "model.tiny.hidden_size=16",
+    "model.tiny.num_layers=1",
+    "model.tiny.num_heads=2",
+    "model.tiny.context_length=8192",
+    "trainer.steps=1",
+    "trainer.groups_per_step=2",
+    "trainer.group_size=2",
+    "sampling.max_new_tokens=4",
+    "agent.max_turns=1",
+    "evaluation.samples=0",
+    "tracking.report=false",
+    "tracking.tensorboard=false",
+    "sft.epochs=1",
 )
 RECIPE = """
 evolve:
@@ -53,11 +63,13 @@ def planned(**section):
 def test_stages_begin_with_what_the_stage_before_made():
     stages = planned(rounds=3)
     assert list(stages) == ["show", "improve"]
+
     inner = stages["improve"]["stages"]
     assert inner["rl"]["model"] == "${previous.rl.checkpoint|stages.show.checkpoint}"
     assert inner["rl"]["config"]["tasks"]["train"] == "${previous.more.file|/made/train.jsonl}"
     assert inner["more"]["when"] == "${round} < 3"
     assert "prompts" not in inner and "agent" not in inner["rl"]["config"]
+
     alone = planned(rounds=1, demonstrations={"source": "none"})
     assert alone == {
         "improve": {
@@ -71,6 +83,7 @@ def test_stages_begin_with_what_the_stage_before_made():
             },
         }
     }
+
     sampled = planned(demonstrations={"source": "attempts"}, skip=["improve"], merge=True)
     assert list(sampled) == ["try", "choose", "show", "merge"]
     assert sampled["merge"]["options"] == {"source": "${stages.show.checkpoint}"}
@@ -101,6 +114,7 @@ def test_a_dry_run_lists_the_stages_and_creates_nothing(tmp_path, recipe, capsys
     assert main(["evolve", *words]) == 0
     assert "improve.2.rl@held_out" in capsys.readouterr().out
     assert main(["mcp-rl", *words]) == 0
+
     told = capsys.readouterr().out
     assert "improve.1.rl" in told and "show" not in told and "improve.2" not in told
     assert not (tmp_path / "out").exists()
@@ -112,13 +126,16 @@ def test_the_example_for_one_gpu_is_whole(tmp_path, capsys):
     example = Path(__file__).parents[2] / "examples" / "evolve" / "decision_agent.yaml"
     tree = sources.read_yaml(example)
     assert tree["model"]["lora"] == {"rank": 16} and tree["memory"] == {"checkpointing": "full"}
+
     pytest.importorskip("peft")
     shape = TinyModel(hidden_size=16, num_layers=1, num_heads=2, context_length=512)
     model, tokenizer = make_tiny(shape, {"a word"}, seed=0)
     for one in (model, tokenizer):
         one.save_pretrained(tmp_path / "base")
+
     words = [f"model.name={tmp_path / 'base'}", f"run.dir={tmp_path / 'out'}"]
     assert main(["evolve", str(example), "--dry-run", *words]) == 0
+
     told = capsys.readouterr().out
     kinds = ("sample", "filter", "sft", "train", "command", "merge")
     assert all(f" {kind}" in told for kind in kinds)
@@ -133,8 +150,10 @@ def test_texts_and_weights_take_turns_and_a_merge_is_not_measured_without_its_te
     assert inner["prompts"]["model"] == "${stages.rl.checkpoint}"
     assert inner["prompts"]["config"]["optimize"] == {"attempts": 80, "method": "few_shot"}
     assert stages["merge"]["measure"] is False
+
     unimproved = planned(rounds=2, prompts=prompts, merge=True, skip=["improve"])
     assert "measure" not in unimproved["merge"]
+
     left_out = planned(rounds=2, prompts=prompts, skip=["prompts"])
     assert list(left_out["improve"]["stages"]) == ["rl", "more"]
 
@@ -160,21 +179,28 @@ def test_an_evolution_that_was_broken_off_goes_on_and_never_trains_on_what_is_he
         patched.setattr("agentevo.evolution.evolve.run_pipeline", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             evolve(evolution, resume=False, note=print)
+
     made = (out / "tasks" / "eval.jsonl").read_text()
     with pytest.raises(ConfigError, match="--resume"):
         evolve(evolution, resume=False, note=print)
+
     evolve(evolution, resume=True, note=print)
     assert (out / "tasks" / "eval.jsonl").read_text() == made
+
     state = read_state(out / "run")
     assert {one.status for one in state.stages.values()} <= {"finished", "skipped"}
+
     told = state.stages["improve.1.prompts@held_out"]
     assert told.status == "finished" and "gain" in told.numbers
+
     used = {"improve.1.prompts.file", "improve.2.rl.checkpoint"}
     again = state.stages["improve.2.prompts@held_out"].setting
     assert {f"input.{one}" for one in used} <= set(state.stages["improve.2.prompts"].setting)
     assert {"input.improve.2.prompts.file", "input.improve.2.rl.checkpoint"} <= set(again)
+
     last = last_run(out)
     assert last is not None and (last / "checkpoints").is_dir()
+
     held = {json.loads(line)["content"] for line in made.splitlines()}
     more = out / "run" / "stages" / "improve.1.more" / "made" / "train.jsonl"
     rows = made_rows([str(out / "tasks" / "train.jsonl"), str(more)])
@@ -191,6 +217,7 @@ class Teacher:
         if body is None:
             gives({"data": [{"id": "m"}]})(body, handler)
             return
+
         rows = [json.loads(line) for line in self.file.read_text().splitlines()]
         asked = next(one["content"] for one in body["messages"] if one["role"] == "user")
         row = next(one for one in rows if one["query"] == asked)
@@ -216,15 +243,18 @@ def test_a_teacher_shows_what_it_has_solved(tmp_path, recipe):
             rounds=1,
         )
         evolve(evolution, resume=False, note=print)
+
     state = read_state(out / "run")
     assert {name: one.status for name, one in state.stages.items()} == dict.fromkeys(
         ("start@held_out", "try", "choose", "show", "show@held_out"), "finished"
     )
     assert state.stages["try"].numbers["success"] == 0.9
+
     rows = made_rows([str(out / "tasks" / "train.jsonl")])
     (file,) = out.glob("run/**/choose/rows.jsonl")
     taught = {json.loads(line)["task_id"]: json.loads(line) for line in file.open()}
     assert sorted(taught) == sorted(row["id"] for row in rows[1:])
+
     for row in rows[1:]:
         said = [one for one in taught[row["id"]]["messages"] if one["role"] == "assistant"]
         calls = [call["function"]["name"] for one in said for call in one.get("tool_calls", ())]
@@ -265,6 +295,7 @@ def test_documents_that_are_none_are_refused_before_anything_is_created(tmp_path
     out = f"run.dir={tmp_path / 'out'}"
     (tmp_path / "empty").mkdir()
     (tmp_path / "dull.txt").write_text("Nothing is here to be asked for, alas.")
+
     for word, said in (
         (tmp_path / "empty", "there is no text in it"),
         (tmp_path / "away.md", "No such file"),
@@ -272,9 +303,11 @@ def test_documents_that_are_none_are_refused_before_anything_is_created(tmp_path
     ):
         assert main(["evolve", str(word), out, *SMALL]) == 2
         assert said in capsys.readouterr().err
+
     assert main(["evolve", "http://127.0.0.1:9/mcp", str(manual), out, *SMALL]) == 2
     assert "is no KEY=VALUE" in capsys.readouterr().err
     assert main(["evolve", str(manual), str(tmp_path / "dull.txt"), out, *SMALL, "--dry-run"]) == 0
+
     told = capsys.readouterr().out
     assert "41 documents, 41 passages" in told and "improve.1.rl" in told
     assert not (tmp_path / "out").exists()
@@ -286,21 +319,27 @@ def test_documents_become_rounds_of_questions_none_of_which_is_held_out(tmp_path
     words = [str(manual), f"run.dir={out}", *SMALL, *OF_DOCUMENTS, "evolve.rounds=2"]
     words += ["evolve.new_tasks=6"]
     assert main(["evolve", *words]) == 0
+
     held = [json.loads(line) for line in (out / "tasks/eval.jsonl").open()]
     more = out / "run/stages/improve.1.more/made/train.jsonl"
     rows = made_rows([str(out / "tasks/train.jsonl"), str(more)], ("passage", "content"))
+
     assert len(made_rows([str(more)], ("passage",))) == 12 + 6, "unsolved ones stay"
     assert not {row["passage"] for row in held} & {row["passage"] for row in rows}
+
     shown = [json.loads(line) for line in (out / "tasks/demonstrations.jsonl").open()]
     for row in shown:
         call, found, said = row["messages"][-3:]
         assert call["tool_calls"][0]["function"]["name"] == "search"
         assert said["content"] in found["content"]
+
     state = read_state(out / "run")
     assert state.status == "finished"
+
     rl = state.stages["improve.1.rl"]
     corpus = digest_of_path(out / "tasks/corpus.jsonl")
     assert rl.setting["file.agent.tools.corpus.jsonl"] == corpus
+
     (manual / "pump3.txt").write_text("Else.")
     assert main(["evolve", *words, "--resume"]) == 0
     assert "pump3.txt changed since the tasks were made" in capsys.readouterr().err
@@ -311,13 +350,16 @@ def test_a_search_that_could_only_compare_is_refused_before_anything_is_made(rec
     few = {"attempts": 20, "config": {"optimize": {"tasks": 12}}}
     with pytest.raises(ConfigError, match=r"evolve\.prompts\.attempts: .*takes 16 and"):
         read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=few).check()
+
     few["attempts"] = 28
     read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=few).check()
     ours = {"attempts": 20, "config": {"optimize": {"tasks": 12}, "evaluation": {"tasks": 4}}}
     read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=ours).check()
+
     ours["config"]["optimize"]["attempts"] = 3  # which is what would count
     with pytest.raises(ConfigError, match=r"optimize\.attempts=3: "):
         read_evolution(recipe, [*SMALL, "evolve.tasks.held_out=8"], prompts=ours).check()
+
     few["attempts"] = 1
     read_evolution(recipe, [*SMALL, "evolve.skip=[prompts]"], prompts=few).check()
 

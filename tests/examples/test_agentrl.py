@@ -16,10 +16,19 @@ from agentevo.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agentrl"
 SMALL = (
-    *("model.name=tiny", "model.dtype=float32", "store.url=null", "trainer.steps=1"),
-    *("trainer.groups_per_step=2", "trainer.group_size=2", "trainer.warmup_steps=0"),
-    *("sampling.max_new_tokens=8", "agent.max_turns=2", "agent.context.max_tokens=3000"),
-    *("evaluation.tasks=1", "checkpoint.every=0", "model.tiny.context_length=4096"),
+    "model.name=tiny",
+    "model.dtype=float32",
+    "store.url=null",
+    "trainer.steps=1",
+    "trainer.groups_per_step=2",
+    "trainer.group_size=2",
+    "trainer.warmup_steps=0",
+    "sampling.max_new_tokens=8",
+    "agent.max_turns=2",
+    "agent.context.max_tokens=3000",
+    "evaluation.tasks=1",
+    "checkpoint.every=0",
+    "model.tiny.context_length=4096",
 )
 
 
@@ -29,6 +38,7 @@ def test_the_example_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "agentrl")
     for name in ("READER", "READER_2", "JUDGE"):
         monkeypatch.setenv(f"{name}_API_KEY", f"key-of-{name}")
+
     numbers = itertools.count()
 
     def judges(request, handler):
@@ -38,12 +48,14 @@ def test_the_example_trains(tmp_path, monkeypatch, capsys):
         script = Path("minirl.sh").read_text().replace("http://127.0.0.1:8014", manager.url)
         Path("minirl.sh").write_text(script)
         assert main(["config", "from-agentrl", "minirl.sh"]) == 0
+
         text = re.sub(r"http\S+:3888\d", models.url, capsys.readouterr().out)
         # The tiny policy can't write <answer>: whatever it says is judged.
         Path("recipe.yaml").write_text(text.replace("place: answer", "place: whole"))
         rows = [row for row in Path("tasks.jsonl").read_text().splitlines() if "schema" not in row]
         Path("tasks.jsonl").write_text("\n".join(rows))
         assert main(["train", "recipe.yaml", *SMALL, f"run.dir={tmp_path}/run"]) == 0
+
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert metrics["group/reward_std/mean"] > 0 and metrics["actor/grad_norm"] > 0
     for file in (tmp_path / "run").rglob("*"):

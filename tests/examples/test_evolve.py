@@ -43,6 +43,7 @@ def test_a_server_that_others_wrote(tmp_path):
         subprocess.run([sys.executable, "-m", "venv", SQLITE], check=True, timeout=300)
         install = [SQLITE / "bin" / "pip", "install", "--quiet", "mcp-server-sqlite", "mcp<2"]
         subprocess.run(install, check=True, timeout=600)
+
     server = str(SQLITE / "bin" / "mcp-server-sqlite")
     rows = [json.loads(line) for line in evolved("sqlite_server", tmp_path, "--server", server)]
     asked = [row["solved_by_calls"][-1]["question"] for row in rows]

@@ -54,10 +54,12 @@ def test_every_package_of_an_environment_is_pinned():
 def test_a_hunt_is_won_by_following_its_notes():
     for row in make_tasks(50, seed=3):
         hunt = Hunt(agentevo.Task(**_fields(row)))
-        colour, said = row["query"].split()[3], ""
+        colour = row["query"].split()[3]
+        said = ""
         for _ in row["boxes"]:
             said = hunt.open_box(colour)
             colour = said.split()[-2] if said.startswith("A note") else ""
+
         assert said == f"You find a {row['answer']}."
         assert hunt.reward(row["answer"].upper() + " ") == 1.0
         assert hunt.reward(said) == 0.0 and hunt.open_box("no colour") == "The box is empty."
@@ -139,6 +141,7 @@ def test_an_example_trains_with_its_real_package(example, tmp_path):
     )
     attempts = run.trajectories(split="train")
     assert attempts and all(one.status == "completed" for one in attempts)
+
     longest = max(attempts, key=lambda one: len(one.turns))
     assert len(longest.turns) >= 2
     for one in attempts:
@@ -147,9 +150,11 @@ def test_an_example_trains_with_its_real_package(example, tmp_path):
             extends = all(turn.parent is not None for turn in one.turns[1:])
             is_counted = any(name.startswith("drift/") for name in one.metrics)
             assert extends or (example.drops_words and is_counted)
+
     if example.extends:
         parents = [[turn.parent for turn in one.turns] for one in attempts]
         assert any(one == [None, *range(len(one) - 1)] for one in parents if len(one) > 1)
+
     said = [turn.messages[-1].text for one in attempts for turn in one.turns]
     assert any(parser_named("hermes").parse(text).tool_calls for text in said)
 

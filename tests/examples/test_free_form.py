@@ -41,6 +41,7 @@ def test_demonstrations_are_right_in_one_of_the_wordings():
     ):
         assert answer in every["answer"] == walk.answers()
         assert one["answer"] in every["answer"]
+
     assert len({answer.split()[0] for answer in stated}) > 2, "wordings differ"
 
 
@@ -85,7 +86,9 @@ def test_a_comparison_runs_by_one_command(script, only, lines, tmp_path):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr
+
     rows = [row.split("|")[1].strip() for row in done.stdout.splitlines() if row[:1] == "|"]
     assert sorted(rows[2:]) == sorted(lines)
+
     (result,) = tmp_path.glob("*/result.json")
     assert json.loads(result.read_text())["seed"] == 0

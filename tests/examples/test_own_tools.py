@@ -30,9 +30,11 @@ def test_an_example_trains_on_tokens_that_extend_each_other(example, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "out" / "result.json").read_text()).keys() >= {"before", "after"}
+
     run = agentevo.load_run(tmp_path / "out" / "run", agent=lambda task, policy: 0.0, tasks=TASKS)
     attempts = run.trajectories(split="train")
     assert {one.status for one in attempts} == {"completed"}
     assert max(one.metrics["num_tool_calls"] for one in attempts) >= 1
+
     for one in attempts:
         assert [turn.parent for turn in one.turns] == [None, *range(len(one.turns) - 1)]

@@ -48,11 +48,13 @@ def test_no_question_that_is_trained_on_has_anything_of_the_held_out_part(world)
     trained = some(world, 1500, held_out=False, seed=0) + some(world, 800, held_out=False, seed=1)
     held_out = {one.name for one in world.entities if one.held_out}
     assert len(world.entities) == 2000 and len(held_out) == 400
+
     names = re.compile("|".join(held_out))
     for question in trained:
         assert not any(one.held_out for one in question.path)
         said = json.dumps(question.task()) + "".join(one.name for one in question.path)
         assert not names.search(said)
+
     for question in some(world, 400, held_out=True, seed=0):
         assert all(one.name in held_out for one in question.path)
 
@@ -102,11 +104,13 @@ def test_a_table_is_answered_by_the_tools_as_by_the_question():
         task = Task(id="t", metadata={"folder": question.files})
         tools = files.Folder(task)
         assert tools.list_files() == list(question.files)
+
         if question.kind == "find":
             named = [name for name in question.files if question.about[0] in tools.read_file(name)]
             assert named == [question.answer]
         else:
             assert str(getattr(tools, question.kind)(question.numbers)) == question.answer
+
     others = {json.dumps(one.files) for one in itertools.islice(files.questions("b"), 300)}
     assert not others & {json.dumps(one.files) for one in asked if one.kind != "find"}
 
@@ -150,6 +154,7 @@ def test_demonstrations_about_the_world_are_what_the_agents_show(played, world, 
     said, shown = played(searching, task, search_r1.shown_search(question, tool))
     assert said.count("<|assistant|>") == question.num_hops + 1
     assert shown.startswith(said)
+
     said, shown = played(
         SingleTurnAgent(SingleTurnSection()), task, search_r1.shown_answer(question)
     )
@@ -161,6 +166,7 @@ def test_a_hasty_demonstration_answers_with_what_the_first_search_taught(world, 
     tool = Search(corpus=str(corpus), top_k=TOP_K)
     one, two = some(world, 2, held_out=False, seed=0)
     assert search_r1.shown_search(one, tool, hasty=True) == search_r1.shown_search(one, tool)
+
     hasty = search_r1.shown_search(two, tool, hasty=True)["messages"]
     assert hasty[:3] == search_r1.shown_search(two, tool)["messages"][:3]
     assert hasty[3]["content"].endswith(f"<answer> {two.path[1].name} </answer>")
@@ -175,6 +181,7 @@ def test_demonstrations_about_files_are_what_the_agents_show(played, place):
     calling = ToolAgent(ToolAgentSection(**code_or_calls.CALLS))
     said, shown = played(calling, task, code_or_calls.shown_calls(question, schemas))
     assert shown.startswith(said)
+
     section = CodeAgentSection(**code_or_calls.CODE)
     row = code_or_calls.shown_code(question, system_message(section, schemas))
     said, shown = played(CodeAgent(section), task, row)
@@ -235,5 +242,6 @@ def test_a_comparison_runs_by_one_command(script, lines, tmp_path):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr
+
     rows = [row.split("|")[1].strip() for row in done.stdout.splitlines() if row[:1] == "|"]
     assert sorted(rows[2:]) == sorted(lines)

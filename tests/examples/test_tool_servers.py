@@ -27,12 +27,15 @@ def test_a_tool_that_ships_is_trained_with_through_mcp(tmp_path):
         timeout=1700,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
     result = json.loads((tmp_path / "database" / "result.json").read_text())
     assert result.keys() >= {"untrained", "read", "before", "after", "steps"}
+
     run = agentevo.load_run(tmp_path / "database" / "run")
     attempts = run.trajectories(split="train")
     assert len(attempts) == 64 and {one.status for one in attempts} == {"completed"}
     assert all(set(one.reward_parts) == {"database"} for one in attempts if one.reward_parts)
+
     held_out = (tmp_path / "database" / "eval.jsonl").read_text().splitlines()
     told = {json.loads(line)["query"] for line in held_out}
     for name in ("demonstrations", "reading", "cold_start"):
@@ -49,8 +52,10 @@ def test_the_table_keeps_what_was_not_trained(tmp_path, monkeypatch):
     result = {"untrained": 0.0, "read": 0.5, "before": 0.125, "after": 0.75, "sampled": sampled}
     result |= {"steps": 8, "minutes": 1.25}
     (tmp_path / "files" / "result.json").write_text(json.dumps(result))
+
     stands = "| `python tool_servers.py search` | kept |"
     lines = tables.table(tmp_path, stands).splitlines()
-    name, shares = "`python tool_servers.py files`", "0% | 50% | 12% | 75% | +62 | 25% | 50% | +25"
+    name = "`python tool_servers.py files`"
+    shares = "0% | 50% | 12% | 75% | +62 | 25% | 50% | +25"
     made = f"| {name} | {shares} | 8 | 1.2 |"
     assert lines[2:] == [made, stands]

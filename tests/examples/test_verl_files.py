@@ -50,6 +50,7 @@ def test_verls_rows_and_tools_train(tmp_path, monkeypatch):
         "tool_schema": {"type": "function", "function": function},
     }
     (tmp_path / "tool_config.yaml").write_text(yaml.safe_dump({"tools": [entry]}))
+
     recipe = {
         "import": ["./verl_check_tool.py"],
         "model": {"name": "tiny"},
@@ -66,11 +67,13 @@ def test_verls_rows_and_tools_train(tmp_path, monkeypatch):
         "run": {"dir": str(tmp_path / "run")},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
     assert (
         main(["tools", "test", "recipe.yaml", "--arguments", '{"answer": "1"}', "--call", "check"])
         == 0
     )
     assert main(["train", "recipe.yaml"]) == 0
+
     (metrics,) = [
         one
         for one in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

@@ -79,8 +79,10 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
     """Kills a random part about every `every_s` seconds; returns the summary. Raises
     AssertionError."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
-    rng, fork_server = random.Random(seed), ForkServer()
+    rng = random.Random(seed)
+    fork_server = ForkServer()
     ours = set(psutil.Process().children(recursive=True))
+
     config = build_config(
         SMALL,
         [
@@ -102,8 +104,10 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
         for part in parts:
             if part.process is not None and part.process.is_alive():
                 part.kill()
+
     _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - ours, timeout=1.0)
     assert not left, f"processes are left: {left}"
+
     found = check(config, complete=False)
     leased = [name for name, task in found.tasks.items() if task.state == "leased"]
     assert not leased, f"leases are left: {leased}"
@@ -120,23 +124,28 @@ def _attack(
     """(kills, a look at every second)."""
     for part in parts:
         part.start()
+
     seen: list[Footprint] = []
     kills = 0
-    ends, next_kill = time.monotonic() + 60.0 * minutes, time.monotonic() + every_s
+    ends = time.monotonic() + 60.0 * minutes
+    next_kill = time.monotonic() + every_s
     while time.monotonic() < ends:
         time.sleep(SAMPLE_S)
         for part in parts:
             assert part.process.is_alive(), (
                 f"{part.name} ended by itself with {part.process.exitcode}:\n{part.tail()}"
             )
+
         with suppress(psutil.NoSuchProcess):  # the next look says whose
             seen.append(Footprint.of(parts, config))
+
         if next_kill <= time.monotonic() < ends - CALM_S:
             victim = rng.choice(parts)
             victim.kill()
             victim.start()
             kills += 1
             next_kill = time.monotonic() + rng.uniform(0.2, 1.8) * every_s
+
     return kills, seen
 
 
@@ -145,6 +154,7 @@ def end(parts: Sequence[Component]) -> None:
     *services, trainer = parts
     psutil.Process(trainer.process.pid).send_signal(signal.SIGINT)
     trainer.process.join(60.0)
+
     assert trainer.process.exitcode is not None, (
         f"{trainer.name} goes on after Ctrl-C:\n{trainer.tail()}"
     )
@@ -173,6 +183,7 @@ def growth(seen: Sequence[Footprint]) -> dict[str, list[float]]:
     found = {name: [float(max(one[name] for one in part)) for part in rows] for name in SPREAD}
     for name, (middle, last) in found.items():
         assert last <= middle + SPREAD[name], f"{name} grow: at most {middle:g}, then {last:g}"
+
     memory = [fmean(one["memory_mb"] for one in part) for part in rows]
     assert memory[1] <= GROWTH * memory[0], (
         f"memory grows: {memory[0]:.0f} MB a process, then {memory[1]:.0f} MB"
@@ -191,8 +202,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="agentevo-soak-"))
     result = soak(asked.minutes, asked.every_s, asked.policy, asked.seed, folder)
     print(json.dumps(result, indent=2))
+
     if asked.out is not None:
         asked.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
     shutil.rmtree(folder)
 
 

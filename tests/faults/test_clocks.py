@@ -57,9 +57,11 @@ def test_the_clock_of_leases_is_set(
     thread.join()
     sample.start()
     learn.process.join(60.0)
+
     assert not learn.process.is_alive(), "\n".join(part.tail(15) for part in parts)
     assert (learn.reap(), sample.end(), serve.end()) == (0, 0, 0)
     assert seen[0] == -9
+
     found = check(config)
     assert found.trained == expected_ids(config)
     assert sum(task.num_expiries for task in found.tasks.values()) <= len(found.tasks)

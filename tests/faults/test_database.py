@@ -41,7 +41,10 @@ def meanwhile(
     """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each
     time that it has come to something. `trainer` does not begin its last step before there are
     `least`."""
-    done, over, rng, errors = [], threading.Event(), random.Random(seed), []
+    done = []
+    over = threading.Event()
+    rng = random.Random(seed)
+    errors = []
     trainer.marks.hold_at = trainer.config.trainer.steps - 1
 
     def work() -> None:
@@ -63,8 +66,10 @@ def meanwhile(
     finally:
         over.set()
         thread.join()
+
     if errors:
         raise errors[0]
+
     assert len(done) >= least
 
 
@@ -86,18 +91,21 @@ def test_sqlite_whose_writers_are_killed(
     def disturb() -> bool:
         if not path.exists():
             return False
+
         if (
             not sqlite3.connect(path)
             .execute("SELECT count(*) FROM sqlite_master WHERE name = 'tasks'")
             .fetchone()[0]
         ):
             return False
+
         assert fork_server.run(killed_while_it_writes, str(path)) == -signal.SIGKILL
         return True
 
     parts = members(config, "train")
     with meanwhile(disturb, parts[-1], least=10, every_s=(0.02, 0.2), seed=1):
         finish(parts)
+
     assert check(config).trained == expected_ids(config)
 
 
@@ -108,6 +116,7 @@ def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, member
     def disturb() -> bool:
         if not path.exists():
             return False
+
         connection = sqlite3.connect(path, timeout=60.0, isolation_level=None)
         connection.execute("BEGIN IMMEDIATE")
         time.sleep(2 * SHORT_S)
@@ -118,6 +127,7 @@ def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, member
     parts = members(config, *APART, before="fault_hooks:short_store_deadline")
     with meanwhile(disturb, parts[-1], least=3, every_s=(0.3, 0.8), seed=2):
         finish(parts)
+
     assert check(config).trained == expected_ids(config)
 
 
@@ -143,5 +153,6 @@ def test_postgresql_that_is_restarted(
     parts = members(config, *APART)
     with meanwhile(disturb, parts[-1], least=3, every_s=(0.1, 1.0), seed=3) as restarts:
         finish(parts)
+
     print(f"{len(restarts)} restarts")
     assert check(config).trained == expected_ids(config)

@@ -42,6 +42,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     )
     if mounted.returncode:
         pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
+
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -56,6 +57,7 @@ def fill(folder: Path) -> Path:
                     file.write(bytes(size))
             except OSError:
                 continue
+
     return filler
 
 
@@ -98,12 +100,14 @@ def test_no_room_for_a_checkpoint(
     (trainer,) = members(config, "train")
     trainer.start(PlannedKill("commit", 5, 0.0))
     assert trainer.reap() == -9, trainer.tail()
+
     shutil.copytree(folder, small_disk, dirs_exist_ok=True)
     shutil.rmtree(folder)
     folder.symlink_to(small_disk)
     filler = fill(small_disk)
     before = Checkpoints(folder, 2).steps()
     trainer.start()
+
     assert trainer.reap() == 1
     assert (
         "make room there and resume" in trainer.tail()
@@ -115,6 +119,7 @@ def test_no_room_for_a_checkpoint(
         for step in Checkpoints(folder, 2).steps()
         if Checkpoints.verify(folder / f"step-{step:06d}")
     ] == before
+
     filler.unlink()
     finish([trainer])
     assert_equal(check(config), config, whole)
@@ -143,6 +148,7 @@ def test_no_room_for_the_store(small: Small, members: Members, small_disk: Path)
     thread.start()
     finish(parts)
     thread.join()
+
     assert full and full[0] > 1 << 20
     assert check(config).trained == expected_ids(config)
 
@@ -173,6 +179,7 @@ def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -
     thread.start()
     finish(parts)
     thread.join()
+
     assert freed and "could not be written, and is tried again" in freed[0]
     assert check(config).trained == expected_ids(config)
     assert json.loads((weights / "latest.json").read_text())["version"] == 16
@@ -212,15 +219,20 @@ def test_torn_checkpoints(
     (trainer,) = members(config, "train")
     trainer.start(PlannedKill("commit", 8, 1.0))
     assert trainer.reap() == -9, trainer.tail()
+
     folder = config.run_dir / "checkpoints"
     there = Checkpoints(folder, 2).steps()
     assert len(there) >= 2
+
     damaged = there[::-1][: len(how)] if len(how) == 1 else there
     for step, one in zip(damaged, how, strict=False):
         tear(folder / f"step-{step:06d}", one)
+
     trainer.start()
     assert trainer.reap() == 0, trainer.tail()
+
     text = trainer.log.read_text()
     for step in damaged:
         assert f"the checkpoint of step {step} is left out and deleted" in text
+
     assert_equal(check(config), config, whole)

@@ -135,11 +135,13 @@ def test_in_turn_the_tokens_are_the_same_too(
     (alone,) = members(whole_config, "train")
     alone.start()
     assert alone.reap() == 0, alone.tail()
+
     whole = account(whole_config)
     assert [step.record["plan"]["ids"] for step in broken.steps] == [
         step.record["plan"]["ids"] for step in whole.steps
     ]
     assert broken.trajectories.keys() == whole.trajectories.keys()
+
     for name, one in whole.trajectories.items():
         other = broken.trajectories[name].trajectory
         assert other.reward == one.trajectory.reward
@@ -150,6 +152,7 @@ def test_in_turn_the_tokens_are_the_same_too(
                 was.versions,
             )
             assert now.logprobs == pytest.approx(was.logprobs, abs=1e-4)
+
     weights = final_weights(killed_config)
     for name, tensor in final_weights(whole_config).items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0.0)

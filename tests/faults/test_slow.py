@@ -31,6 +31,7 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
     found = check(config)
     assert found.trained == expected_ids(config)
     assert {one.trajectory.status for one in found.trajectories.values()} == {"completed"}
+
     told = [event.error for task in found.tasks.values() for event in task.history]
     completions = sum(len(one.trajectory.turns) for one in found.trajectories.values())
     assert len(told) >= completions // LATE_EVERY // 4
@@ -51,6 +52,7 @@ def test_an_environment_that_never_answers(staleness: int, small: Small, members
     found = check(config)
     hung = {name for name, one in found.trajectories.items() if one.trajectory.status == "failed"}
     assert hung and found.trained.keys() == expected_ids(config).keys() - hung
+
     for name in hung:
         assert "agent.timeout_s=2 s" in str(found.trajectories[name].trajectory.error)
 
@@ -82,6 +84,7 @@ def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
     )
     found = check(config)
     assert started
+
     for one in found.trajectories.values():
         hangs = int(one.trajectory.task_id.partition("~")[0]) % 5 == 0
         assert (one.trajectory.status == "failed") == hangs

@@ -71,6 +71,7 @@ def main() -> int:
         first, second = (
             run(Path(scratch) / latency, latency, steps) for latency in ("lognormal", "exponential")
         )
+
     different = [name for name in first[0] if first[0][name] != second[0].get(name)]
     tokens = sum(len(turn[1]) for turns, _ in first[0].values() for turn in turns)
     summary = {

@@ -22,7 +22,8 @@ class Opened:
     """An open gateway: attempts on it, and a client."""
 
     def __init__(self, gateway: Gateway, make_policy: Any) -> None:
-        self.gateway, self.policy = gateway, make_policy
+        self.gateway = gateway
+        self.policy = make_policy
         self.http = httpx.AsyncClient(timeout=60)
 
     async def post(self, policy: Policy, body: Any, path: str = "/chat/completions", **more: Any):
@@ -61,7 +62,8 @@ def gateway_of(loaded, chat, scripted_engine):
             return Policy(conversation, gateway, beside)
 
         opened = Opened(gateway, policy)
-        opened.notes, opened.engine = notes, engine
+        opened.notes = notes
+        opened.engine = engine
         try:
             yield opened
         finally:

@@ -54,17 +54,20 @@ async def streamed(opened, policy, body):
     """The message that the events sum up to, and the events."""
     answer = await posted(opened, policy, {**body, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+
     events = []
     for text in answer.text.strip().split("\n\n"):
         name, data = text.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
+
     return summed(events), events
 
 
 def summed(events):
     """As Anthropic's own clients put a message together."""
-    message, texts = {}, {}
+    message = {}
+    texts = {}
     for event in events:
         match event["type"]:
             case "message_start":
@@ -73,10 +76,12 @@ def summed(events):
                 assert event["index"] == len(message["content"])
                 message["content"].append(dict(event["content_block"]))
             case "content_block_delta":
-                delta, block = event["delta"], message["content"][event["index"]]
+                delta = event["delta"]
+                block = message["content"][event["index"]]
                 for key in ("text", "thinking", "signature"):
                     if key in delta:
                         block[key] += delta[key]
+
                 if "partial_json" in delta:
                     index = event["index"]
                     texts[index] = texts.get(index, "") + delta["partial_json"]
@@ -84,12 +89,15 @@ def summed(events):
             case "message_delta":
                 message |= event["delta"]
                 message["usage"] |= event["usage"]
+
     return message
 
 
 async def conversed(opened, policy, ask):
     """Three turns with calls and results. Returns what came, and what was counted before."""
-    messages, answers, counts = [USER], [], []
+    messages = [USER]
+    answers = []
+    counts = []
     for _ in SAYS:
         body = {**AGENT, "messages": messages}
         counts.append((await counted(opened, policy, body))["input_tokens"])
@@ -98,6 +106,7 @@ async def conversed(opened, policy, ask):
         messages = [*messages, {"role": "assistant", "content": content}]
         if any(block["type"] == "tool_use" for block in content):
             messages.append(results(answers[-1]))
+
     return answers, counts
 
 
@@ -122,21 +131,26 @@ def test_turns_with_calls_and_results_extend_the_recorded_tokens(gateway_of, str
         ["tool_use"],
         ["text"],
     ]
+
     thought, text, first, second = answers[0]["content"]
     assert thought["thinking"] == "Two sums." and thought["signature"]
     assert text["text"] == "I add."
     assert [first["input"], second["input"]] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
     assert [answer["stop_reason"] for answer in answers] == ["tool_use", "tool_use", "end_turn"]
+
     after = turns[1].messages
     assert [message.role for message in after] == ["tool", "tool", "user", "assistant"]
     assert [message.text for message in after[:3]] == ["sum 3", "3!", "Go on."]
     assert [message.tool_call_id for message in after[:2]] == [second["id"], first["id"]]
+
     for number, (answer, count, turn) in enumerate(zip(answers, counts, turns, strict=True)):
-        used, prompt = answer["usage"], conversation.prompt_ids(number)
+        used = answer["usage"]
+        prompt = conversation.prompt_ids(number)
         assert count == len(prompt)
         assert used["input_tokens"] == len(turn.prompt_ids)
         assert used["cache_read_input_tokens"] == len(prompt) - len(turn.prompt_ids)
         assert used["output_tokens"] == len(turn.completion_ids)
+
     assert conversation.drift.branched == 0 and conversation.drift.extended == 2
 
 
@@ -181,12 +195,14 @@ def test_a_stream_sums_to_the_answer(gateway_of):
     kinds = [event["type"] for event in events]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
     start = events[0]["message"]["usage"]
     assert start["input_tokens"] == whole["usage"]["input_tokens"] > 0, "known before it begins"
     for one in (whole, message):
         assert one.pop("id").startswith("msg_")
         for block in one["content"]:
             block.pop("id", None)
+
     assert message == whole
 
 
@@ -203,6 +219,7 @@ def test_it_says_why_it_stopped(gateway_of):
         answers = run(talk(ask))
         if ask is streamed:
             answers = [message for message, _ in answers]
+
         assert [(answer["stop_reason"], answer["stop_sequence"]) for answer in answers] == [
             ("end_turn", None),
             ("max_tokens", None),
@@ -230,6 +247,7 @@ def test_results_that_are_errors_say_so_and_templates_get_the_tool_s_name(gatewa
 
     turns = run(talk())
     assert turns[1].parent == 0
+
     (result, _) = turns[1].messages
     assert result.text == "Error: no such tool" and result.name == "add"
 
@@ -301,6 +319,7 @@ def test_what_can_not_be_asked_is_a_400_in_the_api_s_form(gateway_of):
                 assert said["type"] == "error"
                 assert said["error"]["type"] == "invalid_request_error"
                 assert says in said["error"]["message"], (change, answer.text)
+
             for depth in range(920, 1000):  # in between, the body can be read and the tool can't
                 answer = await opened.http.post(
                     policy.base_url + "/messages",
@@ -308,6 +327,7 @@ def test_what_can_not_be_asked_is_a_400_in_the_api_s_form(gateway_of):
                     headers={"x-api-key": policy.api_key},
                 )
                 assert answer.status_code == 400, answer.text
+
             return policy.turns
 
     assert not run(talk())
@@ -344,8 +364,10 @@ def test_failures_have_the_api_s_names_and_statuses(gateway_of):
     async def talk():
         says = [EngineUnavailableError("no engine answers")]
         async with gateway_of(says, max_body_mb=0.25) as opened:
-            policy, ended = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            ended = opened.policy("b")
             assert ended.api_key
+
             await ended.close()
             long = {**ASK, "messages": [{"role": "user", "content": "word " * 500}]}
             vast = {**ASK, "messages": [{"role": "user", "content": "word " * 2**17}]}
@@ -370,7 +392,8 @@ def test_failures_have_the_api_s_names_and_statuses(gateway_of):
 
 def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded):
     class Breaks:
-        version, slept_s = 3, 0.0
+        version = 3
+        slept_s = 0.0
 
         async def generate(self, prompt_ids, sampling, *, listen=None, **more):
             listen(loaded.tokenizer.encode("left", add_special_tokens=False), [-0.5] * 4)
@@ -395,7 +418,8 @@ def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded)
 def test_counting_records_nothing_and_has_no_limit(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"] * 2) as opened:
-            policy, other = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            other = opened.policy("b")
             counts = []
             for one in (other, policy):
                 said = {
@@ -410,7 +434,9 @@ def test_counting_records_nothing_and_has_no_limit(gateway_of):
                     counts.append(await counted(opened, one, AGENT))
                     assert tree(policy) == before and not policy.conversation.drift.counts
                     assert policy.conversation._num_requests == 1
+
                 await created(opened, one, {**ASK, "messages": [USER, said, USER]})
+
             return [count["input_tokens"] for count in counts], policy.turns, opened.engine.requests
 
     counts, turns, requests = run(talk())
@@ -419,6 +445,7 @@ def test_counting_records_nothing_and_has_no_limit(gateway_of):
     assert counts[1] > 5000, "the context is 256"
     assert counts[2] not in (0, counts[0])
     assert counts[3] > len(requests[2][0]), "the system message and the tool count"
+
     seeds = [sampling.seed for _, sampling, _ in requests]
     assert seeds[:2] == seeds[2:], "a count is no request"
 

@@ -41,9 +41,11 @@ def test_a_conversation_with_tools(gateway_of, stream):
         body = {**ASK, "system": "Be brief.", "tools": [TOOL], "messages": messages}
         if not stream:
             return await client.messages.create(**body)
+
         async with client.messages.stream(**body) as events:
             said = [text async for text in events.text_stream]
             message = await events.get_final_message()
+
         texts = [block.text for block in message.content if block.type == "text"]
         assert "".join(said) == "".join(texts)
         return message
@@ -51,12 +53,15 @@ def test_a_conversation_with_tools(gateway_of, stream):
     async def talk():
         async with gateway_of(SAYS) as opened:
             policy = opened.policy(context_length=10_000)
-            client, messages, answers = client_of(policy), [USER], []
+            client = client_of(policy)
+            messages = [USER]
+            answers = []
             for _ in SAYS:
                 answers.append(await ask(client, messages))
                 messages = [*messages, {"role": "assistant", "content": answers[-1].content}]
                 if answers[-1].stop_reason == "tool_use":
                     messages.append(results(answers[-1].to_dict()))
+
             return answers, policy.turns, policy.conversation.drift.branched
 
     answers, turns, branched = run(talk())
@@ -64,6 +69,7 @@ def test_a_conversation_with_tools(gateway_of, stream):
     assert [block.type for block in answers[0].content][:2] == ["thinking", "text"]
     assert [turn.parent for turn in turns] == [None, 0, 1]
     assert branched == 0
+
     for answer, turn in zip(answers, turns, strict=True):
         assert answer.usage.input_tokens == len(turn.prompt_ids)
         assert answer.usage.output_tokens == len(turn.completion_ids)
@@ -78,8 +84,12 @@ def test_events_of_a_stream_are_its_own(gateway_of):
     events = run(talk())
     kinds = {type(event).__name__ for event in events}
     assert kinds == {
-        *("RawMessageStartEvent", "RawContentBlockStartEvent", "RawContentBlockDeltaEvent"),
-        *("RawContentBlockStopEvent", "RawMessageDeltaEvent", "RawMessageStopEvent"),
+        "RawMessageStartEvent",
+        "RawContentBlockStartEvent",
+        "RawContentBlockDeltaEvent",
+        "RawContentBlockStopEvent",
+        "RawMessageDeltaEvent",
+        "RawMessageStopEvent",
     }
     assert events[0].message.usage.input_tokens > 0
 
@@ -110,20 +120,25 @@ def test_its_runner_of_tools_goes_to_the_end(gateway_of):
 def test_failures_are_its_exceptions(gateway_of):
     async def talk():
         async with gateway_of([EngineUnavailableError("no engine answers")] * 2) as opened:
-            policy, ended = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            ended = opened.policy("b")
             late = client_of(ended)
             await ended.close()
             client = client_of(policy)
+
             with pytest.raises(anthropic.AuthenticationError, match="over"):
                 await late.messages.create(**ASK)
+
             long = [{"role": "user", "content": "word " * 500}]
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                 await client.messages.create(**{**ASK, "messages": long})
             with pytest.raises(anthropic.BadRequestError, match="tool_choice") as refused:
                 await client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "some"})
             assert refused.value.type == "invalid_request_error"
+
             with pytest.raises(anthropic.InternalServerError, match="no engine") as failed:
                 await client.messages.create(**ASK)
+
             assert failed.value.status_code == 529 and failed.value.type == "overloaded_error"
 
     run(talk())
@@ -131,7 +146,8 @@ def test_failures_are_its_exceptions(gateway_of):
 
 def test_a_stream_that_breaks_raises_what_its_event_says(gateway_of):
     class Breaks:
-        version, slept_s = 3, 0.0
+        version = 3
+        slept_s = 0.0
 
         async def generate(self, prompt_ids, sampling, *, listen=None, **more):
             listen([80, 80, 80, 80], [-0.5] * 4)

@@ -38,6 +38,7 @@ def test_a_text_goes_to_the_engine_as_it_is(gateway_of, chat):
     )
     body = answer.json()
     assert body.get("object") == "text_completion", body
+
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("left", "stop")
     assert seen == [chat.plain("right ?")] == [choice["prompt_token_ids"]]
@@ -46,6 +47,7 @@ def test_a_text_goes_to_the_engine_as_it_is(gateway_of, chat):
     assert "".join(choice["logprobs"]["tokens"][:-1]) == "left"
     assert choice["logprobs"]["text_offset"][:2] == [0, len(choice["logprobs"]["tokens"][0])]
     assert turns[0].overrides is None and turns[0].parent is None
+
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(seen[0])
     assert usage["completion_tokens"] == len(turns[0].completion_ids)
@@ -54,7 +56,8 @@ def test_a_text_goes_to_the_engine_as_it_is(gateway_of, chat):
 def test_a_text_that_goes_on_keeps_the_drawn_ids(gateway_of, chat):
     """With the token that ended the turn it extends it; without, the ids before it stay."""
     end = chat.tokenizer.decode([chat.end_of_turn_id])
-    first, more = "right ?", " right ?"
+    first = "right ?"
+    more = " right ?"
     _, turns, seen = talk(
         gateway_of,
         ["left", "right", "left", "left"],
@@ -64,6 +67,7 @@ def test_a_text_that_goes_on_keeps_the_drawn_ids(gateway_of, chat):
         {"prompt": [*chat.plain(first), *chat.plain("left"), chat.end_of_turn_id, 5]},
     )
     drawn = list(turns[0].completion_ids)
+
     assert [turn.parent for turn in turns] == [None, 0, None, 0]
     assert seen[1] == seen[0] + drawn + chat.plain(more)
     assert seen[2] == seen[0] + drawn[:-1] + chat.plain(more)
@@ -85,6 +89,7 @@ def test_several_prompts_with_several_answers_each(gateway_of, chat):
         for body in bodies:
             for choice in body["choices"]:
                 texts[choice["index"]] += choice["text"]
+
         assert texts == ["leftleft", "leftright", "right ?right", "right ?left"]
         assert bodies[-1]["usage"]["prompt_tokens"] == sum(map(len, prompts))
         assert len(turns) == 4

@@ -101,12 +101,14 @@ def test_json_by_a_schema_and_calls_that_must_come(api, gateway_of):
 
     async def talk():
         async with gateway_of([]) as opened:
-            policy, said = policy_of(opened), []
+            policy = policy_of(opened)
+            said = []
             for wish in ({"schema": SCHEMA}, {"choice": "required"}, {"choice": "add"}):
                 path, body = body_of(**wish)
                 answer = await opened.post(policy, body, path)
                 assert answer.status_code == 200, answer.text
                 said.append(said_in(answer.json()))
+
             return said, policy.conversation.turns
 
     (structured, required, named), turns = asyncio.run(talk())
@@ -131,7 +133,8 @@ def test_a_stream_says_the_same(api, gateway_of):
             assert (await opened.post(policy, body, path)).status_code == 200
             return policy.conversation.turns[0]
 
-    streamed, whole = asyncio.run(talk(True)), asyncio.run(talk(False))
+    streamed = asyncio.run(talk(True))
+    whole = asyncio.run(talk(False))
     assert streamed.completion_ids == whole.completion_ids
     assert streamed.constraint == whole.constraint
 
@@ -183,13 +186,15 @@ def test_a_call_of_a_strict_tool_that_nobody_required_fits_its_schema(api, gatew
 
     async def talk():
         async with gateway_of([]) as opened:
-            calls, turns = [], []
+            calls = []
+            turns = []
             for seed in range(3):
                 policy = policy_of(opened, seed)
                 answer = await opened.post(policy, body, path)
                 assert answer.status_code == 200, answer.text
                 calls += said_in(answer.json())[1]
                 turns += policy.conversation.turns
+
             return calls, turns, await opened.post(policy_of(opened), wrong, path)
 
     calls, turns, refused = asyncio.run(talk())
@@ -223,6 +228,7 @@ def test_what_can_not_be_followed_is_a_400_and_the_attempt_goes_on(gateway_of):
                 answer = await opened.post(policy, body)
                 assert answer.status_code == 400, answer.text
                 assert why in answer.json()["error"]["message"]
+
             assert (await opened.post(policy, chat_body(schema=SCHEMA)[1])).status_code == 200
             assert policy.conversation.broken is None
             assert len(policy.conversation.turns) == 1
@@ -235,7 +241,8 @@ def test_the_native_handle_asks_for_a_form_too(gateway_of):
 
     async def talk():
         async with gateway_of([]) as opened:
-            native, other = policy_of(opened), policy_of(opened)
+            native = policy_of(opened)
+            other = policy_of(opened)
             reply = await native.generate(ASK, form=AnswerForm(schema=SCHEMA))
             await opened.post(other, chat_body(schema=SCHEMA)[1])
             return reply, native.turns[0], other.turns[0]
@@ -271,6 +278,7 @@ def test_turns_through_the_gateway_are_trained_at_ratio_1(gateway_of):
                 answer = await opened.post(policy, body)
                 assert answer.status_code == 200, answer.text
             turns = policy.conversation.recorded({})
+
         return Trajectory(
             id=f"t{number}", task_id="t", group_id="g", turns=turns, reward=float(number)
         )
@@ -285,6 +293,7 @@ def test_turns_through_the_gateway_are_trained_at_ratio_1(gateway_of):
     )
     prepared = trainer.prepare(trajectories)
     assert prepared.metrics["trainer/unmasked_tokens"] == 0
+
     metrics = trainer.step(prepared.samples)
     assert metrics["trainer/trained_tokens"] == sum(t.num_completion_tokens() for t in trajectories)
     assert metrics["actor/logprob_diff_max"] < 1e-5

@@ -43,6 +43,7 @@ async def through_openai(task, policy):
         second = await client.chat.completions.create(
             model="any", messages=messages, max_tokens=3, temperature=0.3
         )
+
     return reward_of(first.choices[0].message.content + second.choices[0].message.content)
 
 
@@ -119,6 +120,7 @@ def test_tokens_and_loss_are_those_of_the_native_handle(tmp_path):
     }
     assert all(turns[name] == turns["native"] for name in runs)
     assert all(len(ids) == 2 for _, _, ids in turns["native"])
+
     losses = {
         name: [
             row["actor/pg_loss"]
@@ -129,7 +131,9 @@ def test_tokens_and_loss_are_those_of_the_native_handle(tmp_path):
     }
     assert len(losses["native"]) == 2
     assert all(losses[name] == losses["native"] for name in runs)
+
     again = agentevo.load_run(tmp_path / "program", tasks=TASKS)
     assert again.eval() == runs["program"].eval()
+
     replay = again.replay(next(name for name, *_ in turns["program"] if "@1" in name))
     assert replay.same and not replay.played and replay.tokens > 0

@@ -31,12 +31,15 @@ def run(work):
 class Engine:
     """Draws `steps`, lists of ids, one each time that it is told to `go`; then does `last`."""
 
-    version, slept_s = 3, 0.0
+    version = 3
+    slept_s = 0.0
 
     def __init__(self, steps, last=None):
-        self.steps, self.last = steps, last
+        self.steps = steps
+        self.last = last
         self.go = asyncio.Semaphore(0)
-        self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.cancelled = asyncio.Event()
         self.under_way = 0
 
     async def generate(self, prompt_ids, sampling, *, listen=None, **more):
@@ -54,6 +57,7 @@ class Engine:
             raise
         finally:
             self.under_way -= 1
+
         ids = [token for step in self.steps for token in step]
         numbers = [-0.5] * len(ids), [3] * len(ids)
         return Completion(ids=ids, logprobs=numbers[0], versions=numbers[1], finish_reason="stop")
@@ -120,6 +124,7 @@ def test_a_client_that_goes_away_leaves_no_turn(gateway_of, left, path, stream):
                 if stream:
                     engine.go.release()
                     await reader.readuntil(b"right")
+
             await engine.cancelled.wait()
             await nobody_is_left(opened, policy)
             return policy.conversation.recorded({}), policy.conversation.broken
@@ -140,6 +145,7 @@ def test_an_answer_that_was_ready_when_its_client_had_gone_is_not_trained_on(gat
                 await engine.begun.wait()
                 for _ in left:
                     engine.go.release()
+
             time.sleep(0.2)  # noqa: ASYNC251 (the door hears of it meanwhile)
             await nobody_is_left(opened, policy)
             await asyncio.sleep(0.05)
@@ -161,6 +167,7 @@ def test_half_a_body_is_given_up_when_the_client_goes_and_when_time_is_over(
             async with connected(policy) as (_, writer):
                 writer.write(head(policy, 100) + b'{"messages": [')
                 await asyncio.sleep(0.05)
+
             async with connected(policy) as (reader, writer):
                 writer.write(head(policy, 100) + b'{"messages": [')
                 late = await said(reader)
@@ -185,16 +192,21 @@ def test_100_mb_are_refused_before_they_are_sent(gateway_of, chunked):
                 if chunked:
                     length = f"Content-Length: {size}".encode()
                     told = told.replace(length, b"Transfer-Encoding: chunked")
+
                 writer.write(told)
-                answer, sent = asyncio.ensure_future(said(reader)), 0
+                answer = asyncio.ensure_future(said(reader))
+                sent = 0
+
                 if not chunked:
                     await answer
+
                 part = b"x" * 2**16
                 while not answer.done() and sent < size:
                     writer.write(b"10000\r\n" + part + b"\r\n" if chunked else part)
                     await writer.drain()
                     await asyncio.sleep(0)
                     sent += len(part)
+
                 return await answer, sent, policy.turns
 
     (status, body), sent, turns = run(talk())
@@ -212,6 +224,7 @@ def test_keys_of_others_and_of_the_past_open_nothing(gateway_of):
             await old.close()
             new = opened.policy("a")  # the next attempt of the same name
             assert new.api_key != key
+
             tries = [
                 key,
                 key[:-1],
@@ -230,9 +243,11 @@ def test_keys_of_others_and_of_the_past_open_nothing(gateway_of):
                     answer = await opened.http.post(url, json=body, headers=each)
                     statuses.append(answer.status_code)
                     assert answer.json()["error"]["message"]
+
             for path in (f"/s/{key}/v1/models", f"/s/{key}/reward", "/s//v1/models", "/s/x"):
                 answer = await opened.http.post(new.session.base + path, json={"reward": 1.0})
                 statuses.append(answer.status_code)
+
             return statuses, new.turns, new.session.posted, len(old.turns)
 
     statuses, turns, posted, before = run(talk())
@@ -246,14 +261,18 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_the_reason(gateway_of, l
         engine = Engine(left, last=EngineUnavailableError("it has gone"))
         async with gateway_of(engine) as opened:
             policy = opened.policy()
-            url, body = policy.session.base + "/v1" + path, {**BODIES[path], "stream": True}
-            key, lines = {"x-api-key": policy.api_key}, []
+            url = policy.session.base + "/v1" + path
+            body = {**BODIES[path], "stream": True}
+            key = {"x-api-key": policy.api_key}
+            lines = []
             engine.go.release()
+
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
                 async for line in answer.aiter_lines():
                     lines.append(line)
                     if "right" in line:
                         engine.go.release()
+
             await nobody_is_left(opened, policy)
             return lines, policy.conversation
 
@@ -288,9 +307,11 @@ def test_a_client_that_does_not_read_is_given_up(gateway_of, loaded, monkeypatch
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.connect(address(policy))
                 connection.sendall(head(policy, len(body)) + body)
+
                 while not engine.cancelled.is_set():
                     engine.go.release()
                     await asyncio.sleep(0.005)
+
                 await nobody_is_left(opened, policy)
                 return policy.conversation.recorded({})
 
@@ -305,6 +326,7 @@ def test_a_long_answer_counts_where_its_client_took_the_whole(
     """`some`: it hangs up half-way; `none`: it stays and does not read."""
     if reads == "none":
         monkeypatch.setattr(delivery, "READER_S", 0.2)
+
     ids = loaded.tokenizer.encode("left right " * 2000, add_special_tokens=False)
 
     async def talk():
@@ -313,6 +335,7 @@ def test_a_long_answer_counts_where_its_client_took_the_whole(
             asked = {"stream": stream, "logprobs": True, "return_token_ids": True}
             body = json.dumps({**BODIES["/chat/completions"], **asked}).encode()
             opened.engine.go.release()
+
             with socket.socket() as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.connect(address(policy))
@@ -323,12 +346,14 @@ def test_a_long_answer_counts_where_its_client_took_the_whole(
                     connection.close()
                 elif reads == "all":
                     await asyncio.to_thread(lambda: [*iter(lambda: connection.recv(65536), b"")])
+
                 await nobody_is_left(opened, policy)
                 for _ in range(500):
                     conversation = policy.conversation
                     if reads == "all" or conversation.metrics():
                         break
                     await asyncio.sleep(0.01)
+
                 return len(conversation.turns), len(conversation.recorded({}))
 
     assert run(talk()) == (1, reads == "all")
@@ -345,11 +370,14 @@ def test_two_requests_of_a_session_at_once_are_two_turns(gateway_of, left):
             ]
             while engine.under_way < 2:
                 await asyncio.sleep(0)
+
             for _ in range(4):
                 engine.go.release()
+
             first, second = [(await one).json()["choices"][0]["message"] for one in asked]
             for _ in range(2):
                 engine.go.release()
+
             messages = [USER, first, {"role": "user", "content": "right"}]
             await opened.post(policy, {"model": "any", "messages": messages})
             return first, second, policy.turns
@@ -367,19 +395,24 @@ def test_more_requests_of_a_session_than_it_may_have_are_a_429(gateway_of, left,
     async def talk():
         engine = Engine(left)
         async with gateway_of(engine) as opened:
-            policy, other = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            other = opened.policy("b")
             asked = [
                 asyncio.create_task(opened.post(policy, BODIES["/chat/completions"]))
                 for _ in range(3)
             ]
+
             while engine.under_way < 3:
                 await asyncio.sleep(0)
+
             refused = await opened.post(policy, BODIES["/messages"], "/messages")
             asked.append(asyncio.create_task(opened.post(other, BODIES["/chat/completions"])))
             while engine.under_way < 4:
                 await asyncio.sleep(0)
+
             for _ in range(8):
                 engine.go.release()
+
             return refused, [(await one).status_code for one in asked]
 
     refused, others = run(talk())
@@ -396,9 +429,11 @@ def test_an_attempt_that_ends_while_it_asks_is_a_conflict(gateway_of, left):
             before = asyncio.all_tasks()
             asking = asyncio.create_task(opened.post(policy, BODIES["/messages"], "/messages"))
             await engine.begun.wait()
+
             for task in asyncio.all_tasks() - before - {asking}:
                 if "_Crossing" in repr(task):  # as the end of its TaskScope does
                     task.cancel()
+
             answer = await asking
             await nobody_is_left(opened, policy)
             return answer, policy.conversation.recorded({})

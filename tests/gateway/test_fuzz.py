@@ -164,6 +164,7 @@ def places_in(value, path=()):
     )
     for key, inner in items:
         yield from places_in(inner, (*path, key))
+
     yield path
 
 
@@ -177,6 +178,7 @@ def bodies(draw):
         holder = body
         for key in above:
             holder = holder[key]
+
         match draw(st.sampled_from(["replace", "replace", "remove", "repeat", "stream"])):
             case "remove" if isinstance(holder, dict):
                 holder.pop(last, None)
@@ -186,11 +188,13 @@ def bodies(draw):
                 body["stream"] = True
             case _:
                 holder[last] = draw(JUNK)
+
     return path, body
 
 
 class SaysLeft:
-    version, slept_s = 0, 0.0
+    version = 0
+    slept_s = 0.0
 
     def __init__(self, ids):
         self.ids = ids
@@ -198,7 +202,8 @@ class SaysLeft:
     async def generate(self, prompt_ids, sampling, *, listen=None, **more):
         if listen is not None:
             listen(self.ids, [-1.0] * len(self.ids))
-        logprobs, versions = [-1.0] * len(self.ids), [0] * len(self.ids)
+        logprobs = [-1.0] * len(self.ids)
+        versions = [0] * len(self.ids)
         return Completion(ids=self.ids, logprobs=logprobs, versions=versions, finish_reason="stop")
 
     async def release(self, session):
@@ -210,7 +215,9 @@ def door():
     """(host, port, key) of an open gateway whose policy says "left", whatever it is asked."""
     chat = ChatFormat(tokenizer_with(HERMES))
     ids = [*chat.tokenizer.encode("left", add_special_tokens=False), chat.end_of_turn_id]
-    ready, opened, stop = threading.Event(), [], []
+    ready = threading.Event()
+    opened = []
+    stop = []
 
     async def live():
         gateway = Gateway(GatewaySection(max_body_mb=0.1), model="tiny", timeout_s=60.0)
@@ -233,6 +240,7 @@ def door():
     thread = threading.Thread(target=lambda: asyncio.run(live()))
     thread.start()
     assert ready.wait(60)
+
     loop, key, url = opened
     host, _, port = url.split("//")[1].split("/")[0].partition(":")
     yield host, int(port), key
@@ -257,6 +265,7 @@ def check(path, status, kind, content):
         events = [line[6:] for line in content.splitlines() if line.startswith(b"data: {")]
         assert events and not any("error" in json.loads(event) for event in events), content
         return
+
     answer = json.loads(content)
     if status != 200:
         assert answer["error"]["message"] and answer["error"]["type"]
@@ -294,6 +303,7 @@ def streams_of_bytes(draw):
     """A request with some of its bytes others, more or fewer, or bytes of no request at all."""
     if draw(st.integers(0, 4)) == 0:
         return draw(st.binary(max_size=200))
+
     data = bytearray(REQUEST)
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))
@@ -302,6 +312,7 @@ def streams_of_bytes(draw):
             st.binary(max_size=4)
             | st.sampled_from([b"\r\n", b"\n", b"chunked", b"Transfer-Encoding: chunked\r\n", b":"])
         )
+
     return bytes(data)
 
 
@@ -317,6 +328,7 @@ def answer_to(door, data: bytes) -> bytes:
                 said += part
         except ConnectionResetError:
             pass
+
         return said
 
 

@@ -31,6 +31,7 @@ def test_a_history_that_comes_back_extends_the_recorded_tokens(gateway_of):
     assert first["choices"][0]["message"]["content"] == "left"
     assert second["choices"][0]["finish_reason"] == "stop"
     assert [turn.parent for turn in turns] == [None, 0]
+
     counted = second["usage"]
     known = len(turns[0].prompt_ids) + len(turns[0].completion_ids)
     assert counted["prompt_tokens_details"]["cached_tokens"] == known
@@ -56,7 +57,8 @@ def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
     async def talk():
         async with gateway_of(["left"] * 4) as opened:
             policy = opened.policy()
-            key, url = policy.api_key, policy.base_url
+            key = policy.api_key
+            url = policy.base_url
             ways = [
                 (url, {"Authorization": f"Bearer {key}"}),
                 (url, {"x-api-key": key}),
@@ -68,6 +70,7 @@ def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
                     f"{place}/chat/completions", json=ASK, headers=headers
                 )
                 assert answer.status_code == 200
+
             return policy.turns
 
     assert len(run(talk())) == 4
@@ -76,8 +79,10 @@ def test_a_session_is_found_by_its_key_in_four_places(gateway_of):
 def test_nobody_gets_in_without_a_key_and_no_key_outlives_its_attempt(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"]) as opened:
-            policy, other = opened.policy("a"), opened.policy("b")
+            policy = opened.policy("a")
+            other = opened.policy("b")
             assert policy.api_key != other.api_key
+
             answers = [
                 await opened.http.post(f"{policy.base_url}/chat/completions", json=ASK),
                 await opened.http.post(
@@ -159,10 +164,12 @@ def test_what_can_not_be_asked_is_a_400_that_says_why(gateway_of):
                 assert answer.status_code == 400, (change, answer.text)
                 assert says in answer.json()["error"]["message"], (change, answer.text)
                 assert answer.json()["error"]["type"] == "invalid_request_error"
+
             for content in NO_OBJECTS:
                 answer = await sent(content)
                 assert answer.status_code == 400, answer.text
                 assert "the body is no JSON" in answer.json()["error"]["message"]
+
             return policy.turns
 
     assert not run(talk())
@@ -191,6 +198,7 @@ def test_the_client_does_not_decide_the_distribution_unless_it_is_told_to(gatewa
     turn, notes, _ = run(talk())
     assert turn.overrides is None and turn.temperature == 0.7
     assert len(notes) == 1 and "temperature=0.2" in notes[0]
+
     turn, notes, _ = run(talk(distribution="client"))
     assert turn.overrides is not None and turn.temperature == 0.2
     assert not notes
@@ -208,9 +216,11 @@ def test_events_of_a_stream_sum_to_the_answer(gateway_of):
     answer, lines = run(talk())
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert lines.pop() == "[DONE]"
+
     chunks = [json.loads(line) for line in lines]
     usage = chunks.pop()
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 0
+
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert text == "left right"
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -218,10 +228,12 @@ def test_events_of_a_stream_sum_to_the_answer(gateway_of):
 
 def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
     class Slow:
-        version, slept_s = 3, 0.0
+        version = 3
+        slept_s = 0.0
 
         def __init__(self):
-            self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+            self.begun = asyncio.Event()
+            self.cancelled = asyncio.Event()
 
         async def generate(self, prompt_ids, sampling, **more):
             self.begun.set()
@@ -311,10 +323,13 @@ def test_policy_generate_and_the_gateway_share_one_conversation(gateway_of):
 class TokenByToken:
     """An engine that draws the next token when it is told to."""
 
-    version, slept_s = 3, 0.0
+    version = 3
+    slept_s = 0.0
 
     def __init__(self, ids):
-        self.ids, self.go, self.cancelled = ids, asyncio.Semaphore(0), asyncio.Event()
+        self.ids = ids
+        self.go = asyncio.Semaphore(0)
+        self.cancelled = asyncio.Event()
 
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         try:
@@ -325,6 +340,7 @@ class TokenByToken:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
         return Completion(
             ids=self.ids,
             logprobs=[-0.5] * len(self.ids),
@@ -344,19 +360,24 @@ def test_a_stream_says_each_token_before_the_next_is_drawn(gateway_of, loaded, c
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             key = {"Authorization": f"Bearer {policy.api_key}"}
-            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            url = f"{policy.base_url}/chat/completions"
+            body = {**ASK, "stream": True}
             said = []
             engine.go.release()
+
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: {"):
                         continue
+
                     choice = json.loads(line[6:])["choices"][0]
                     if text := choice["delta"].get("content"):
                         said.append((text, len(policy.turns)))
                         engine.go.release()
+
                     if len(said) == len(ids):
                         engine.go.release()
+
             return said, policy.turns
 
     said, turns = run(talk())
@@ -374,8 +395,10 @@ def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
                 await self.go.acquire()
                 for token in step:
                     listen([token], [-0.5])
+
             every = [*ids, chat.end_of_turn_id]
-            logprobs, versions = [-0.5] * len(every), [3] * len(every)
+            logprobs = [-0.5] * len(every)
+            versions = [3] * len(every)
             return Completion(ids=every, logprobs=logprobs, versions=versions, finish_reason="stop")
 
     async def talk():
@@ -383,14 +406,17 @@ def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             key = {"Authorization": f"Bearer {policy.api_key}"}
-            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            url = f"{policy.base_url}/chat/completions"
+            body = {**ASK, "stream": True}
             said = []
             engine.go.release()
+
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
                 async for line in answer.aiter_lines():
                     if '"content":"left' in line:
                         said.append((json.loads(line[6:]), len(policy.turns)))
                         engine.go.release()
+
             return said, policy.turns
 
     said, turns = run(talk())
@@ -424,12 +450,15 @@ def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             key = {"Authorization": f"Bearer {policy.api_key}"}
-            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            url = f"{policy.base_url}/chat/completions"
+            body = {**ASK, "stream": True}
             engine.go.release()
+
             async with opened.http.stream("POST", url, json=body, headers=key) as answer:
                 async for line in answer.aiter_lines():
                     if "left" in line:
                         break
+
             await asyncio.wait_for(engine.cancelled.wait(), 30)
             return policy.conversation.recorded({})
 

@@ -56,6 +56,7 @@ def test_a_call_and_an_answer_are_one_line_of_turns(gateway_of, chat, stream):
     assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     assert (answered["content"], answered.get("reasoning_content")) == ("left", None)
     assert [turn.parent for turn in policy.turns] == [None, 0, 1]
+
     text = chat.tokenizer.decode(policy.conversation.prompt_ids(2))
     assert FINAL + "<|return|><|start|>user<|message|>left or right ?<|end|>" in text
     assert '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"3"<|end|>' in text
@@ -72,6 +73,7 @@ def test_ids_with_the_end_of_a_history_are_another_context(gateway_of, chat):
             turn = policy.turns[0]
             known = [*turn.prompt_ids, *turn.completion_ids]
             assert known[-1] == drawn
+
             more = chat.continuation([policy.turns[0].messages[0]], ended_with_stop=True)
             await policy.generate([*known, *more])
             await policy.generate([*known[:-1], end, *more])

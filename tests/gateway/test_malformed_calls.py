@@ -40,5 +40,6 @@ def test_a_malformed_call_is_content_and_is_counted(gateway_of, stream):
     text, counted, conversation = asyncio.run(talk())
     assert "<tool_call>" in text
     assert counted == conversation.metrics() == {"num_malformed_calls": 1.0}
+
     conversation.discard(0)  # nobody received it
     assert conversation.metrics() == {"num_undelivered": 1.0}

@@ -44,11 +44,15 @@ def test_metrics_count_answers_tokens_and_sessions(gateway_of):
     before, answer, last, key, usage, policy = asyncio.run(talk())
     name = "agentevo_gateway_{}".format
     text = answer.text
+
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert values_of(before)[name("sessions")] == values_of(text)[name("sessions")] == 1
     assert values_of(last)[name("sessions")] == 0
+
     counts = values_of(text)
-    chat, other = 'path="/chat/completions"', 'path="/responses"'
+    chat = 'path="/chat/completions"'
+    other = 'path="/responses"'
+
     assert counts[name("requests_total{" + chat + ',status="200"}')] == 2
     assert counts[name("requests_total{" + chat + ',status="400"}')] == 1
     assert counts[name("requests_total{" + other + ',status="401"}')] == 1
@@ -69,6 +73,7 @@ def test_a_duration_is_in_the_bucket_of_the_next_greater_bound():
     durations = Durations()
     for seconds in (0.0, 0.005, 0.006, 1e6):
         durations.add(seconds)
+
     lines = list(durations.lines("x", 'a="b"'))
     assert lines[0] == 'x_bucket{a="b",le="0.005"} 2'
     assert lines[1] == 'x_bucket{a="b",le="0.01"} 3'
@@ -104,9 +109,11 @@ def test_the_page_has_every_route_once_and_says_who_may_ask(gateway_of):
         "/health",
         "/metrics",
     }
+
     for path, methods in paths.items():
         for route in methods.values():
             assert bool(route.get("security")) == path.startswith("/v1"), path
+
     assert set(page["components"]["securitySchemes"]) == {"bearer", "key"}
     assert unknown == [404, 405]
 
@@ -120,9 +127,16 @@ def test_schemathesis_finds_no_500(gateway_of, tmp_path):
             policy = opened.policy(context_length=512)
             key = policy.api_key
             return await schemathesis_run.found(
-                *(program, policy.session.base + "/openapi.json", "--max-examples", "25"),
-                *("-H", f"Authorization: Bearer {key}", "-H", f"x-api-key: {key}"),
-                *("--phases", "examples,coverage,fuzzing"),
+                program,
+                policy.session.base + "/openapi.json",
+                "--max-examples",
+                "25",
+                "-H",
+                f"Authorization: Bearer {key}",
+                "-H",
+                f"x-api-key: {key}",
+                "--phases",
+                "examples,coverage,fuzzing",
                 cwd=tmp_path,
             )
 

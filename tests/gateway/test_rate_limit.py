@@ -35,7 +35,8 @@ def taken(limit, allowance):
 def test_no_stretch_of_time_has_more_than_its_share(per_s, pauses):
     """Whoever waits as long as he is told is let in, and nobody sooner."""
     now = [100.0]
-    limit, allowance = RateLimit(per_s, lambda: now[0]), Allowance()
+    limit = RateLimit(per_s, lambda: now[0])
+    allowance = Allowance()
     let_in = []
     for pause in pauses:
         now[0] += pause
@@ -45,7 +46,9 @@ def test_no_stretch_of_time_has_more_than_its_share(per_s, pauses):
             assert taken(limit, allowance) is not None
             now[0] += wait_s * 0.1 + 1e-6
             assert taken(limit, allowance) is None
+
         let_in.append(now[0])
+
     for first in range(len(let_in)):
         for last in range(first, len(let_in)):
             allowed = max(1.0, per_s) + per_s * (let_in[last] - let_in[first])
@@ -53,7 +56,8 @@ def test_no_stretch_of_time_has_more_than_its_share(per_s, pauses):
 
 
 def test_a_second_s_worth_may_come_at_once():
-    limit, allowance = RateLimit(5.0, lambda: 0.0), Allowance()
+    limit = RateLimit(5.0, lambda: 0.0)
+    allowance = Allowance()
     assert [taken(limit, allowance) is None for _ in range(7)] == [True] * 5 + [False] * 2
     assert taken(limit, Allowance()) is None
 
@@ -66,6 +70,7 @@ def test_the_table_of_addresses_is_bounded_and_forgets_the_quiet_ones():
         if not number % 100:
             with pytest.raises(Refusal):
                 limit.take_wrong_key("loud")
+
     assert len(limit._addresses) == MAX_ADDRESSES
 
 
@@ -73,7 +78,8 @@ def test_the_table_of_addresses_is_bounded_and_forgets_the_quiet_ones():
 def test_each_api_says_it_in_its_own_words(gateway_of, path):
     async def talk():
         async with gateway_of(["left"] * 9, requests_per_s=0.01) as opened:
-            mine, other = opened.policy("a"), opened.policy("b")
+            mine = opened.policy("a")
+            other = opened.policy("b")
             answers = [await opened.post(mine, BODIES[path], path) for _ in range(2)]
             kept = await opened.http.get(
                 f"{mine.base_url}/models", headers={"Authorization": f"Bearer {mine.api_key}"}
@@ -85,6 +91,7 @@ def test_each_api_says_it_in_its_own_words(gateway_of, path):
     assert [one.status_code for one in (first, second, kept, beside)] == [200, 429, 429, 200]
     assert 90 < int(second.headers["retry-after"]) <= 100
     assert 90_000 < int(second.headers["retry-after-ms"]) <= 100_000
+
     told = second.json()
     assert told["error"]["type"] == "rate_limit_error"
     assert (told.get("type") == "error") == (path == "/messages")
@@ -113,7 +120,8 @@ def test_there_is_no_limit_unless_one_is_set(gateway_of):
     async def talk():
         async with gateway_of([]) as opened:
             policy = opened.policy()
-            url, key = f"{policy.base_url}/models", {"x-api-key": policy.api_key}
+            url = f"{policy.base_url}/models"
+            key = {"x-api-key": policy.api_key}
             answers = [await opened.http.get(url, headers=key) for _ in range(50)]
             return {answer.status_code for answer in answers}
 

@@ -33,17 +33,20 @@ def test_what_a_client_asks_of_the_form_is_what_it_gets(gateway_of, file):
         async with gateway_of([]) as opened:
             results = []
             for exchange in exchanges:
-                policy, path = policy_of(opened), exchange["path"].removeprefix("/v1")
+                policy = policy_of(opened)
+                path = exchange["path"].removeprefix("/v1")
                 limit = "max_output_tokens" if path == "/responses" else "max_tokens"
                 body = {limit: 150} | exchange["request"]
                 answer = await opened.post(policy, body, path)
                 assert answer.status_code == 200, answer.text
                 results.append((path, body, answer.json(), policy.conversation.turns[0]))
+
             return results
 
     for path, body, answer, turn in asyncio.run(talk()):
         text, calls = said_in(path, answer)
         assert turn.constraint is not None and turn.constraint.masks
+
         wanted = body.get("text", {}).get("format") or body.get("response_format")
         if wanted is not None and turn.finish_reason == "stop":
             assert calls or isinstance(json.loads(text), dict)

@@ -45,16 +45,19 @@ def replayed(gateway_of, file, says):
 
     async def talk():
         async with gateway_of(says) as opened:
-            policy, new_ids = opened.policy(context_length=10_000), {}
+            policy = opened.policy(context_length=10_000)
+            new_ids = {}
             for exchange in exchanges:
                 body = json.dumps(exchange["request"])
                 for old, new in new_ids.items():
                     body = body.replace(f'"{old}"', f'"{new}"')
+
                 answer = await opened.post(
                     policy, json.loads(body), exchange["path"].removeprefix("/v1")
                 )
                 assert answer.status_code == 200, answer.text
                 new_ids |= zip(exchange["ids"], ids_in(answer.text), strict=True)
+
             return policy.turns, policy.conversation.drift.branched
 
     return asyncio.run(talk())
@@ -68,8 +71,10 @@ def test_the_history_that_a_framework_sends_extends_the_recorded_turns(gateway_o
         assert [turn.parent for turn in turns] == [None, 0, 0, 0]
         assert turns[3].messages[-1].text == SUBMITS
         return
+
     assert [turn.parent for turn in turns] == [None, 0, 1, 2]
     assert branched == 0
+
     results = [
         message.text for turn in turns for message in turn.messages if message.role == "tool"
     ]
@@ -83,6 +88,7 @@ def test_calls_that_a_framework_tells_as_text_begin_a_branch_with_each_turn(gate
     turns, branched = replayed(gateway_of, RETOLD, [*SAYS[:-1], answer])
     assert [turn.parent for turn in turns] == [None] * 4
     assert branched == 3
+
     seen = [turn.messages[-2].text for turn in turns]
     assert seen[1:] == [
         "Observation:\nA note: open the blue box.",

@@ -33,7 +33,10 @@ def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
         if not stream:
             answer = await create(model=name, messages=messages, **options)
             return answer.choices[0].message.model_dump(exclude_none=True), answer.usage
-        content, calls, usage = "", [], None
+
+        content = ""
+        calls = []
+        usage = None
         options["stream_options"] = {"include_usage": True}
         async for chunk in await create(model=name, messages=messages, stream=True, **options):
             usage = chunk.usage or usage
@@ -44,6 +47,7 @@ def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
                         calls.append(call.model_dump(exclude={"index"}))
                     else:
                         calls[-1]["function"]["arguments"] += call.function.arguments
+
         tool_calls = {"tool_calls": calls} if calls else {}
         return {"role": "assistant", "content": content, **tool_calls}, usage
 
@@ -58,6 +62,7 @@ def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
                 first["tool_calls"][0]["function"]["arguments"] = '{ "a":1 }'  # as clients do
                 result = {"role": "tool", "tool_call_id": "x1", "content": "a wall"}
                 second, _ = await said(client, "teacher", [USER, first, result], tools=[TOOL])
+
             return names, own, usage, second, policy
 
     with (
@@ -67,12 +72,14 @@ def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
         models_of(server, price={"completion": 1e6}) as remote,
     ):
         names, own, usage, second, policy = asyncio.run(talk(remote))
+
     assert names == ["tiny", "teacher"]
     assert own["content"] == "left"
     assert (usage.prompt_tokens, usage.completion_tokens) == (30, 5)
     assert usage.prompt_tokens_details.cached_tokens == 12
     assert second["content"] == "right"
     assert [turn.messages[-1].text for turn in policy.turns] == ["left"]
+
     one, two = policy.remote.recorded()
     assert one.messages[-1].tool_calls == (ToolCall("look", '{"a": 1}', "x1"),)
     assert json.loads(one.tools) == [TOOL]
@@ -100,6 +107,7 @@ def test_the_other_apis_lead_there_too(gateway_of):
 
     with RemoteServer(gives(chat("right", usage=(10, 4)))) as server, models_of(server) as remote:
         response, message, several, turns = asyncio.run(talk(remote))
+
     assert response["output"][0]["content"][0]["text"] == "right"
     assert response["usage"]["input_tokens"] == 10
     assert message["content"] == [{"type": "text", "text": "right"}]
@@ -139,6 +147,7 @@ def test_failures_are_the_clients_to_see(
         models_of(server, max_tries=2, budget=budget) as remote,
     ):
         answer, policy = asyncio.run(talk(remote))
+
     assert answer.status_code == status
     assert words in answer.json()["error"]["message"]
     assert policy.remote.recorded() == []
@@ -175,5 +184,6 @@ def test_its_own_deadline_bounds_the_wait_and_not_that_of_the_policys_engine(gat
     assert answer.status_code == 200, answer.text
     with RemoteServer(sleeps(9.0)) as server, models_of(server, deadline_s=0.5) as remote:
         answer = asyncio.run(talk(remote))
+
     assert answer.status_code == 424
     assert "remote model teacher: " in answer.json()["error"]["message"]

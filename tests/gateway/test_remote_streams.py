@@ -61,6 +61,7 @@ async def heard(opened, policy, path, **more) -> list:
             if line.startswith("data: ") and line != "data: [DONE]":
                 events.append(json.loads(line[6:]))
                 saw(line)
+
     return events
 
 
@@ -89,6 +90,7 @@ def test_the_first_token_is_passed_on_while_the_model_still_writes(gateway_of, p
     )
     if api == "anthropic":
         events = [b"".join(events[:4]), *events[4:]]
+
     server = RemoteServer(streams(*events, wait=has_come))
 
     def saw(line):
@@ -98,10 +100,13 @@ def test_the_first_token_is_passed_on_while_the_model_still_writes(gateway_of, p
     told, turns = talk(gateway_of, server, path, keys={"api": api}, saw=saw)
     assert has_come.is_set()
     assert server.received[0]["stream"] is True
+
     text = json.dumps(told)
     assert "error" not in [event.get("type") for event in told], text
+
     (turn,) = turns
     assert turn.messages == [Message("user", USER["content"]), Message("assistant", "right")]
+
     tokens = (turn.prompt_tokens, turn.cached_tokens, turn.completion_tokens)
     assert tokens == ((10, 2, 4) if api == "openai" else (12, 2, 4))
 
@@ -125,11 +130,13 @@ def test_thoughts_and_tool_calls_come_too(gateway_of):
     told, (turn,) = talk(gateway_of, server, tools=[TOOL], stream_options=options)
     deltas = [choice["delta"] for event in told for choice in event["choices"]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hmm."
+
     begun, more = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert begun["function"] == {"name": "look", "arguments": ""}
     assert more == {"index": 0, "function": {"arguments": '{"a": 1}'}}
     assert turn.messages[-1].tool_calls == (ToolCall("look", '{"a": 1}', "x1"),)
     assert turn.messages[-1].reasoning == "Hmm."
+
     ends = [choice["finish_reason"] for event in told for choice in event["choices"]]
     assert ends[-1] == "tool_calls"
 
@@ -157,6 +164,7 @@ def test_what_has_been_told_is_not_asked_again(gateway_of, fault, words, tmp_pat
     assert words in told[-1]["error"]["message"]
     assert turns == []
     assert len(server.received) == 1
+
     line = json.loads((tmp_path / "teacher.jsonl").read_text().splitlines()[-1])
     assert line["is_estimated"]
     assert line["tokens"] > 100
@@ -209,15 +217,18 @@ def test_a_client_that_hangs_up_leaves_an_account_and_no_turn(gateway_of, tmp_pa
 
             with contextlib.suppress(ConnectionAbortedError):
                 await heard(opened, policy, "/chat/completions", saw=leave)
+
             await asyncio.sleep(0.2)
             goes_on.set()
             async with asyncio.timeout(20):
                 while not (tmp_path / "teacher.jsonl").exists():
                     await asyncio.sleep(0.05)
+
             return policy.remote.recorded()
 
     with server, models_of(server, tmp_path) as remote:
         assert asyncio.run(work(remote)) == []
+
     (line,) = map(json.loads, (tmp_path / "teacher.jsonl").read_text().splitlines())
     assert (line["state"], line["completion_tokens"]) == ("completed", 4)
 
@@ -289,6 +300,7 @@ def test_the_form_of_an_answer_is_passed_on(gateway_of, api, path, asked, sent):
     _, turns = talk(gateway_of, server, path, keys={"api": api}, **asked)
     assert len(turns) == 1
     assert {key: server.received[0].get(key) for key in sent} == sent
+
     others = {"response_format", "output_config", "parallel_tool_calls", "tool_choice"} - set(sent)
     assert not {key for key in others if server.received[0].get(key) not in (None, "auto")}
 
@@ -307,6 +319,7 @@ def test_what_cannot_be_passed_on_is_refused(gateway_of, api, path, asked, words
     monkeypatch.setitem(ASKED, "/messages/count_tokens", {"messages": [USER]})
     if path.endswith("tokens"):
         asked = {"stream": None}
+
     server = RemoteServer()
     (status, body), _ = talk(gateway_of, server, path, keys={"api": api}, **asked)
     assert status == 400

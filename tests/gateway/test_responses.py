@@ -59,23 +59,28 @@ def chat(loaded):
 class Spelling:
     """An engine that says each text token by token; an exception among them is raised."""
 
-    version, slept_s = 3, 0.0
+    version = 3
+    slept_s = 0.0
 
     def __init__(self, chat, says):
-        self.chat, self.says = chat, iter(says)
+        self.chat = chat
+        self.says = iter(says)
 
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         text = next(self.says)
         failure = text if isinstance(text, Exception) else None
         cut = failure is not None or text.endswith("...")
+
         ids = self.chat.tokenizer.encode("Well" if failure else text.removesuffix("..."))
         ids = ids if cut else [*ids, self.chat.end_of_turn_id]
         for token in ids:
             if listen is not None:
                 listen([token], [-0.5])
+
         if failure is not None:
             await asyncio.sleep(0.05)
             raise failure
+
         return Completion(
             ids=ids,
             logprobs=[-0.5] * len(ids),
@@ -109,6 +114,7 @@ def summed(events):
     """The answer that the events of a stream tell, checked for their order."""
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+
     items = {}
     for event in events[2:-1]:
         at = event.output_index
@@ -116,6 +122,7 @@ def summed(events):
             assert at == len(items) and event.item.status == "in_progress"
             items[at] = [event.item.id, "", None]
             continue
+
         name, text, done = items[at]
         assert done is None, "nothing comes after an item is done"
         if event.type == "response.output_item.done":
@@ -126,6 +133,7 @@ def summed(events):
             else:
                 assert event.item.content[0].text == text
             continue
+
         assert event.item_id == name
         if event.type.endswith(".delta"):
             items[at][1] += event.delta
@@ -135,6 +143,7 @@ def summed(events):
             assert event.arguments == text
         else:
             assert event.type.startswith("response.content_part.")
+
     response = events[-1].response
     assert [item for _, _, item in items.values()] == response.output
     return response
@@ -152,29 +161,36 @@ def results(response):
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_three_turns_with_tools_are_one_chain(gateway_of, chat, by_id, streamed):
     async def work(client, policy):
-        items, more, answers = list(QUESTION), {}, []
+        items = list(QUESTION)
+        more = {}
+        answers = []
         for _ in SAID:
             body = {"model": "m", "input": items, "tools": TOOLS, "instructions": "Add.", **more}
             if streamed:
                 answer = summed(await events_of(client, **body))
             else:
                 answer = await client.responses.create(**body)
+
             answers.append(answer)
             if by_id:
-                items, more = results(answer), {"previous_response_id": answer.id}
+                items = results(answer)
+                more = {"previous_response_id": answer.id}
             else:
                 items = [*items, *answer.output, *results(answer)]
+
         return answers, policy.turns, policy.conversation.metrics()
 
     answers, turns, metrics = with_client(gateway_of, chat, SAID, work)
     assert [turn.parent for turn in turns] == [None, 0, 1]
     assert not metrics, "nothing drifted"
+
     kinds = [[item.type for item in answer.output] for answer in answers]
     assert kinds[0] == ["reasoning", "message", "function_call", "function_call"]
     assert kinds[1:] == [["reasoning", "function_call"], ["reasoning", "message"]]
     assert answers[0].output[0].content[0].text == "Both at once."
     assert answers[0].output[2].arguments == '{"b":1,"a": 1}'
     assert answers[2].output_text.strip() == "2 and 4."
+
     known = len(turns[0].prompt_ids) + len(turns[0].completion_ids)
     assert answers[1].usage.input_tokens_details.cached_tokens == known
     assert answers[1].usage.input_tokens == known + len(turns[1].prompt_ids)
@@ -201,6 +217,7 @@ def test_items_without_ids_and_between_results_are_still_the_answer(gateway_of, 
         ]
         for way in ways:
             await client.responses.create(model="m", input=[*QUESTION, *way], tools=TOOLS)
+
         return policy.turns
 
     turns = with_client(gateway_of, chat, [SAID[0], *["Fine.</think>2"] * 4], work)
@@ -236,6 +253,7 @@ def test_an_answer_that_the_limit_cut_is_incomplete(gateway_of, chat):
     assert whole.status == "incomplete" and whole.output[1].status == "incomplete"
     assert whole.incomplete_details.reason == "max_output_tokens"
     assert events[-1].type == "response.incomplete"
+
     cut = summed(events)
     assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]
 
@@ -254,6 +272,7 @@ def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of, chat):
     assert answer.token_ids == list(turn.completion_ids)
     assert answer.prompt_token_ids == list(turn.prompt_ids)
     assert answer.versions == list(turn.versions)
+
     logprobs = answer.output[-1].content[0].logprobs
     assert [token.logprob for token in logprobs] == list(turn.logprobs)
     assert answer.temperature == turn.temperature
@@ -268,10 +287,13 @@ def test_what_is_not_kept_is_not_found(gateway_of, chat, monkeypatch):
             with pytest.raises(openai.NotFoundError) as caught:
                 await client.responses.create(model="m", input="?", previous_response_id=name)
             refused.append(caught.value)
+
         for _ in range(4):  # more than are kept
             await client.responses.create(model="m", input="Go.")
+
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="m", input="?", previous_response_id=kept.id)
+
         return refused
 
     monkeypatch.setattr(memory, "MAX_KEPT", 6)
@@ -287,6 +309,7 @@ def test_an_answer_that_is_kept_is_given_and_forgotten(gateway_of, chat):
     async def work(client, policy):
         answer = await client.responses.create(model="m", input=asked, instructions="Be quick.")
         given = await client.responses.retrieve(answer.id)
+
         pages = []
         for order in ("asc", "desc"):
             page = await client.responses.input_items.list(answer.id, order=order, limit=2)
@@ -294,6 +317,7 @@ def test_an_answer_that_is_kept_is_given_and_forgotten(gateway_of, chat):
             last = page.data[-1].id
             more = await client.responses.input_items.list(answer.id, order=order, after=last)
             pages[-1] += [item.content for item in more.data]
+
         await client.responses.delete(answer.id)
         unkept = await client.responses.create(model="m", input="Go.", store=False)
         calls = [
@@ -307,8 +331,10 @@ def test_an_answer_that_is_kept_is_given_and_forgotten(gateway_of, chat):
         for call in calls:
             with pytest.raises(openai.NotFoundError):
                 await call
+
         with pytest.raises(openai.BadRequestError):
             await client.responses.input_items.list(unkept.id, limit=0)
+
         return answer, given, pages, policy.turns
 
     answer, given, pages, turns = with_client(gateway_of, chat, ["Hm</think>left"] * 3, work)
@@ -413,9 +439,11 @@ def test_what_can_not_be_asked_is_a_400_that_says_why(gateway_of, chat):
                 answer = await opened.post(policy, body, "/responses")
                 assert answer.status_code == 400, (change, answer.text)
                 assert says in answer.json()["error"]["message"], (change, answer.text)
+
             body = {"input": [{"type": "item_reference", "id": "msg_none"}]}
             answer = await opened.post(policy, body, "/responses")
             assert answer.status_code == 404 and "item itself" in answer.text
+
             stranger = await opened.http.post(policy.base_url + "/responses", json=body)
             assert stranger.status_code == 401
             assert stranger.json()["error"]["code"] == "invalid_api_key"
@@ -425,13 +453,39 @@ def test_what_can_not_be_asked_is_a_400_that_says_why(gateway_of, chat):
 
 
 KEYS = [
-    *("type", "role", "content", "id", "call_id", "name", "arguments", "output", "summary"),
-    *("input", "tools", "text", "format", "include", "metadata", "store", "instructions"),
+    "type",
+    "role",
+    "content",
+    "id",
+    "call_id",
+    "name",
+    "arguments",
+    "output",
+    "summary",
+    "input",
+    "tools",
+    "text",
+    "format",
+    "include",
+    "metadata",
+    "store",
+    "instructions",
 ]
 WORDS = [
-    *("message", "user", "assistant", "function_call", "function_call_output", "reasoning", "add"),
-    *("output_text", "input_text", "reasoning_text", "function", "item_reference"),
-    *(f"msg_{'0' * 48}_0", f"fc_{'1' * 48}_1"),
+    "message",
+    "user",
+    "assistant",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "add",
+    "output_text",
+    "input_text",
+    "reasoning_text",
+    "function",
+    "item_reference",
+    f"msg_{'0' * 48}_0",
+    f"fc_{'1' * 48}_1",
 ]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from(WORDS) | st.text(max_size=3),

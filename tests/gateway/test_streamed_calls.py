@@ -61,6 +61,7 @@ def answered(name, text, cuts, request):
     pieces = []
     for begin, end in pairwise(places):
         pieces.append(answer.add(text[begin:end]))
+
     said = Message("assistant", text)
     turn = Turn(
         index=0,
@@ -72,11 +73,13 @@ def answered(name, text, cuts, request):
         messages=[said],
     )
     pieces.append(answer.finish(turn))
+
     return pieces, answer.reply(turn, PromptSize(), [])
 
 
 def told_in_chat(events):
-    calls, texts = {}, []
+    calls = {}
+    texts = []
     for event in events[:-1]:
         delta = event["choices"][0]["delta"]
         texts.append(delta.get("content") or "")
@@ -84,12 +87,14 @@ def told_in_chat(events):
             known = calls.setdefault(call["index"], {"arguments": [], "deltas": 0})
             known |= {key: call[key] for key in ("id",) if key in call}
             known["arguments"].append(call["function"]["arguments"])
+
     assert list(calls) == list(range(len(calls)))
     return ["".join(call["arguments"]) for call in calls.values()], "".join(texts)
 
 
 def told_in_responses(events):
-    calls, texts = {}, []
+    calls = {}
+    texts = []
     for event in events:
         if event["type"] == "response.function_call_arguments.delta":
             calls[event["output_index"]].append(event["delta"])
@@ -99,24 +104,30 @@ def told_in_responses(events):
             calls |= {event["output_index"]: []} if "call_id" in event["item"] else {}
         if event["type"] == "response.output_text.delta":
             texts.append(event["delta"])
+
     return ["".join(pieces) for pieces in calls.values()], "".join(texts)
 
 
 def told_in_messages(events):
-    calls, texts, opened = {}, [], set()
+    calls = {}
+    texts = []
+    opened = set()
     for event in events:
         if event["type"] == "content_block_start":
             assert not opened, "one block after the other"
             opened.add(event["index"])
             if event["content_block"]["type"] == "tool_use":
                 calls[event["index"]] = []
+
         if event["type"] == "content_block_stop":
             opened.remove(event["index"])
+
         if event["type"] == "content_block_delta":
             delta = event["delta"]
             if delta["type"] == "input_json_delta":
                 calls[event["index"]].append(delta["partial_json"])
             texts.append(delta.get("text", ""))
+
     assert not opened
     return ["".join(pieces) for pieces in calls.values()], "".join(texts)
 
@@ -143,6 +154,7 @@ def test_the_pieces_of_a_call_are_its_arguments_and_a_broken_one_is_no_json(data
         pieces, reply = answered(name, text, cuts, request)
         _, whole = answered(name, text, [], request)
         assert (reply.content, reply.reasoning) == (whole.content, whole.reasoning)
+
         stream = api.stream(request)
         events = stream.begin(PromptSize())
         events += [event for some in pieces for event in stream.pieces(0, some)]
@@ -191,6 +203,7 @@ def test_what_a_stream_told_is_its_turn_again_when_it_comes_back(gateway_of, say
             deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if "{" in line]
             parts = [call for delta in deltas for call in delta.get("tool_calls", ())]
             assert len(parts) > 1
+
             call = {
                 "id": parts[0]["id"],
                 "type": "function",

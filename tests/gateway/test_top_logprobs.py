@@ -94,7 +94,9 @@ def test_they_are_of_the_distribution_that_was_drawn_from(api, stream, gateway_o
         told = read(last.get("response", last))
     else:
         told = read(answer.json())
+
     assert [one["logprob"] for one in told] == list(turn.logprobs)
+
     values, tokens = expected(turn, 4)
     texts = ChatFormat(tiny_policy().tokenizer).token_texts
     for place, one in enumerate(told):
@@ -116,6 +118,7 @@ def test_completions_tell_them_in_columns(gateway_of):
         told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
     ):
         assert top[token] >= logprob and len(top) in (3, 4)
+
     assert told["token_logprobs"] == list(turn.logprobs)
 
 

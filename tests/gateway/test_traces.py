@@ -43,7 +43,8 @@ async def nowhere() -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["ours", "another", "none", "bad", "twice"])
 def test_the_door_takes_a_place_in_a_trace_and_gives_one(gateway_of, stream, asked) -> None:
-    ours, another = Place(99, 5, True), Place(7, 5, True)
+    ours = Place(99, 5, True)
+    another = Place(7, 5, True)
     headers = {
         "ours": [("traceparent", ours.header)],
         "another": [("traceparent", another.header), ("tracestate", "a=b")],
@@ -63,13 +64,16 @@ def test_the_door_takes_a_place_in_a_trace_and_gives_one(gateway_of, stream, ask
                     json={**ASK, "stream": stream},
                     headers=[("authorization", f"Bearer {policy.api_key}"), *headers],
                 )
+
             await policy.close()
             return answer
 
     answer = asyncio.run(scenario())
     assert answer.status_code == 200
+
     (call,) = (one for one in ended.calls if one.kind == "policy")
     assert read_traceparent(answer.headers["traceparent"]) == call.place
+
     named = {"ours": ours, "twice": ours, "another": another}
     assert call.asker == named.get(asked)
 

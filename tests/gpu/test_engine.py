@@ -74,6 +74,7 @@ def test_log_probs_are_those_of_a_full_pass(name, sharing, random_model, on_gpu)
         if wanted.temperature == 0:
             assert np.abs(found.logprobs).max() < 1e-4
             continue
+
         expected = [
             np.log(distribution_of(row, wanted)[token])
             for row, token in zip(rows, found.ids, strict=True)
@@ -101,16 +102,19 @@ def test_training_finds_the_engines_log_probs(dtype, on_gpu, gpu):
     batch = pack(samples, gpu)
     with torch.no_grad():
         logp = batch.table(token_logprobs(model, batch)[0].float())
+
     difference = (logp - batch.rollout_logprobs)[batch.mask].abs()
     assert difference.max() < (1e-4 if dtype == torch.float32 else 0.3)
     assert difference.mean() < (1e-4 if dtype == torch.float32 else 0.05)
 
 
 def test_new_weights_serve(on_gpu):
-    model, other = on_gpu("llama"), on_gpu("llama")
+    model = on_gpu("llama")
+    other = on_gpu("llama")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)
+
     engine = TorchEngine(model, config=EngineSection())
     weights = {name: p.detach().clone() for name, p in other.named_parameters()}
     params = [SamplingParams(temperature=1.0, max_new_tokens=6, seed=k) for k in range(9)]

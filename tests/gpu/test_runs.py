@@ -44,8 +44,10 @@ def steps_of(folder):
 
 
 def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     finished(whole)
+
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command(parts), stdout=log, stderr=log)
         deadline = time.monotonic() + WITHIN_S
@@ -53,9 +55,12 @@ def test_a_killed_run_goes_on_as_one_that_was_not(tmp_path):
             time.sleep(0.02)
         process.kill()
         process.wait(30)
+
     finished(parts, "--resume")
-    one, other = steps_of(whole), steps_of(parts)
+    one = steps_of(whole)
+    other = steps_of(parts)
     assert sorted(one) == sorted(other) == [1, 2, 3, 4, 5]
+
     for step, numbers in one.items():
         for key in ("actor/grad_norm", "actor/entropy"):
             assert other[step][key] == pytest.approx(numbers[key], rel=1e-3), (step, key)

@@ -45,6 +45,7 @@ def samples(seed=0, groups=3, size=4):
                     advantages=[advantage if m else 0.0 for m in mask],
                 )
             )
+
     return found
 
 
@@ -113,5 +114,6 @@ def test_a_critic(on_gpu):
         critic=section,
     )
     trainer.begin()
+
     assert trainer.roles.critic is not None
     assert next(trainer.roles.critic.model.parameters()).device.type == "cuda"

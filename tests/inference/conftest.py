@@ -41,6 +41,7 @@ def _difference(
         greedy = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert completion.ids == greedy
         return float(np.abs(completion.logprobs).max())
+
     rows = logits[len(prompt) - 1 : -1].double().numpy()
     wanted = [
         np.log(distribution_of(row, params)[token])

@@ -49,21 +49,26 @@ def test_an_entry_that_somebody_changed_is_not_believed(board, tmp_path):
     elsewhere = msgspec.structs.replace(signed.announcement, url="https://10.9.9.9:1")
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(signed, announcement=elsewhere)))
     assert board().living() == []
+
     file.write_bytes(b"no entry")
     assert board().living() == []
+
     board().announce(engine("one"))
     assert board().living() == [engine("one")]
 
 
 def test_who_announces_itself_no_more_is_dead_by_the_readers_clock(board, monkeypatch):
-    reader, now = board(), [1000.0]
+    reader = board()
+    now = [1000.0]
     monkeypatch.setattr(announcements.time, "monotonic", lambda: now[0])
     board().announce(engine("silent"))
     board().announce(engine("two", 8001))
     assert len(reader.living()) == 2
+
     now[0] += 61
     board().announce(engine("two", 8001, version=7))
     assert reader.living() == [engine("two", 8001, version=7)]
+
     board().withdraw(engine("two", 8001))
     assert reader.living() == []
 
@@ -115,7 +120,9 @@ def test_an_engine_is_announced_while_it_serves(board, tmp_path):
 
 
 def test_an_announcement_that_is_being_written_does_not_outlive_its_engine(board, monkeypatch):
-    writes, writing, go_on = board(), threading.Event(), threading.Event()
+    writes = board()
+    writing = threading.Event()
+    go_on = threading.Event()
     announce = writes.announce
 
     def slowly(announcement):

@@ -81,12 +81,14 @@ def test_a_conversation_beside_others(random_model):
     model = random_model("llama").model
 
     async def converse(engine, index, session):
-        context, said = prompt_of(30, index), []
+        context = prompt_of(30, index)
+        said = []
         for turn in range(3):
             params = SamplingParams(max_new_tokens=5 + index, seed=10 * index + turn)
             one = await engine.generate(context, params, session=session, deadline_s=60)
             said.append((one.ids, one.logprobs))
             context = [*context, *one.ids, *prompt_of(3 + 40 * index, turn)]
+
         return said
 
     async def together(engine):
@@ -116,8 +118,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(num_inputs, num_output
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        weight, bias = torch.randn(num_outputs, num_inputs), torch.randn(num_outputs)
-        packed, x = linear.PackedMatrix(weight, bias), torch.randn(130, num_inputs)
+        weight = torch.randn(num_outputs, num_inputs)
+        bias = torch.randn(num_outputs)
+        packed = linear.PackedMatrix(weight, bias)
+        x = torch.randn(130, num_inputs)
         other = torch.randn(130, num_outputs)
         with torch.no_grad():
             for kind in (
@@ -129,6 +133,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(num_inputs, num_output
                 whole = kind(x)
                 for count in (1, 2, 3, 16, 17, 64, 129):
                     assert torch.equal(kind(x[:count]), whole[:count]), count
+
             scaled = x * torch.logspace(-20, 4, len(x))[:, None]
             for activation in ("none", "swish"):
                 alone = [packed.product(row[None], activation) for row in scaled]
@@ -158,8 +163,10 @@ def test_where_company_matters_it_can_be_refused(random_model):
     strict = EngineSection(batch_invariant=True)
     for name in ("llama", "qwen3", "gemma2", "mistral"):
         TorchEngine(random_model(name).model, config=strict)
+
     with pytest.raises(EngineError, match=r"batch_invariant: .*\(Mixtral.*multiplies in a way"):
         TorchEngine(random_model("mixtral").model, config=strict)
+
     half = copy.deepcopy(random_model("llama").model).to(torch.bfloat16)
     with pytest.raises(EngineError, match="only float32"):
         TorchEngine(half, config=strict)
@@ -169,7 +176,8 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
     """The same tokens as before the newer ones came, also from a cached prefix; and a conversation
     across a publish stays with its version."""
     model = copy.deepcopy(random_model("llama").model)
-    engine, prompt = TorchEngine(model), prompt_of(40, 1)
+    engine = TorchEngine(model)
+    prompt = prompt_of(40, 1)
     params = [SamplingParams(max_new_tokens=9, seed=seed) for seed in range(4)]
 
     def ask(asked, seed):
@@ -187,10 +195,13 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
         across = [asyncio.create_task(ask(engine.serving(0), seed)) for seed in range(4)]
         while not engine.scheduler.running:
             await asyncio.sleep(0)
+
         for _ in range(12):
             await asyncio.sleep(0)
+
         await change(1)
         assert await asyncio.gather(*across) == before
+
         newest = await ask(engine, 0)
         await change(2)
         beside = [ask(engine.serving(seed % 3), seed) for seed in range(4)]
@@ -198,6 +209,7 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
         assert (beside[0], beside[3]) == (before[0], before[3])
         assert [one.versions[0] for one in beside] == [0, 1, 2, 0]
         assert await ask(engine.serving(1), 0) == newest != before[0]
+
         await change(3)
         assert (await ask(engine.serving(0), 0)).versions == [1] * 9, "the oldest that is there"
 

@@ -34,6 +34,7 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
     with waiting(*sources) as coming:
         for found in looked_after(sender, *coming):
             assert_has(found, 3, sender._model)
+
     sender._model.table.data.mul_(2)
     with ThreadPoolExecutor(2) as threads:
         publishing = threads.submit(asyncio.run, sender.publish(4))
@@ -48,6 +49,7 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
             publishing.result(60)
             for one in coming:
                 assert_has(one.result(60), 4, sender._model)
+
     assert notes == []
     assert [path.name for path in (folder / "rounds").iterdir()] == []
     assert [path.name for path in (folder / "answers").iterdir()] == []
@@ -57,10 +59,12 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
 
 def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
     """What a round leaves behind in a process must not end it later."""
-    last, model = 25, sender._model
+    last = 25
+    model = sender._model
 
     def follow():
-        source, found = source_of(folder), (-1, {})
+        source = source_of(folder)
+        found = (-1, {})
         while found[0] < last:
             latest = source.announced()
             if latest is not None and latest.version > found[0]:
@@ -77,6 +81,7 @@ def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
         asyncio.run(work())
         for found in looked_after(sender, *coming):
             assert_has(found, last, model)
+
     assert notes == []
 
 
@@ -100,10 +105,13 @@ def test_every_place_of_an_engine_is_a_member(folder, sender, notes):
         sending = threads.submit(asyncio.run, sender.look_after())
         given = asked.result(60)
         assert given.answer.world == 4
+
         workers = [threads.submit(place, number, given) for number in (0, 1)]
         for one in (alone, *workers):
             assert_has(one.result(60), 1, sender._model)
+
         sending.result(60)
+
     assert notes == []
 
 
@@ -119,7 +127,9 @@ def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
 ):
     """Else the model could change in the middle, and each tensor would still be as it was sent."""
     asyncio.run(sender.begin(1))
-    real, goes_on, is_in_it = broadcast_group.Group.broadcast, threading.Event(), threading.Event()
+    real = broadcast_group.Group.broadcast
+    goes_on = threading.Event()
+    is_in_it = threading.Event()
 
     def held_up(self, tensor):
         is_in_it.set()
@@ -133,9 +143,11 @@ def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
         async with asyncio.timeout(60):
             while not is_in_it.is_set():
                 await asyncio.sleep(0.01)
+
         looking.cancel()
         await asyncio.wait([looking], timeout=0.2)
         assert not looking.done()
+
         goes_on.set()
         await asyncio.wait([looking], timeout=60)
         assert looking.cancelled()
@@ -144,6 +156,7 @@ def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
         until(lambda: list((folder / "asks").glob("*.json")))
         asyncio.run(cancelled())
         assert_has(coming[0].result(60), 1, sender._model)
+
     assert notes == []
 
 
@@ -157,6 +170,7 @@ def test_an_engine_that_asked_in_vain_has_the_next_version_from_its_publish(fold
             assert len(sender._expected) == 1
         finally:
             (found,) = looked_after(sender, *coming)
+
     assert_has(found, 2, sender._model)
 
 
@@ -164,13 +178,16 @@ def test_an_engine_that_goes_without_asking_stalls_one_publish(folder, sender, m
     monkeypatch.setattr(broadcast_sender, "EXPECT_S", 3.0)
     source = source_of(folder)
     asyncio.run(sender.begin(1))
+
     with waiting(source) as coming:
         looked_after(sender, *coming)
+
     took = []
     for version in (2, 3):
         began = time.monotonic()
         asyncio.run(sender.publish(version))
         took.append(time.monotonic() - began)
+
     assert took[0] >= 3.0 > took[1]
 
 
@@ -188,17 +205,21 @@ def test_a_member_that_dies_or_hangs_costs_the_others_one_round(
     monkeypatch.setattr(broadcast_group, "JOIN_S", 5.0)
     monkeypatch.setattr(broadcast_group, "BUCKET_S", 5.0)
     asyncio.run(sender.begin(7))
+
     with member(asks, folder, when, how) as said:
         if when == "ASKED":
             said("ends")
         else:
             until(lambda: list((folder / "asks").glob("*.json")))
+
         with waiting(source := source_of(folder)) as coming:
             until(lambda: len(list((folder / "asks").glob("*.json"))) == 2)
             (lost,) = settled(sender, *coming)
             assert isinstance(lost.exception(), WeightsLostError)
+
         with waiting(source) as coming:
             (found,) = looked_after(sender, *coming)
+
         assert_has(found, 7, sender._model)
         assert len(notes) == 1 and "to bring version 7 to 2 engines" in notes[0]
 
@@ -218,15 +239,18 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
             with suppress(WeightsNotSentError):
                 source.incoming(source.announced(), ["cpu"])
 
-    last, has = 4, [-1]
+    last = 4
+    has = [-1]
 
     def follow():
-        source, found = source_of(folder), (-1, {})
+        source = source_of(folder)
+        found = (-1, {})
         while found[0] < last:
             with suppress(WeightsLostError):
                 latest = source.announced()
                 found = taken(source) if latest.version > found[0] else found
             has[0] = found[0]
+
         return found
 
     async def published(version):
@@ -246,7 +270,9 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
             broken = [asyncio.run(published(version)) for version in range(last + 1)]
         finally:
             ended.set()
+
         assert_has(good.result(60), last, sender._model)
+
     ((count, _),) = broken[-1].values()
     assert 2 <= count <= 3, "with the other one twice, then alone, and not again within a minute"
 
@@ -258,12 +284,15 @@ def test_a_trainer_that_dies_in_the_middle_leaves_nothing_and_the_next_one_goes_
         with pytest.raises(WeightsLostError):
             taken(source)
         said("ends")
+
     assert list((folder / "rounds").iterdir()), "a former trainer's round lies there"
+
     after = BroadcastSender(folder, Mixed(2), note=notes.append)
     with waiting(source) as coming:
         until(lambda: list((folder / "asks").glob("*.json")))
         asyncio.run(after.begin(1))
         (found,) = looked_after(after, *coming)
+
     assert_has(found, 1, after._model)
     assert not list((folder / "rounds").iterdir()) and notes == []
 
@@ -280,11 +309,13 @@ def test_a_bit_that_flips_on_the_way_is_found_and_told(folder, sender, notes, mo
 
     monkeypatch.setattr(broadcast_group.Group, "broadcast", flipped)
     asyncio.run(sender.begin(1))
+
     source = source_of(folder)
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as threads:
         (lost,) = settled(sender, threads.submit(taken, source))
         assert "1 tensors did not arrive as they were sent, table first" in str(lost.exception())
         (found,) = looked_after(sender, threads.submit(taken, source))
+
     assert_has(found, 1, sender._model)
     assert len(notes) == 1 and "1 of 1 found other bits than were sent" in notes[0]
 
@@ -301,13 +332,16 @@ def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
 def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender, monkeypatch):
     monkeypatch.setattr(broadcast_sender, "EXPECT_S", 0.1)
     asyncio.run(sender.begin(1))
+
     source = source_of(folder)
     with pytest.raises(WeightsNotSentError):
         source.read(1)
+
     before = source._asked
     asyncio.run(sender.publish(2))
     with waiting(source) as coming:
         (found,) = looked_after(sender, *coming)
+
     assert_has(found, 2, sender._model)
     assert not (folder / "asks" / f"{before.id}.json").exists()
 
@@ -322,10 +356,12 @@ def test_buckets_have_every_byte_once_and_in_order():
         found = list(broadcast_group.buckets(specs, most))
         sizes = [sum(piece.end - piece.begin for piece in bucket) for bucket in found]
         assert sum(sizes) == total and max(sizes) <= most
+
         ends = dict.fromkeys(specs, 0)
         for piece in (piece for bucket in found for piece in bucket):
             assert piece.begin == ends[piece.name]
             ends[piece.name] = piece.end
+
         assert ends == {name: spec.num_bytes for name, spec in specs.items()}
 
 

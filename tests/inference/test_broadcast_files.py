@@ -22,8 +22,10 @@ def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, note
     asyncio.run(sender.begin(1))
     asks = folder / "asks"
     sha256 = sender._latest.sha256
+
     with (asks / f"{'a' * 32}.json").open("wb") as huge:
         huge.truncate(2**30)
+
     (asks / f"{'b' * 32}.json").write_bytes(b"\xff{")
     (asks / f"{'c' * 32}.json").write_text('{"id": "' + "d" * 32 + '"}')
     (asks / f"{'e' * 32}.json").mkdir()
@@ -33,8 +35,10 @@ def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, note
     (asks / f"{'2' * 32}.json").write_text(
         torn.replace("1" * 32, "2" * 32) + '["x"' + ',"x"' * 9**4
     )
+
     with waiting(source_of(folder)) as coming:
         (found,) = looked_after(sender, *coming)
+
     assert_has(found, 1, sender._model)
     assert notes == [] and not list(asks.glob("*.json"))
 
@@ -43,15 +47,18 @@ def test_asks_of_engines_that_are_gone_go_by_themselves(folder, sender, notes, m
     """Ten thousand of them, and one that lives."""
     monkeypatch.setattr(broadcast_files, "STALE_S", 5.0)
     asyncio.run(sender.begin(1))
+
     sha256 = sender._latest.sha256
     for number in range(10_000):
         name = f"{number:032x}"
         (folder / "asks" / f"{name}.json").write_text(
             f'{{"id":"{name}","engine":"{name}","sha256":"{sha256}","places":["cpu"],"where":"x"}}'
         )
+
     time.sleep(5.5)
     with waiting(source_of(folder)) as coming:
         (found,) = looked_after(sender, *coming)
+
     assert_has(found, 1, sender._model)
     assert notes == [] and not list((folder / "asks").glob("*.json"))
 
@@ -64,6 +71,7 @@ def test_an_answer_that_is_torn_or_for_other_weights_is_not_followed(folder, sen
         source.read(1, sha256=latest.sha256)
     with pytest.raises(WeightsNotSentError, match="not the newest"):
         source.read(1, sha256="0" * 64)
+
     whole = {"round": "a" * 32, "sha256": latest.sha256, "backend": "gloo"}
     whole |= {"first_rank": 1, "world": 2}
     for forged in ({"round": "../../x"}, {"backend": "mpi"}, {"first_rank": 2}, {"world": 10**6}):
@@ -79,15 +87,18 @@ def test_a_folder_that_is_away_is_told_once_and_waited_for(folder, sender, notes
     asyncio.run(sender.begin(1))
     asyncio.run(sender.look_after())
     assert len(notes) == 1 and "version 1 can't be sent" in notes[0]
+
     folder.unlink()
     with waiting(source_of(folder)) as coming:
         (found,) = looked_after(sender, *coming)
+
     assert_has(found, 1, sender._model)
 
 
 def test_a_full_disk_is_no_engines_fault(folder, sender, notes, monkeypatch):
     """None is kept waiting for long once there is room again."""
-    full, real = [None] * 4, broadcast_files.BroadcastFiles.write_sent
+    full = [None] * 4
+    real = broadcast_files.BroadcastFiles.write_sent
 
     def write_sent(self, round_id, sent):
         if full:
@@ -97,12 +108,15 @@ def test_a_full_disk_is_no_engines_fault(folder, sender, notes, monkeypatch):
 
     monkeypatch.setattr(broadcast_files.BroadcastFiles, "write_sent", write_sent)
     asyncio.run(sender.begin(1))
+
     source = source_of(folder)
     for _ in range(4):
         with waiting(source) as coming:
             settled(sender, *coming)
+
     with waiting(source) as coming:
         (found,) = looked_after(sender, *coming)
+
     assert_has(found, 1, sender._model)
     assert sender._broken == {} and len(notes) == 1 and "no room" in notes[0]
 

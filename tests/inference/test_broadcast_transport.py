@@ -42,6 +42,7 @@ def config(*, model=None, **rollout):
 
 def test_the_recipe_chooses_it(monkeypatch):
     assert isinstance(remote_source(config()), BroadcastSource)
+
     check_transport(config(), apart=True)
     assert dict(LISTS["transports"]())["broadcast"].startswith("a process group")
     with pytest.raises(ConfigError, match="and this run has none"):
@@ -50,6 +51,7 @@ def test_the_recipe_chooses_it(monkeypatch):
         config(weights={"url": "file:///x"})
     with pytest.raises(ConfigError, match=r"rollout.weights.delta is for weights in files"):
         config(weights={"delta": True}, model={"dtype": "bfloat16"})
+
     monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
     with pytest.raises(ConfigError, match="needs gloo"):
         check_transport(config(), apart=True)
@@ -78,8 +80,10 @@ def test_workers_of_vllm_receive_what_their_checkpoint_has_alone():
     assert asyncio.run(places(plain)) == ["cpu", "cpu"]
     assert asyncio.run(places(merged)) == []
     assert asyncio.run(places(add_adapter(plain, LoraSection(rank=2), seed=1))) == []
+
     with pytest.raises(EngineError, match=r"unknown \['what'\]"):
         asyncio.run(places(merged, what=Spec(torch.float32, (1,))))
+
     assert asked == ["place_of_agentevo_weights"]
 
 
@@ -87,7 +91,8 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
     """What can't be served is not asked for again, and the next version is."""
     made = small_config(tmp_path / "run", "engine.kv_cache_gb=0.1")
     model = load_policy(made).model
-    notes, sent = [], []
+    notes = []
+    sent = []
 
     async def work():
         engine = TorchEngine(copy.deepcopy(model), config=made.engine)
@@ -106,17 +111,22 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
                     await publishing
                     await sender.look_after()
                     await asyncio.sleep(0.01)
+
             return looking.result()
 
         assert await look(0) and engine.version == 0
+
         weight = model.get_input_embeddings().weight.data
         before = weight.clone()
         weight[0, 0] = float("nan")
+
         assert not await look(1)
         assert not await follower.look(), "refused, and not asked for again"
         assert engine.version == 0 and "holds NaN" in notes[1]
+
         weight.copy_(2 * before)
         assert await look(2)
+
         found = await engine.generate(
             [3, 5, 8], SamplingParams(max_new_tokens=4, temperature=0), deadline_s=60
         )
@@ -131,7 +141,8 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
 
 def test_an_engine_that_ends_asks_no_more(tmp_path):
     """Nor does the thread that asks for it."""
-    folder, notes = tmp_path / "weights", []
+    folder = tmp_path / "weights"
+    notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engine = SimpleNamespace(version=NO_VERSION)
     source = BroadcastSource(folder, torch.device("cpu"))
@@ -143,6 +154,7 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
         async with asyncio.timeout(60):
             while not list((folder / "asks").glob("*.json")):
                 await asyncio.sleep(0.01)
+
         following.cancel()
         await asyncio.wait([following], timeout=60)
         assert following.cancelled()
@@ -153,9 +165,11 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
 
 def test_an_engine_that_ends_as_it_is_answered_is_in_the_round(tmp_path, monkeypatch):
     """Else the others would wait for it until the round is broken off."""
-    folder, notes = tmp_path / "weights", []
+    folder = tmp_path / "weights"
+    notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
-    source, real = BroadcastSource(folder, torch.device("cpu")), BroadcastFiles.take
+    source = BroadcastSource(folder, torch.device("cpu"))
+    real = BroadcastFiles.take
 
     def take(self, asks):
         taken = real(self, asks)
@@ -170,6 +184,7 @@ def test_an_engine_that_ends_as_it_is_answered_is_in_the_round(tmp_path, monkeyp
             asyncio.run(sender.look_after())
             time.sleep(0.01)
         assert coming.result()[0] == 1
+
     assert notes == []
 
 

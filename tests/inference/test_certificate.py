@@ -100,17 +100,21 @@ def test_requests_go_encrypted_to_the_engine_that_is_announced(made, tmp_path):
             os.utime(tmp_path / NAME, (1.0, 1.0))
             directory.forget_dead(announcement)
             assert (tmp_path / NAME).is_file(), "it is not an announcement of the dead"
+
             client = RemoteEngine(directory, poll_s=0.02)
             answer = await client.generate([7], SamplingParams(), deadline_s=SOON_S)
             assert answer.ids == [7]
+
             await client.close()
             pinned = RemoteEngine(
                 [announcement.address.pinned_url], secret=RunSecret(tmp_path), poll_s=0.02
             )
             assert (await pinned.generate([8], SamplingParams(), deadline_s=SOON_S)).ids == [8]
+
             await pinned.close()
             _, writer = await asyncio.open_connection("127.0.0.1", door.port)
             writer.write(b"GET /state HTTP/1.1\r\n" + door.header() + b"\r\n")
+
             with pytest.raises(LostError):  # in the clear
                 await ClientConnection.open(
                     EngineAddress(announcement.url.replace("https", "http")),
@@ -118,6 +122,7 @@ def test_requests_go_encrypted_to_the_engine_that_is_announced(made, tmp_path):
                     every_s=1.0,
                     hear=lambda state: None,
                 )
+
             writer.transport.abort()
 
     asyncio.run(work())
@@ -155,9 +160,11 @@ def test_who_shows_another_certificate_is_told_nothing(made, tmp_path, caplog):
                 await ClientConnection.open(
                     address, secret=RunSecret(tmp_path), every_s=1.0, hear=lambda state: None
                 )
+
             client = RemoteEngine([address.pinned_url], secret=RunSecret(tmp_path), poll_s=0.02)
             with pytest.raises(EngineUnavailableError, match=r"shows the certificate .* and not"):
                 await client.generate([1], SamplingParams(), deadline_s=0.5)
+
             await client.close()
             assert other.heard == b""
             assert other.certificate in caplog.text and made.fingerprint() in caplog.text
@@ -192,8 +199,10 @@ def test_an_engine_that_comes_back_with_another_certificate_is_known_by_its_anno
             waiting = asyncio.ensure_future(client.generate([7], SamplingParams(), deadline_s=20))
             await asyncio.sleep(0.2)
             assert not waiting.done()
+
             announce(door.address.certificate)
             assert (await waiting).ids == [7]
+
             await client.close()
 
     asyncio.run(work())
@@ -236,6 +245,7 @@ def test_the_printed_curl_line_works(made, tmp_path):
 
         assert b'"version":3' in asyncio.run(work())
         return
+
     pytest.skip("no curl here")
 
 

@@ -37,7 +37,8 @@ REQUESTS = [
 
 def test_what_is_drawn_is_of_the_grammar_and_its_log_probs_are_those_of_the_allowed_tokens():
     loaded = tiny_policy()
-    tokenizer, grammars = loaded.tokenizer, Grammars.of(loaded.model, loaded.tokenizer)
+    tokenizer = loaded.tokenizer
+    grammars = Grammars.of(loaded.model, loaded.tokenizer)
     model = alone()
     for (prompt, asked), completion in zip(REQUESTS, complete(engine(), REQUESTS), strict=True):
         text = tokenizer.decode(completion.ids)
@@ -46,13 +47,16 @@ def test_what_is_drawn_is_of_the_grammar_and_its_log_probs_are_those_of_the_allo
             assert 0 <= said["n"] <= 99 and said["s"] in ("hot", "no")
         elif asked.grammar == CALL:
             assert re.match(r"<((left|right),?)*", text), text
+
         assert bool(completion.masks) == bool(asked.grammar)
         if not asked.grammar or not asked.temperature:
             continue
+
         constraint = Constraint(grammar=asked.grammar, end_ids=(END,), masks=completion.masks)
         masks = grammars.masks_of(constraint, completion.ids)
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + completion.ids])).logits[0]
+
         for place, token in enumerate(completion.ids):
             row = logits[len(prompt) + place - 1].double() / asked.temperature
             kept = torch.from_numpy(allowed(masks.table[masks.rows[place]], len(row)))
@@ -131,7 +135,8 @@ def test_the_event_loop_goes_on_while_a_grammar_is_compiled(monkeypatch):
     """The compilation waits for the event loop here: it could never end on it."""
     import threading
 
-    one, reached = engine(), threading.Event()
+    one = engine()
+    reached = threading.Event()
     begin = Grammars.begin
 
     def slow(self, *args):
@@ -166,6 +171,7 @@ def test_over_the_wire_it_is_the_same(tmp_path):
                     await client.generate(PROMPT, params("start: nothing"), None, 60.0, None)
             finally:
                 await client.close()
+
         return completions
 
     remote = asyncio.run(asked())

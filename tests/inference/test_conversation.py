@@ -44,16 +44,20 @@ def turns_by_scanning(
         parent = conversations[tuple(messages[: sizes[0]])] if sizes else None
         new = messages[sizes[0] if sizes else 0 :]
         if parent is None:
-            before, added = [], chat.first_prompt(new)
+            before = []
+            added = chat.first_prompt(new)
         else:
-            before, ended = contexts[parent], turns[parent][1][-1] in chat.end_ids
+            before = contexts[parent]
+            ended = turns[parent][1][-1] in chat.end_ids
             added = chat.continuation(new, ended_with_stop=ended)
+
         sampling = SamplingParams(max_new_tokens=9, seed=derive_seed(5, "turn", call))
         completion = asyncio.run(engine.generate(before + added, sampling))
         said = Message("assistant", chat.text(completion.ids))
         turns.append((parent, completion.ids, added, sampling.seed, [*new, said]))
         contexts.append(before + added + completion.ids)
         conversations[(*messages, said)] = len(turns) - 1
+
     return turns
 
 
@@ -64,6 +68,7 @@ def next_history(
     question = rng.choice(ASKED)
     if not turns or rng.random() < 0.15:
         return [question]
+
     turn = rng.choice(turns)
     history = [*histories[turn.index], turn.messages[-1], question]
     kind = rng.random()
@@ -71,22 +76,26 @@ def next_history(
         return history
     if kind < 0.75:
         return histories[turn.index]  # the same question again
+
     place = rng.randrange(len(history) - 1)
     if kind < 0.9:  # an edit
         edited = Message(history[place].role, rng.choice(["x", "y"]))
         return [*history[:place], edited, *history[place + 1 :]]
+
     return [*history[:place], question] if place else [question]
 
 
 @pytest.mark.parametrize("name", list(CHATS))
 @given(seed=st.integers(0, 2**32))
 def test_any_histories_make_the_same_tree_as_comparing_them_whole(name: str, seed: int) -> None:
-    rng, engine = random.Random(seed), Babbling(CHATS[name])
+    rng = random.Random(seed)
+    engine = Babbling(CHATS[name])
     conversation = conversation_on(engine)
     histories: list[list[Message]] = []
     for _ in range(rng.randint(1, 9)):
         histories.append(next_history(rng, conversation.turns, histories))
         asyncio.run(conversation.complete(histories[-1]))
+
     recorded = [
         (turn.parent, list(turn.completion_ids), list(turn.prompt_ids), turn.seed, turn.messages)
         for turn in conversation.turns
@@ -98,22 +107,28 @@ def test_any_histories_make_the_same_tree_as_comparing_them_whole(name: str, see
 @given(seed=st.integers(0, 2**32))
 def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> None:
     """The invariant of types.py, and along each path the very ids that the engine drew."""
-    rng, engine = random.Random(seed), Babbling(CHATS[name])
+    rng = random.Random(seed)
+    engine = Babbling(CHATS[name])
     conversation = conversation_on(engine)
     histories: list[list[Message]] = []
     for _ in range(rng.randint(2, 9)):
         histories.append(next_history(rng, conversation.turns, histories))
         asyncio.run(conversation.complete(histories[-1]))
+
     whole = trajectory(conversation)
     for turn, (prompt, _) in zip(conversation.turns, engine.requests, strict=True):
         assert whole.context_ids(turn.index) == prompt
-        parent, history = turn.parent, histories[turn.index]
+
+        parent = turn.parent
+        history = histories[turn.index]
         if parent is None:
             assert prompt == CHATS[name].first_prompt(history)
             continue
+
         before = whole.turns[parent]
         drawn = [*engine.requests[parent][0], *before.completion_ids]
         assert prompt[: len(drawn)] == drawn
+
         known = len(histories[parent]) + 1
         assert history[: known - 1] == histories[parent]
         assert history[known - 1] == before.messages[-1]
@@ -124,7 +139,8 @@ def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> N
 def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
     """Seeds follow the order of the calls, indices that of the answers, parents what was recorded
     when the call was made."""
-    rng, engine = random.Random(seed), Babbling(CHAT, pauses=True)
+    rng = random.Random(seed)
+    engine = Babbling(CHAT, pauses=True)
     conversation = conversation_on(engine)
     ended: list[tuple[int, list[Turn]]] = []
     histories: dict[int, list[Message]] = {}
@@ -145,10 +161,12 @@ def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
                 turn = rng.choice(turns)
                 before = next(n for n, done in ended if turn in done)
                 asked = [*histories[before], turn.messages[-1], rng.choice(ASKED)]
+
             counts.append(rng.randint(1, 3))
             running.append(asyncio.create_task(call(number, asked, counts[-1])))
             for _ in range(rng.randrange(5)):
                 await asyncio.sleep(0)
+
         await asyncio.gather(*running)
         return counts
 
@@ -156,6 +174,7 @@ def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
     recorded = [turn for _, turns in ended for turn in turns]
     assert recorded == conversation.turns
     assert [turn.index for turn in recorded] == list(range(sum(counts)))
+
     first = 0
     for number, count in enumerate(counts):
         turns = next(turns for n, turns in ended if n == number)
@@ -167,6 +186,7 @@ def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
         parent = turns[0].parent
         assert parent is None or parent < known_at[number]
         assert (parent is None) == (len(histories[number]) == 1)
+
     prompts = {sampling.seed: prompt for prompt, sampling in engine.requests}
     whole = trajectory(conversation)
     assert all(whole.context_ids(turn.index) == prompts[turn.seed] for turn in recorded)
@@ -180,6 +200,7 @@ def test_several_answers_to_one_prompt() -> None:
     turns = asyncio.run(conversation.complete(history, n=3))
     assert [(turn.index, turn.parent) for turn in turns] == [(1, 0), (2, 0), (3, 0)]
     assert len({turn.seed for turn in turns}) == 3
+
     (last,) = asyncio.run(conversation.complete([*history, turns[1].messages[-1], ASKED[2]]))
     assert last.parent == 2
     with pytest.raises(BadRequestError, match="n is 0"):
@@ -199,6 +220,7 @@ def test_one_failure_of_several_records_none_and_ends_the_others() -> None:
     assert conversation.turns == []
     assert isinstance(conversation.broken, DeadlineExceededError)
     assert conversation.oldest_version is None, "nothing is pending any more"
+
     (turn,) = asyncio.run(conversation.complete(ASKED[:1]))
     assert (turn.index, turn.seed) == (0, derive_seed(5, "turn", 5))
 
@@ -212,13 +234,16 @@ def test_token_ids_extend_the_longest_context_that_they_begin_with() -> None:
     (third,) = asyncio.run(conversation.complete([*context, 50, *second.completion_ids, 51]))
     (again,) = asyncio.run(conversation.complete(context))
     (other,) = asyncio.run(conversation.complete([*context, 60]))
+
     assert [turn.parent for turn in conversation.turns] == [None, 0, 1, None, 0]
     assert [list(turn.prompt_ids) for turn in (second, third, other)] == [[50], [51], [60]]
     assert list(again.prompt_ids) == context
+
     whole = trajectory(conversation)
     for turn, (prompt, _) in zip(conversation.turns, engine.requests, strict=True):
         assert whole.context_ids(turn.index) == prompt
     assert root.messages == [Message("assistant", CHAT.text(root.completion_ids))]
+
     for wrong in ([40, 10**6], [40, -1], [40, "a"]):
         with pytest.raises(BadRequestError, match="token 1 of the prompt"):
             asyncio.run(conversation.complete(wrong))  # type: ignore[arg-type]
@@ -226,7 +251,8 @@ def test_token_ids_extend_the_longest_context_that_they_begin_with() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_token_ids_make_the_same_tree_as_comparing_all_contexts(seed: int) -> None:
-    rng, engine = random.Random(seed), Babbling(CHAT)
+    rng = random.Random(seed)
+    engine = Babbling(CHAT)
     conversation = conversation_on(engine)
     contexts: list[list[int]] = [[]]
     for _ in range(8):
@@ -239,6 +265,7 @@ def test_token_ids_make_the_same_tree_as_comparing_all_contexts(seed: int) -> No
         (turn,) = asyncio.run(conversation.complete(ids))
         assert turn.parent == (longest - 1 if longest else None)
         assert list(turn.prompt_ids) == ids[len(contexts[longest]) :]
+
         contexts.append([*ids, *turn.completion_ids])
 
 
@@ -258,6 +285,7 @@ def test_a_call_changes_its_own_sampling_alone() -> None:
         max_new_tokens=9, temperature=0.7, seed=derive_seed(5, "turn", 2)
     )
     assert [turn.temperature for turn in conversation.turns] == [0.2, 0.2, 0.7]
+
     changed = SamplingOverrides(temperature=0.2, top_k=4)
     assert [turn.overrides for turn in conversation.turns] == [changed, changed, None]
 
@@ -275,6 +303,7 @@ def test_an_answer_in_another_form_is_the_same_turn() -> None:
     (turn,) = asyncio.run(conversation.complete(ASKED[:1]))
     parsed = Message("assistant", "", (ToolCall("add", "{}", "c1"),))
     result = Message("tool", "2", tool_call_id="c1")
+
     conversation.recognise(turn.index, parsed)
     for said in (parsed, turn.messages[-1]):
         (following,) = asyncio.run(conversation.complete([ASKED[0], said, result]))
@@ -284,6 +313,7 @@ def test_an_answer_in_another_form_is_the_same_turn() -> None:
             conversation.complete([ASKED[0], parsed, result, following.messages[-1], ASKED[1]])
         )
         assert later.parent == following.index
+
     (of_ids,) = asyncio.run(conversation.complete([40]))
     with pytest.raises(BadRequestError, match="answered token ids"):
         conversation.recognise(of_ids.index, parsed)
@@ -307,9 +337,11 @@ def test_a_full_context_and_a_closed_conversation() -> None:
     conversation = conversation_on(engine, context_length=prompt + 2)
     asyncio.run(conversation.complete(ASKED[:1]))
     assert engine.requests[0][1].max_new_tokens == 2
+
     full = conversation_on(engine, context_length=prompt)
     with pytest.raises(RequestTooLongError, match=f"has {prompt} tokens"):
         asyncio.run(full.complete(ASKED[:1]))
+
     asyncio.run(full.close())
     assert engine.released == ["a"] and full.broken is None
     with pytest.raises(EngineError, match="the attempt a is over"):

@@ -24,7 +24,8 @@ class Saying:
     version = 3
 
     def __init__(self, *completions: list[int], tells: Any = lambda ids: ids) -> None:
-        self.completions, self.tells = list(completions), tells
+        self.completions = list(completions)
+        self.tells = tells
 
     async def generate(
         self, prompt: list[int], sampling: SamplingParams, *, listen: Any = None, **_: Any
@@ -33,6 +34,7 @@ class Saying:
         for token in self.tells(ids) if listen is not None else []:
             listen([token], [-token / 4])
             await asyncio.sleep(0)
+
         return Completion(
             ids=ids,
             logprobs=[-token / 4 for token in ids],
@@ -79,12 +81,15 @@ def test_every_completion_of_a_call_is_told_whole_by_its_number(tells) -> None:
 
 
 def test_completions_that_are_drawn_side_by_side_are_told_side_by_side(tiny_policy) -> None:
-    loaded, told = tiny_policy(), Told()
+    loaded = tiny_policy()
+    told = Told()
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     conversation = conversation_on(engine, ChatFormat(loaded.tokenizer))
     turns = asyncio.run(conversation.complete([Message("user", "a")], n=2, listen=told))
+
     assert told.order[:4] == [0, 1, 0, 1]
     assert [told.tokens[n] for n in range(2)] == [list(turn.completion_ids) for turn in turns]
+
     (alone,) = asyncio.run(conversation.complete([Message("user", "a")], listen=told))
     assert told.tokens[0][len(turns[0].completion_ids) :] == list(alone.completion_ids)
 

@@ -92,6 +92,7 @@ def test_who_does_not_agree_on_tls_soon_is_cut_off(first, tmp_path, hurried, cap
 def test_the_oldest_stranger_makes_room_for_the_next(encrypted, tmp_path, monkeypatch):
     if encrypted:
         pytest.importorskip("cryptography")
+
     monkeypatch.setattr(admission, "MAX_STRANGERS", 8)
 
     async def work():
@@ -119,6 +120,7 @@ def test_a_client_that_is_in_stays_however_many_knock(tmp_path, hurried, monkeyp
             strangers = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(40)]
             assert (await answer).ids == [5]
             await client.close()
+
             for _, writer in strangers:
                 writer.transport.abort()
 
@@ -133,18 +135,22 @@ def test_clients_are_bounded_and_who_leaves_makes_room(tmp_path, monkeypatch):
             clients = [await door.client() for _ in range(2)]
             for one in clients:
                 await one.look()
+
             late = await door.client()
             with pytest.raises(LostError, match="clients already: use another"):
                 await late.generate([1], SamplingParams(), None, SOON_S)
+
             async with httpx.AsyncClient(trust_env=False, headers=door.secret.header()) as http:
                 answer = await http.get(f"{door.address.url}/state")
                 assert answer.status_code == 503 and "clients already" in answer.text
+
             await clients[0].close()
             async with asyncio.timeout(SOON_S):
                 while True:
                     with contextlib.suppress(LostError):
                         assert await door.is_served()
                         break
+
             await clients[1].close()
 
     asyncio.run(work())
@@ -173,6 +179,7 @@ def test_without_a_file_descriptor_left_it_lets_strangers_go_and_goes_on(tmp_pat
             _, other = await asyncio.open_connection("127.0.0.1", here.port)
             assert await here.is_served()
             assert await closed_within(reader, SOON_S) == b""
+
             for one in (writer, other):
                 one.transport.abort()
 
@@ -193,6 +200,7 @@ def test_a_body_is_bounded_in_length_and_time(tmp_path, monkeypatch):
                 answer = await closed_within(reader, SOON_S)
                 assert answer.startswith(b"HTTP/1.1 " + status), answer
                 writer.transport.abort()
+
             assert await door.is_served()
 
     asyncio.run(work())
@@ -227,10 +235,12 @@ def test_frames_are_bounded(tmp_path):
                 with contextlib.suppress(ConnectionClosed):  # in the middle of it
                     await websocket.send(frame)
                 assert (await last_word(websocket))[0] in (code, None)
+
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
             writer.write(UPGRADE[:-2] + door.header() + b"\r\n")
             await reader.readuntil(b"\r\n\r\n")
             writer.write(struct.pack("!BBQ", 0x82, 0xFF, 2**30) + b"mask")  # a gigabyte is to come
+
             assert b"\x88" in await closed_within(reader, SOON_S), "a close frame, at once"
             assert await door.is_served() and door.engine.released == set()
 
@@ -277,8 +287,10 @@ def test_a_client_goes_nowhere_that_a_server_sends_it(tmp_path):
             await ClientConnection.open(
                 EngineAddress(url), secret=RunSecret(tmp_path), every_s=1.0, hear=lambda state: None
             )
+
         for one in (first, other):
             one.close()
+
         assert visits == []
 
     asyncio.run(work())
@@ -305,6 +317,7 @@ def test_what_the_system_still_holds_was_not_taken():
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(listener.getsockname())
+
         writer, _ = listener.accept()
         with writer:
             writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)

@@ -31,17 +31,20 @@ def test_a_million_releases_hold_nobody_up(tmp_path, monkeypatch):
 def flood(tmp_path, number: int) -> None:
     async def work():
         async with a_door(tmp_path) as door:
-            websocket, other = await door.websocket(), await door.client()
+            websocket = await door.websocket()
+            other = await door.client()
             for first in range(0, number, 4000):
                 frame = [Release(session=str(first + one)) for one in range(4000)]
                 await websocket.send(msgspec.msgpack.encode(frame))
                 begun = time.monotonic()
                 await other.generate([1], SamplingParams(), None, SOON_S)
                 assert time.monotonic() - begun < SOON_S
+
             async with asyncio.timeout(30):
                 while len(door.engine.released) < min(number, 60_000):
                     await asyncio.sleep(0.01)
             assert door.engine.most_tasks < 50, door.engine.most_tasks
+
             await websocket.close()
             await other.close()
 
@@ -66,11 +69,14 @@ def test_what_an_engine_does_not_forget_piles_up_only_so_far(tmp_path, monkeypat
             websocket = await door.websocket()
             frame = [Release(session=str(number)) for number in range(1000)]
             await websocket.send(msgspec.msgpack.encode(frame))
+
             async with asyncio.timeout(SOON_S):
                 while len(door.engine.released) < 10:
                     await asyncio.sleep(0.01)
+
             await asyncio.sleep(0.05)
             assert len(door.engine.released) == 10 and await door.is_served()
+
             await websocket.close()
 
     asyncio.run(work())
@@ -91,6 +97,7 @@ def test_an_id_is_used_once(finished, tmp_path):
             await websocket.send(frame)
             await asyncio.sleep(0.1)
             await websocket.send(frame)
+
             assert await last_word(websocket) == (1008, "the id 5 was used: ids grow")
             assert door.engine.asked == [1]
 
@@ -128,10 +135,13 @@ def test_requests_that_run_and_answers_that_nobody_takes_are_bounded(tmp_path, m
                     async with asyncio.timeout(0.5):
                         await websocket.send(frame(1 + 4000 * number))
                         sent += 1
+
             assert sent < 100, "it is not read any more"
             assert len(outboxes[0]) <= 1000 + 4000 + 1 and len(door.engine.asked) == 10
+
             door.engine.takes_s = 0.0
             assert await door.is_served()
+
             websocket.transport.abort()
 
     asyncio.run(work())
@@ -148,7 +158,9 @@ def test_many_watches_in_a_frame_are_one_answer(tmp_path):
                 async with asyncio.timeout(0.5):
                     while True:
                         answers += msgspec.msgpack.decode(await websocket.recv())
+
             assert answers[-1]["watch"] == 4000 and len(answers) <= 4
+
             await websocket.close()
 
     asyncio.run(work())
@@ -161,9 +173,11 @@ def test_numbers_out_of_range_are_refused_and_the_connection_stays(tmp_path):
             for wrong in WRONG_SAMPLING:
                 with pytest.raises(EngineError, match=rf"sampling: {next(iter(wrong))}.* must be"):
                     await client.generate([1], SamplingParams(**wrong), None, SOON_S)
+
             await client.close()
             websocket = await door.websocket()
-            right, strange = SamplingParams(), (math.nan, math.inf, -math.inf)
+            right = SamplingParams()
+            strange = (math.nan, math.inf, -math.inf)
             frame = [
                 *(Watch(id=number, every_s=value) for number, value in enumerate(strange, 1)),
                 *(
@@ -177,7 +191,9 @@ def test_numbers_out_of_range_are_refused_and_the_connection_stays(tmp_path):
                 while len(answers) < 3:
                     received = msgspec.msgpack.decode(await websocket.recv())
                     answers += [one for one in received if one["type"] == "failed"]
+
             assert all("deadline of a request must be" in one["message"] for one in answers)
+
             await websocket.close()
             assert door.engine.asked == [] and await door.is_served()
 

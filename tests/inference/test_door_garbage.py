@@ -46,9 +46,11 @@ def sayings(rng: random.Random, secret: bytes) -> list[bytes]:
         for _ in range(rng.randrange(1, 4)):
             spoilt[rng.randrange(len(spoilt))] = rng.randrange(256)
         pieces[0] = bytes(spoilt)
+
     if rng.random() < 0.3:
         cut = rng.randrange(len(piece))
         pieces = [piece[:cut], piece[cut:] + frames]
+
     return pieces
 
 
@@ -57,13 +59,16 @@ async def say(door: Door, rng: random.Random, tls: ssl.SSLContext | None) -> Non
         reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=tls)
     except OSError:  # others have taken its place
         return
+
     try:
         for piece in sayings(rng, door.header()):
             writer.write(piece)
             await asyncio.sleep(rng.choice([0.0, 0.001, 0.02]))
+
         if rng.random() < 0.5:
             async with asyncio.timeout(rng.choice([0.01, 0.2])):
                 await reader.read(65536)
+
         if tls is None and rng.random() < 0.3:
             writer.write_eof()
     except (ConnectionError, TimeoutError, OSError):
@@ -77,6 +82,7 @@ async def say(door: Door, rng: random.Random, tls: ssl.SSLContext | None) -> Non
 def test_garbage_costs_its_own_connection_alone(number, way, tmp_path, monkeypatch, caplog):
     if way != "plain":
         pytest.importorskip("cryptography")
+
     monkeypatch.setattr(admission, "ADMISSION_S", 0.3)
     monkeypatch.setattr(server, "BODY_S", 0.1)
 
@@ -84,7 +90,9 @@ def test_garbage_costs_its_own_connection_alone(number, way, tmp_path, monkeypat
         tls = None
         if way == "in TLS":
             tls = ssl.create_default_context()
-            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+            tls.check_hostname = False
+            tls.verify_mode = ssl.CERT_NONE
+
         async with a_door(tmp_path, encrypted=way != "plain") as door:
             for first in range(0, number, 40):
                 await asyncio.gather(

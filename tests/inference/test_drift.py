@@ -36,7 +36,8 @@ class Client:
     """A client of a door: it gets answers in the door's form, and keeps the history itself."""
 
     def __init__(self, seed: int) -> None:
-        self.rng, self.engine = random.Random(seed), Babbling(CHAT)
+        self.rng = random.Random(seed)
+        self.engine = Babbling(CHAT)
         self.conversation = conversation_on(self.engine, context_length=10**6)
         self.messages = [Message("system", "Be brief."), Message("user", "Go.")]
         self.answers: list[int | None] = [None, None]
@@ -134,13 +135,17 @@ def test_what_a_client_writes_otherwise_goes_on_from_the_recorded_turn(seed: int
     for _ in range(client.rng.randint(2, 5)):
         client.go_on()
         meant = [turn for turn in client.answers if turn is not None]
+
         messages = client.messages
         for way in client.rng.sample(list(WAYS), client.rng.randint(0, 3)):
             messages = WAYS[way](messages, client.rng)
+
         turn = client.ask(messages)
         assert turn.parent == meant[-1]
+
         whole = trajectory(client.conversation)
         assert whole.context_ids(turn.index) == client.engine.requests[-1][0]
+
     drift = client.conversation.drift
     assert all(kind.startswith("joined/") for kind in drift.counts)
     assert drift.merge_rate == 1 and drift.branched == 0
@@ -151,7 +156,8 @@ def test_what_a_client_writes_otherwise_goes_on_from_the_recorded_turn(seed: int
 def edited(kind: str, client: Client) -> tuple[list[Message], int] | None:
     """The client's history, edited so, and the number of the first message that differs; None where
     it has nothing to edit so."""
-    rng, messages = client.rng, list(client.messages)
+    rng = client.rng
+    messages = list(client.messages)
     last = max(n for n, turn in enumerate(client.answers) if turn is not None)
     wanted = {
         "system_changed": lambda n, m: m.role == "system",
@@ -167,6 +173,7 @@ def edited(kind: str, client: Client) -> tuple[list[Message], int] | None:
     places = [n for n, message in enumerate(messages) if wanted(n, message)]
     if not places:
         return None
+
     place = rng.choice(places)
     message = messages[place]
     if kind == "messages_dropped":
@@ -184,6 +191,7 @@ def edited(kind: str, client: Client) -> tuple[list[Message], int] | None:
         messages[place] = replace(message, reasoning="something else")
     else:
         messages[place] = replace(message, content=message.text[:-3] + "!")
+
     return messages, place
 
 
@@ -199,21 +207,26 @@ def test_what_a_client_edits_branches_and_is_counted(kind: str, seed: int) -> No
     client = Client(seed)
     for _ in range(client.rng.randint(1, 4)):
         client.go_on()
+
     change = edited(kind, client)
     if change is None:
         return
+
     messages, place = change
     if client.rng.random() < 0.5:  # what is written otherwise as well hides no edit
         messages = WAYS["ids made anew"](messages, client.rng)
+
     turn = client.ask(messages)
     before = [n for n in client.answers[:place] if n is not None]
     assert turn.parent == (before[-1] if before else None)
+
     drift = client.conversation.drift
     branches = {name: n for name, n in drift.counts.items() if not name.startswith("joined/")}
     assert branches == {kind: 1}
     assert drift.branched == 1 and drift.merge_rate == drift.extended / (drift.extended + 1)
     assert drift.first[kind].message == place + 1
     assert drift.metrics()[f"drift/{kind}"] == 1
+
     again = client.ask([*messages, turn.messages[-1], Message("user", "Go on.")])
     assert again.parent == turn.index, "the branch goes on like any other"
     assert drift.branched == 1
@@ -223,7 +236,8 @@ def test_what_a_client_edits_branches_and_is_counted(kind: str, seed: int) -> No
 def test_branches_that_are_meant_are_no_drift(seed: int) -> None:
     """Several answers, other questions after a recorded history, the same question again, and
     examples in the prompt."""
-    rng, engine = random.Random(seed), Babbling(CHAT)
+    rng = random.Random(seed)
+    engine = Babbling(CHAT)
     conversation = conversation_on(engine, context_length=10**6)
     example = [Message("user", "1+1?"), Message("assistant", "2")]
     histories = [[*example * rng.randrange(2), ASKED[0]]]
@@ -232,6 +246,7 @@ def test_branches_that_are_meant_are_no_drift(seed: int) -> None:
         for turn in asyncio.run(conversation.complete(asked, n=rng.randint(1, 2))):
             said = [*asked, turn.messages[-1]]
             histories += [[*said, rng.choice(ASKED)], [*said, *example, ASKED[0]]]
+
     assert conversation.drift.counts == {} and conversation.metrics() == {}
     assert conversation.drift.merge_rate in (None, 1.0)
 
@@ -254,6 +269,7 @@ def test_an_agent_that_edits_what_it_got_from_the_policy_branches_and_is_counted
         (other,) = asyncio.run(conversation.complete(history))
         assert other.parent is None
         assert conversation.drift.counts[kind] == 1
+
     assert conversation.drift.merge_rate == 0
 
 
@@ -277,8 +293,10 @@ def test_of_equivalent_answers_the_exact_one_wins_then_the_named_one_then_the_ne
     assert exact.ask([*asked, call("a", "{ }"), question]).parent == 0, "named by its id"
     assert exact.ask([*asked, call("b", "{ }"), question]).parent == 1
     assert exact.ask([*asked, call(""), question]).parent == 1, "the newest"
+
     result = Message("tool", "2", tool_call_id="a")
     assert exact.ask([*asked, call(""), result]).parent == 0, "named by its result"
+
     spaces = Client(1)
     asked = said_twice(spaces, Message("assistant", " yes"), Message("assistant", "yes "))
     assert spaces.ask([*asked, Message("assistant", " yes"), question]).parent == 0
@@ -287,7 +305,8 @@ def test_of_equivalent_answers_the_exact_one_wins_then_the_named_one_then_the_ne
 
 def test_the_answer_that_leads_furthest_wins() -> None:
     """A later answer that says the same takes nothing from a history that went on."""
-    client, yes = Client(2), Message("assistant", "yes")
+    client = Client(2)
+    yes = Message("assistant", "yes")
     first = client.ask()
     client.conversation.recognise(first.index, Message("assistant", " yes"))
     history = [*client.messages, yes, Message("user", "Sure?")]
@@ -314,8 +333,10 @@ def test_an_answer_that_nobody_received_is_not_recorded() -> None:
     ]  # fmt: skip
     assert lost.seed not in {turn.seed for turn in turns}
     assert conversation.metrics()["num_undelivered"] == 1
+
     whole = trajectory(conversation)
     assert [turn.index for turn in conversation.turns] == [0, 1, 2, 3], "indices do not move"
+
     kept = replace(whole, turns=turns)
     assert kept.context_ids(2) == whole.context_ids(3)
 
@@ -336,6 +357,7 @@ def test_the_trajectory_holds_and_trains_what_was_received_and_says_what_drifted
     (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
     assert played.status == "completed", played.error
     assert [(turn.parent, turn.reward) for turn in played.turns] == [(None, 0.0), (0, 0.5)]
+
     (row,) = trajectory_rows(played)
     assert list(row.sample.ids) == [*played.context_ids(1), *played.turns[1].completion_ids]
     assert played.metrics == {
@@ -344,6 +366,7 @@ def test_the_trajectory_holds_and_trains_what_was_received_and_says_what_drifted
         "merge_rate": 1.0,
         "num_undelivered": 1.0,
     }
+
     metrics = rollout_metrics([played, replace(played, id="b", metrics={})], {})
     assert metrics["agent/drift/joined/whitespace_stripped"] == 0.5
     assert metrics["agent/merge_rate"] == 1.0, "nothing drifted where the metric is missing"
@@ -388,10 +411,13 @@ def test_an_answer_that_somebody_goes_on_from_was_received() -> None:
 
 def test_after_a_retry_the_received_answer_is_gone_on_from() -> None:
     """Both say the same; the one that nobody received came last."""
-    client, yes = Client(6), Message("assistant", "yes")
-    received, lost = client.ask(), client.ask()
+    client = Client(6)
+    yes = Message("assistant", "yes")
+    received = client.ask()
+    lost = client.ask()
     for turn in (received, lost):
         client.conversation.recognise(turn.index, yes)
+
     client.conversation.discard(lost.index)
     turn = client.ask([*client.messages, yes, Message("user", "Sure?")])
     assert turn.parent == received.index
@@ -406,8 +432,10 @@ def test_the_place_and_the_first_other_token_of_a_class() -> None:
     place = client.conversation.drift.first["user_edited"]
     assert (place.message, place.turn) == (2, 0)
     assert (place.recorded, place.came) == ("user: Go.", "user: Go!")
+
     difference = client.conversation.first_difference(place)
     assert difference is not None
+
     context = client.conversation.prompt_ids(0)
     rendered = CHAT.first_prompt(messages)
     assert context[: difference.position] == rendered[: difference.position]
@@ -473,10 +501,13 @@ def test_a_request_costs_no_more_than_its_messages(way: str | None, monkeypatch:
     monkeypatch.setattr(history_module, "key_of", counted)
     client = Client(9)
     costs = []
+
     if way is not None:
         client.way = WAYS[way]
+
     for _ in range(30):
         made.clear()
         client.go_on()
         costs.append(len(made))
+
     assert max(costs[-3:]) <= (8 if way != "ids made anew" else 3 * len(client.messages))

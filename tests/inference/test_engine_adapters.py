@@ -49,17 +49,20 @@ def test_log_probs_are_those_of_the_model_with_its_adapter(
         assert difference(logits_of(alone, ids), prompt, completion, params) < 1e-4
         with alone.disable_adapter():
             plain = max(plain, difference(logits_of(alone, ids), prompt, completion, params))
+
     assert plain > 0.01, "without the adapter they would be others"
 
 
 def test_publishing_another_adapter(random_model, complete, difference, tmp_path):
     base = random_model("qwen2").alone
-    models, served = {}, copy.deepcopy(base)
+    models = {}
+    served = copy.deepcopy(base)
     for seed, name in enumerate(["first", "second"]):
         models[name] = adapted(base, LoraSection(rank=2 + seed), seed)
         (tmp_path / name).mkdir()
         write_adapter(models[name], tmp_path / name)
         served = load_adapter(served, tmp_path / name, name)
+
     engine = TorchEngine(prepare(served))
     for version, name in enumerate(["second", "first", "second"], start=1):
         asyncio.run(engine.publish(version, adapter=name))
@@ -73,8 +76,10 @@ def test_publishing_another_adapter(random_model, complete, difference, tmp_path
                 < 1e-4
             )
             assert set(completion.versions) == {version}
+
     with pytest.raises(EngineError, match=r"no adapter 'third' .*first, second"):
         asyncio.run(engine.publish(4, adapter="third"))
+
     assert engine.version == 3
 
 
@@ -86,13 +91,16 @@ def test_two_engines_serve_two_adapters_over_one_base_at_once(random_model, diff
         (tmp_path / str(index)).mkdir()
         write_adapter(model, tmp_path / str(index))
         shared = load_adapter(shared, tmp_path / str(index), f"a{index}")
+
     shared.requires_grad_(False)
-    one, other = prepare(shared), copy_policy(prepare(shared))
+    one = prepare(shared)
+    other = copy_policy(prepare(shared))
     use_adapter(one, "a0")
     use_adapter(other, "a1")
     assert {p.data_ptr() for p in one.parameters()} == {p.data_ptr() for p in other.parameters()}, (
         "nothing is there twice"
     )
+
     engines = [TorchEngine(one), TorchEngine(other)]
 
     async def together():
@@ -119,6 +127,7 @@ def test_publishing_adapter_weights_needs_no_base(random_model, complete, differ
     complete(engine, PROMPTS, PARAMS)
     weights = {name: p.detach() for name, p in alone.named_parameters() if p.requires_grad}
     asyncio.run(engine.publish(1, weights))
+
     for prompt, params, completion in zip(
         PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True
     ):
@@ -126,5 +135,6 @@ def test_publishing_adapter_weights_needs_no_base(random_model, complete, differ
             difference(logits_of(alone, [*prompt, *completion.ids]), prompt, completion, params)
             < 1e-4
         )
+
     with pytest.raises(EngineError, match="missing"):
         asyncio.run(engine.publish(2, dict(list(weights.items())[1:])))

@@ -24,7 +24,8 @@ def names(directory: EngineDirectory, max_age_s: float = 5.0) -> list[str]:
 
 
 def test_an_engine_is_found_while_it_is_announced(tmp_path):
-    directory, reader = EngineDirectory(tmp_path / "engines"), EngineDirectory(tmp_path / "engines")
+    directory = EngineDirectory(tmp_path / "engines")
+    reader = EngineDirectory(tmp_path / "engines")
 
     async def work():
         assert reader.living(5.0) == [], "no folder yet"
@@ -37,7 +38,8 @@ def test_an_engine_is_found_while_it_is_announced(tmp_path):
 
 
 def test_a_heart_that_stops_is_noticed_and_one_that_beats_lives_on(tmp_path):
-    directory, reader = EngineDirectory(tmp_path), EngineDirectory(tmp_path)
+    directory = EngineDirectory(tmp_path)
+    reader = EngineDirectory(tmp_path)
 
     async def work():
         directory.announce(engine("dead"))
@@ -55,9 +57,11 @@ def test_a_heart_that_stops_is_noticed_and_one_that_beats_lives_on(tmp_path):
 
 def test_clocks_that_jump_make_nobody_dead_or_alive(tmp_path, monkeypatch):
     """The machine's clock, or another machine's: only a change of the file's time counts."""
-    directory, reader = EngineDirectory(tmp_path), EngineDirectory(tmp_path)
+    directory = EngineDirectory(tmp_path)
+    reader = EngineDirectory(tmp_path)
     directory.announce(engine("a"))
     assert names(reader) == ["a"]
+
     real = time.time
     for jump in (86400.0, -86400.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
@@ -66,10 +70,12 @@ def test_clocks_that_jump_make_nobody_dead_or_alive(tmp_path, monkeypatch):
             tmp_path / "a.json", (real() - 2 * jump, real() - 2 * jump)
         )  # a beat by a clock that jumped too
         assert names(reader) == ["a"]
+
     stranger = EngineDirectory(tmp_path)
     assert names(stranger) == [], (
         "a file as old as that, never seen before, is taken for a dead engine's"
     )
+
     directory.beat(engine("a"))
     assert names(stranger) == ["a"], "until it beats"
 
@@ -80,6 +86,7 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
     directory.announce(engine("a", pid=2))  # restarted under the same name
     directory.withdraw(engine("a", pid=1))
     assert directory.living(5.0) == [engine("a", pid=2)]
+
     (tmp_path / "a.json").unlink()
     directory.beat(engine("a", pid=2))
     assert directory.living(5.0) == [engine("a", pid=2)]
@@ -87,7 +94,8 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
 
 def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_path):
     async def serve():
-        directory, serving = EngineDirectory(tmp_path), [4]
+        directory = EngineDirectory(tmp_path)
+        serving = [4]
         async with directory.announced(engine("a"), serves=lambda: serving[0], every_s=0.01):
             assert directory.find("a").version == 4
             serving[0] = 5
@@ -95,6 +103,7 @@ def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_p
                 while directory.find("a").version != 5:
                     await asyncio.sleep(0.01)
             assert directory.find("a").is_of_same(engine("a"))
+
         assert directory.find("a") is None
 
     asyncio.run(serve())
@@ -106,9 +115,12 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
 ):
     """Two of one name, where locks don't hold."""
     monkeypatch.setattr(module, "DEAD_S", 0.4)
-    one, other, file = EngineDirectory(tmp_path), EngineDirectory(tmp_path), tmp_path / "a.json"
+    one = EngineDirectory(tmp_path)
+    other = EngineDirectory(tmp_path)
+    file = tmp_path / "a.json"
     one.announce(engine("a", pid=1))
     other.announce(engine("a", pid=2))
+
     for second in range(10):
         os.utime(file, (second, second))  # the other's heart, by whatever clock
         one.beat(engine("a", pid=1))
@@ -116,23 +128,27 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
             "not made younger either"
         )
         time.sleep(0.1)
+
     until = time.monotonic() + 20
     while one.find("a") != engine("a", pid=1):
         assert time.monotonic() < until
         one.beat(engine("a", pid=1))
         time.sleep(0.05)
+
     other.beat(engine("a", pid=2))
     assert other.find("a") == engine("a", pid=1)
 
 
 def test_a_name_is_one_living_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ENDING_S", 0.1)
-    one, other = EngineDirectory(tmp_path / "engines"), EngineDirectory(tmp_path / "engines")
+    one = EngineDirectory(tmp_path / "engines")
+    other = EngineDirectory(tmp_path / "engines")
     told = pytest.raises(ConfigError, match="an engine named a is running: give another --name")
     with one.named("a"), one.named("b"), told, other.named("a"):
         raise AssertionError
     with other.named("a"):
         assert (tmp_path / "engines" / ".a.lock").is_file()
+
     assert list((tmp_path / "engines").iterdir()) == []
 
 
@@ -147,6 +163,7 @@ def test_who_is_about_to_end_is_waited_for(tmp_path):
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
+
     with EngineDirectory(tmp_path).named("a"):
         thread.join()
 
@@ -164,6 +181,7 @@ def test_who_starts_an_engine_deletes_what_has_been_dead_for_an_hour(tmp_path):
     for name, age_s in (("old", 3700), ("younger", 3500), ("ahead", -90000)):
         directory.announce(engine(name))
         os.utime(tmp_path / f"{name}.json", (time.time() - age_s, time.time() - age_s))
+
     value = RunSecret(tmp_path).value()
     os.utime(tmp_path / "secret", (1.0, 1.0))
     torn = tmp_path / ".torn.12345678"

@@ -23,7 +23,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(2, 97) for _ in range(length)]
 
 
-COPIED, REFERRED = prompt_of(40, 1), prompt_of(150, 2)
+COPIED = prompt_of(40, 1)
+REFERRED = prompt_of(150, 2)
 SHORT_OF = [prompt_of(1, 3), prompt_of(5, 4), prompt_of(33, 5)]
 PROMPTS = [
     *[COPIED] * 3,
@@ -69,6 +70,7 @@ def test_in_company(name, sharing, random_model, complete, difference):
     ):
         assert len(found.ids) == len(found.logprobs) == 12
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
+
     sizes = sorted(engine.scheduler.segments)
     assert (sizes and sizes[0] < 128 <= sizes[-1]) if sharing else sizes == [], (
         "both kinds of shared prefix were met, or none"
@@ -91,6 +93,7 @@ def test_capped_attention_and_its_log_sum_exp(dtype):
 def test_a_group_at_each_temperature(temperature, sharing, random_model, complete, difference):
     one = random_model("llama")
     engine = TorchEngine(one.model, config=EngineSection(prefix_sharing=sharing))
+
     prompts = [COPIED] * 8 + [REFERRED] * 8
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=20, seed=seed) for seed in range(16)
@@ -100,6 +103,7 @@ def test_a_group_at_each_temperature(temperature, sharing, random_model, complet
         assert (
             difference(one.logits(prompt + completion.ids), prompt, completion, wanted) < TOLERANCE
         )
+
     assert len({tuple(completion.ids) for completion in found}) > 8, "members of a group differ"
 
 
@@ -129,6 +133,7 @@ def test_long_prompts_in_chunks(name, prefill_tokens, random_model, complete, di
         prompts, params, complete(engine, prompts, params), strict=True
     ):
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
+
     assert engine.stats()["engine/computed_tokens"] == 700 + 30 + 530 + 3 * 3
     assert engine.stats()["engine/steps"] >= (1260 / 16 if prefill_tokens == 16 else 4)
 
@@ -157,6 +162,7 @@ def test_turns_of_sessions(name, opening, random_model, difference):
     assert len(checked) == 16
     for context, params, found in checked:
         assert difference(one.logits(context + found.ids), context, found, params) < TOLERANCE
+
     assert engine.stats()["engine/session_hit_tokens"] > 12 * len(opening)
 
 

@@ -79,7 +79,8 @@ def real_tokens(engine: TorchEngine) -> int:
 async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> None:
     """Looks at the engine between any two steps until everyone has an answer."""
     scheduler = engine.scheduler
-    steps, idle_looks = -1, 0
+    steps = -1
+    idle_looks = 0
     while not all(task.done() for task in mix):
         assert real_tokens(engine) <= scheduler.memory_tokens() <= budget
         assert len({s.slot for s in scheduler._live()}) == len(scheduler._live())
@@ -90,10 +91,12 @@ async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> No
                 <= sequence.need
                 <= scheduler.cache.capacity
             )
+
         now = engine.stats()["engine/steps"]
         idle_looks = idle_looks + 1 if now == steps and scheduler.waiting else 0
         assert idle_looks < 100, "requests wait and the engine stands still"
         assert now < 4000, "steps go on and on and nobody is answered"
+
         steps = now
         await asyncio.sleep(0)
 
@@ -104,6 +107,7 @@ async def play(
     async def one(index: int, ask: Ask) -> Completion:
         for _ in range(3 * ask.after):
             await asyncio.sleep(0)
+
         params = SamplingParams(max_new_tokens=ask.new, seed=index)
         request = asyncio.create_task(
             engine.generate(ask.prompt, params, session=ask.session, deadline_s=120)
@@ -112,13 +116,16 @@ async def play(
             for _ in range(3 * ask.cancel_after):
                 await asyncio.sleep(0)
             request.cancel()
+
         return await request
 
     tasks = [asyncio.create_task(one(index, ask)) for index, ask in enumerate(mix)]
     watcher = asyncio.create_task(watch(engine, budget, tasks))
     _done, _ = await asyncio.wait([watcher, *tasks], return_when=asyncio.ALL_COMPLETED, timeout=0.1)
+
     while not watcher.done():
         await asyncio.wait([watcher], timeout=5)
+
     watcher.result()
     return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -137,9 +144,11 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
             params = SamplingParams(max_new_tokens=ask.new, seed=index)
             assert len(found.ids) == ask.new
             assert difference(one.logits(ask.prompt + found.ids), ask.prompt, found, params) < 1e-4
+
     stats = engine.stats()
     assert stats["engine/running"] == stats["engine/waiting"] == 0
     assert not engine.scheduler.pending_prefixes
+
     asyncio.run(engine.release("a"))
     asyncio.run(engine.release("b"))
     assert all(
@@ -208,7 +217,8 @@ def test_a_small_budget_costs_time_and_not_answers(random_model, complete):
     model = random_model("llama").model
     prompts = [[*OPENINGS[2], *tokens_of(n, n)] for n in range(1, 17)]
     params = [SamplingParams(max_new_tokens=10, seed=n) for n in range(16)]
-    wide, narrow = TorchEngine(model), TorchEngine(model, config=EngineSection(kv_cache_tokens=300))
+    wide = TorchEngine(model)
+    narrow = TorchEngine(model, config=EngineSection(kv_cache_tokens=300))
     assert [c.ids for c in complete(wide, prompts, params)] == [
         c.ids for c in complete(narrow, prompts, params)
     ]

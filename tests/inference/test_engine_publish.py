@@ -52,8 +52,10 @@ def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(spoil, problem, 
     held = copy.deepcopy(one.model.state_dict())
     weights = new_weights(one.model)
     spoil(weights)
+
     with pytest.raises(EngineError, match=f"weights refused, nothing changed: .*{problem}"):
         asyncio.run(engine.publish(1, weights))
+
     assert engine.version == 0
     assert all(torch.equal(held[name], tensor) for name, tensor in one.model.state_dict().items())
     assert complete(engine, [PROMPT], [LONG]) == before
@@ -79,9 +81,11 @@ def test_after_a_publish_nothing_old_is_left_in_a_cache(one, complete, differenc
     complete(engine, [PROMPT] * 3, [LONG] * 3)
     weights = new_weights(one.model)
     asyncio.run(engine.publish(1, weights))
+
     with torch.no_grad():
         for name, parameter in one.alone.named_parameters():
             parameter.copy_(weights[name])
+
     for found in [asyncio.run(ask()), *complete(engine, [PROMPT] * 3, [LONG] * 3)]:
         assert found.versions == [1] * 24
         assert difference(one.logits(PROMPT + found.ids), PROMPT, found, LONG) < 1e-4
@@ -94,6 +98,7 @@ def test_weights_changed_in_place_are_served_after_begin(one, complete, differen
         for module in (one.model, one.alone):
             for parameter in module.parameters():
                 parameter.mul_(1.2)
+
     asyncio.run(engine.begin(0))
     (found,) = complete(engine, [PROMPT], [LONG])
     assert difference(one.logits(PROMPT + found.ids), PROMPT, found, LONG) < 1e-4
@@ -123,23 +128,28 @@ def test_requests_in_flight(in_flight, one, difference):
         ]
         while engine.stats()["engine/generated_tokens"] < 30:
             await asyncio.sleep(0)
+
         publishing = asyncio.create_task(engine.publish(1, weights, in_flight=in_flight))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.generate(PROMPT, LONG, deadline_s=120))
         await publishing
+
         return await asyncio.gather(*running), await late
 
     found, late = asyncio.run(work())
     with torch.no_grad():
         for name, parameter in one.alone.named_parameters():
             parameter.copy_(weights[name])
+
     assert late.versions == [1] * 24
     assert difference(one.logits(PROMPT + late.ids), PROMPT, late, LONG) < 1e-4
     for index, (prompt, completion) in enumerate(zip(prompts, found, strict=True)):
-        ids, versions = prompt + completion.ids, completion.versions
+        ids = prompt + completion.ids
+        versions = completion.versions
         assert versions == sorted(versions)
         assert len(versions) == 24
         assert set(versions) == ({0} if in_flight == "finish" else {0, 1})
+
         by_version = {0: old.logits(ids).log_softmax(-1), 1: one.logits(ids).log_softmax(-1)}
         for place, (token, logprob, version) in enumerate(
             zip(completion.ids, completion.logprobs, versions, strict=True)
@@ -161,8 +171,10 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
         await asyncio.sleep(0)
         while not engine.scheduler.running:
             await asyncio.sleep(0)
+
         with pytest.raises(DeadlineExceededError, match="the old weights go on serving"):
             await engine.publish(1, new_weights(one.model), deadline_s=0.05)
+
         found = await engine.generate(PROMPT, LONG, deadline_s=120)
         long.cancel()
         return found

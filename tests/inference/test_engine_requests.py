@@ -49,12 +49,14 @@ def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, co
         (alone,) = complete(TorchEngine(model), [prompt], [one])
         assert alone.ids == expected.ids
         assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
     assert together[0].ids != together[5].ids, "the same prompt with another seed"
 
 
 def test_the_same_request_twice_gives_the_same_answer(llama, complete):
     engine = TorchEngine(llama)
-    prompts, params = [prompt_of(20, 0)] * 2, [SamplingParams(max_new_tokens=10, seed=3)] * 2
+    prompts = [prompt_of(20, 0)] * 2
+    params = [SamplingParams(max_new_tokens=10, seed=3)] * 2
     first, second = complete(engine, prompts, params)
     assert first.ids == second.ids
     assert complete(engine, prompts[:1], params[:1])[0].ids == first.ids
@@ -76,6 +78,7 @@ def test_a_common_prompt_is_computed_once(llama, complete):
         complete(engine, [prompt] * 8, [SamplingParams(max_new_tokens=5, seed=i) for i in range(8)])
         costs[sharing] = engine.stats()["engine/computed_tokens"]
         assert engine.stats()["engine/generated_tokens"] == 40
+
     assert costs[False] == 8 * (200 + 4)
     assert costs[True] == 199 + 8 * (1 + 4)
 
@@ -84,12 +87,14 @@ def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
     engine = TorchEngine(llama)
     first_params = SamplingParams(max_new_tokens=7, seed=1)
     second_params = SamplingParams(max_new_tokens=6, seed=2)
-    prompt, added = prompt_of(50, 0), prompt_of(11, 1)
+    prompt = prompt_of(50, 0)
+    added = prompt_of(11, 1)
 
     async def two_turns():
         first = await engine.generate(prompt, first_params, session="a", deadline_s=120)
         computed = engine.stats()["engine/computed_tokens"]
         assert computed == 50 + 6
+
         second = await engine.generate(
             [*prompt, *first.ids, *added], second_params, session="a", deadline_s=120
         )
@@ -123,6 +128,7 @@ def test_a_session_that_goes_back_keeps_what_still_holds(llama, complete):
     for ids, found in zip((edited, same), asyncio.run(turns()), strict=True):
         (expected,) = complete(TorchEngine(llama), [ids], [params])
         assert found.ids == expected.ids
+
     assert engine.stats()["engine/session_hit_tokens"] == 60
 
 
@@ -158,6 +164,7 @@ def test_one_session_asked_twice_at_once_leaves_nothing_pinned(llama, complete):
     params, found = asyncio.run(work())
     for one, completion in zip(params, found, strict=True):
         assert completion.ids == complete(TorchEngine(llama), [prompt], [one])[0].ids
+
     assert [
         segment.users for group in engine.scheduler.segments.values() for segment in group.values()
     ] == [0]
@@ -167,6 +174,7 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
     prompt = prompt_of(12, 0)
     (free,) = complete(TorchEngine(llama), [prompt], [SamplingParams(max_new_tokens=20, seed=4)])
     assert free.finish_reason == "length"
+
     place = next(i for i in range(5, 20) if free.ids[i] not in free.ids[:i])
     stops = (free.ids[place], 96)
     (stopped,) = complete(
@@ -232,6 +240,7 @@ def test_a_deadline_ends_one_request_and_frees_its_place(llama, complete):
         fine = await engine.generate(prompt_of(8, 1), short, deadline_s=120)
         with pytest.raises(DeadlineExceededError, match=r"within 0\.05 s.*engine\.timeout_s"):
             await late
+
         await until(lambda: not engine.scheduler.running)
         return fine, await engine.generate(prompt_of(8, 1), short, deadline_s=120)
 
@@ -254,13 +263,16 @@ def test_cancelling_frees_the_slot_for_who_waits(llama):
         )
         await until(lambda: engine.stats()["engine/generated_tokens"] > 3)
         assert engine.stats()["engine/waiting"] == 2
+
         second.cancel()
         first.cancel()
         found = await third
         assert engine.stats()["engine/generated_tokens"] < 100
+
         for task in (first, second):
             with pytest.raises(asyncio.CancelledError):
                 await task
+
         return found
 
     assert len(asyncio.run(work()).ids) == 3
@@ -269,7 +281,8 @@ def test_cancelling_frees_the_slot_for_who_waits(llama):
 
 def test_a_cancelled_turn_of_a_session_loses_only_itself(llama, complete):
     engine = TorchEngine(llama)
-    prompt, params = prompt_of(30, 0), SamplingParams(max_new_tokens=5, seed=2)
+    prompt = prompt_of(30, 0)
+    params = SamplingParams(max_new_tokens=5, seed=2)
 
     async def work():
         first = await engine.generate(prompt, params, session="a", deadline_s=120)
@@ -312,6 +325,7 @@ def test_what_can_never_fit_is_refused_at_the_door(length, new, section, remedy,
 
     with pytest.raises(RequestTooLongError, match=remedy):
         asyncio.run(ask(new))
+
     assert len(asyncio.run(ask(new - 1)).ids) == new - 1
 
 
@@ -325,7 +339,8 @@ def test_requests_without_sense_are_refused(llama):
 
 @pytest.mark.parametrize("unknown", [-1, 97, 10**9])
 def test_a_token_that_the_model_does_not_know_harms_nobody_else(unknown, llama, complete):
-    engine, params = TorchEngine(llama), SamplingParams(max_new_tokens=20, seed=1)
+    engine = TorchEngine(llama)
+    params = SamplingParams(max_new_tokens=20, seed=1)
 
     async def work():
         other = asyncio.create_task(engine.generate(prompt_of(10, 0), params, deadline_s=120))
@@ -365,6 +380,7 @@ def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(
             for p, s in zip(prompts, params, strict=True)
         ]
         await until(lambda: engine.stats()["engine/waiting"] == 4)
+
         with monkeypatch.context() as patch:
             patch.setattr(llama, "forward", fail)
             return await asyncio.gather(first, *group, return_exceptions=True)
@@ -373,6 +389,7 @@ def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(
         assert isinstance(error, EngineError)
         assert not isinstance(error, DeadlineExceededError)
         assert str(failure) in str(error)
+
     assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
     assert engine.failed_steps == 1 and str(failure) in str(engine.failure)
     assert [len(found.ids) for found in complete(engine, prompts, params)] == [4] * 3

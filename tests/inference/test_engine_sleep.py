@@ -73,17 +73,20 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
         running = ask_all(engine)
         await until_generated(engine, 30)
         assert engine.stats()["engine/kv_tokens"] > 0
+
         await engine.sleep(in_flight=in_flight, deadline_s=60)
         await engine.sleep(in_flight=in_flight, deadline_s=60)
         late = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=120))
         before = engine.stats()
         await asyncio.sleep(0.05)
         assert engine.asleep and holds_nothing(engine)
+
         after = engine.stats()
         assert before["engine/steps"] == after["engine/steps"]
         assert after["engine/asleep_s"] - before["engine/asleep_s"] >= 0.05
         assert [one.done() for one in running] == [in_flight == "finish"] * len(running)
         assert not late.done()
+
         await engine.wake()
         await engine.wake()
         assert not engine.asleep
@@ -94,6 +97,7 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
         assert one.ids == wanted.ids
         assert one.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
         assert one.versions == [0] * len(one.ids)
+
     slept = engine.stats()["engine/asleep_s"]
     assert 0.05 <= slept == engine.stats()["engine/asleep_s"], (
         "it stands still while the engine is awake"
@@ -105,7 +109,8 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
     """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than
     both."""
     engine = TorchEngine(llama)
-    deadline_s, long = 3.0, SamplingParams(max_new_tokens=40, seed=3)
+    deadline_s = 3.0
+    long = SamplingParams(max_new_tokens=40, seed=3)
 
     async def work():
         running = asyncio.create_task(engine.generate(PROMPTS[0], long, deadline_s=deadline_s))
@@ -113,8 +118,10 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
         await engine.sleep(in_flight="continue")
         late = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS[1], deadline_s=deadline_s))
         await asyncio.sleep(deadline_s + 0.5)
+
         assert not running.done() and not late.done()
         assert engine.slept_s > deadline_s
+
         await engine.wake()
         return [await running, await late]
 
@@ -142,9 +149,11 @@ def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
         await asyncio.sleep(0.5)
         await engine.wake()
         woken = time.monotonic()
+
         with pytest.raises(DeadlineExceededError, match=r"within 0\.3 s \(1 running, 0 waiting\)"):
             await asked
         assert 0.2 < time.monotonic() - woken < 60.0
+
         await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
 
     asyncio.run(work())
@@ -158,9 +167,11 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
         await engine.sleep()
         asked = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=60))
         await asyncio.sleep(0.05)
+
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
+
         await engine.wake()
         await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
 
@@ -170,7 +181,8 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
 
 def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
     """A request in the middle goes on under them, and each of its tokens says so."""
-    engine, old = TorchEngine(own.model), copy.deepcopy(own)
+    engine = TorchEngine(own.model)
+    old = copy.deepcopy(own)
     weights = {name: parameter.detach() * 1.2 for name, parameter in own.model.named_parameters()}
 
     async def work():
@@ -187,6 +199,7 @@ def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
     found = asyncio.run(work())
     own.alone.load_state_dict({name: weights[name] for name in weights}, strict=False)
     assert set(found.versions) == {0, 1} and found.versions == sorted(found.versions)
+
     by_version = [
         one.logits(PROMPTS[0] + found.ids).log_softmax(-1)[len(PROMPTS[0]) - 1 :]
         for one in (old, own)
@@ -220,12 +233,16 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
         )
         await asyncio.sleep(0.01)
         meanwhile = asyncio.create_task(engine.generate(PROMPTS[3], PARAMS[3], deadline_s=120))
+
         if ends == "cancelled":
             waiting.cancel()
+
         with pytest.raises(DeadlineExceededError if ends == "late" else asyncio.CancelledError):
             await waiting
+
         found = await meanwhile
         assert not long.done()
+
         long.cancel()
         return found
 
@@ -262,6 +279,7 @@ def test_one_publish_at_a_time_and_the_older_one_is_refused(own):
         torch.equal(tensor, dict(own.model.named_parameters())[name])
         for name, tensor in scaled[2].items()
     )
+
     stats = engine.stats()
     assert (stats["engine/publishes"], stats["engine/refused_publishes"]) == (1, 1)
     assert stats["engine/swap_s"] > 0
@@ -283,9 +301,11 @@ def test_weights_are_verified_in_a_thread_for_one_engine_only(own, random_model)
     assert all(
         torch.equal(weights[name].float(), tensor) for name, tensor in own.model.named_parameters()
     )
+
     weights["model.norm.weight"] = torch.full((32,), 1e300, dtype=torch.float64)
     with pytest.raises(EngineError, match=r"model\.norm\.weight holds NaN or infinity"):
         engine.verify(weights)  # finite, but not as the float32 that the model would hold
+
     assert engine.stats()["engine/refused_publishes"] == 1
 
 
@@ -303,12 +323,14 @@ def test_who_waits_for_a_tool_holds_no_slot_that_another_needs(llama, complete):
     async def work():
         first = [await turn(index, ids) for index, ids in enumerate(prompts)]
         assert len(engine.scheduler.sessions) == 2, "two fit, the others have made room"
+
         longer = [[*ids, *one.ids, 9, 9, 9] for ids, one in zip(prompts, first, strict=True)]
         computed = engine.stats()["engine/computed_tokens"]
         newest_first = await asyncio.gather(
             *(turn(index, longer[index]) for index in reversed(range(5)))
         )
         second = newest_first[::-1]
+
         assert engine.stats()["engine/session_hit_tokens"] > 0, "the two that were still there"
         assert engine.stats()["engine/computed_tokens"] - computed > 3 * 80, (
             "the evicted ones are computed again"

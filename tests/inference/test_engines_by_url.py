@@ -19,7 +19,9 @@ from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
 from agentevo.types import SamplingParams
 
-NAME, REFERENCE, SECRET = "ENGINE_SECRET", "${env:ENGINE_SECRET}", "5e" * 32
+NAME = "ENGINE_SECRET"
+REFERENCE = "${env:ENGINE_SECRET}"
+SECRET = "5e" * 32
 PARAMS = SamplingParams(max_new_tokens=4)
 
 
@@ -29,7 +31,8 @@ def test_an_engine_elsewhere_serves_beside_the_announced_ones_to_who_has_the_sec
 ):
     pytest.importorskip("cryptography")
     monkeypatch.setenv(NAME, SECRET)
-    there, here = tmp_path / "there", tmp_path / "here"
+    there = tmp_path / "there"
+    here = tmp_path / "here"
 
     async def play():
         async with AsyncExitStack() as stack:
@@ -40,17 +43,20 @@ def test_an_engine_elsewhere_serves_beside_the_announced_ones_to_who_has_the_sec
             await stack.enter_async_context(listening(door, listener, tls=tls))
             url = f"{url_of(listener, encrypted=True)}#sha256={fingerprint}"
             monkeypatch.setenv(NAME, secret)  # as this machine has it
+
             client = RemoteEngine(
                 EngineDirectory(here), also=[url], secret=RunSecret(here, REFERENCE), poll_s=0.02
             )
             stack.push_async_callback(client.close)
             monkeypatch.setenv(NAME, secret if secret == SECRET else SECRET)
+
             if secret != SECRET:
                 client._secret = RunSecret(here)  # a file of its own, which is another secret
                 with pytest.raises(EngineUnavailableError):
                     await client.generate([7], PARAMS, deadline_s=1.0)
                 assert far.asked == []
                 return
+
             found = await client.generate([7], PARAMS, deadline_s=60.0)
             assert found.ids == [7] and far.asked == [7]
 
@@ -63,6 +69,7 @@ def test_announced_engines_and_those_by_url_are_known_together(tmp_path):
         async with AsyncExitStack() as stack:
             engines = Engines(tmp_path, stack)
             await engines.start(1)
+
             secret = RunSecret(tmp_path)
             door = EngineDoor(CountingEngine(), name="far", secret=secret)
             listener = open_socket("127.0.0.1", 0)
@@ -71,6 +78,7 @@ def test_announced_engines_and_those_by_url_are_known_together(tmp_path):
                 EngineDirectory(tmp_path), also=[url_of(listener)], secret=secret, poll_s=0.02
             )
             stack.push_async_callback(client.close)
+
             async with asyncio.timeout(60):
                 while client.stats()["engine/engines"] < 2:
                     await client.refresh()
@@ -83,9 +91,11 @@ def test_a_secret_that_is_none_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
     with pytest.raises(ConfigError, match=f"{NAME} holds no key"):
         RunSecret(tmp_path, REFERENCE).check()
+
     monkeypatch.setenv(NAME, "short")
     with pytest.raises(ConfigError, match="64"):
         RunSecret(tmp_path, REFERENCE).value()
     with pytest.raises(ConfigError, match=r"env:NAME"):
         RunSecret(tmp_path, SECRET).check()
+
     assert list(tmp_path.iterdir()) == []

@@ -43,11 +43,13 @@ def test_one_flipped_bit_is_found_wherever_it_is(dtype, size):
     tensor = some(dtype, size)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
+
     for byte in {0, size * dtype.itemsize // 2, size * dtype.itemsize - 1}:
         for bit in (0, 7):
             bits_of(tensor)[byte] ^= 1 << bit
             assert fingerprint(tensor) != before
             bits_of(tensor)[byte] ^= 1 << bit
+
     assert fingerprint(tensor) == before
 
 
@@ -62,7 +64,8 @@ def test_two_exchanged_elements_are_found(seed, one, other):
 
 def test_a_block_that_lies_elsewhere_is_found():
     """Of the size of a chunk, where only the chunk's factor tells them apart."""
-    block, zeros = some(torch.int64, 64), torch.zeros(64, dtype=torch.int64)
+    block = some(torch.int64, 64)
+    zeros = torch.zeros(64, dtype=torch.int64)
     found = {
         fingerprint(torch.cat([block if place == at else zeros for place in range(6)]))
         for at in range(6)

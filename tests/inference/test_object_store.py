@@ -40,7 +40,8 @@ class Rooms:
     """Writers and readers of one store at `url`."""
 
     def __init__(self, url, folder):
-        self.url, self.folder = url, folder
+        self.url = url
+        self.folder = folder
 
     def writer(self, run="run", **given):
         given = {"full_every": 8} | given
@@ -59,10 +60,13 @@ class Flaky:
     """A file system of which every so-many-th call of one kind goes wrong."""
 
     def __init__(self, files, fault):
-        self._files, self._fault = files, fault
+        self._files = files
+        self._fault = fault
         self._kind, self._every = FAULTS[fault]
-        self._count, self._lock = 0, threading.Lock()
-        self.protocol, self.broken = files.protocol, 0
+        self._count = 0
+        self._lock = threading.Lock()
+        self.protocol = files.protocol
+        self.broken = 0
 
     def __getattr__(self, name):
         real = getattr(self._files, name)
@@ -77,6 +81,7 @@ class Flaky:
             self._count += 1
             goes_wrong = self._count % self._every == 0
             self.broken += goes_wrong
+
         if not goes_wrong:
             return real(*args)
         if self._fault == "torn upload":
@@ -87,6 +92,7 @@ class Flaky:
             return time.sleep(1.5)
         if self._fault == "late list":
             return []
+
         raise {
             "lost upload": ConnectionResetError("gone"),
             "forbidden": PermissionError(13, "Forbidden"),
@@ -106,30 +112,39 @@ FAULTS = {
 
 
 def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
-    writer, reader, model = rooms.writer(), rooms.reader(), made()
+    writer = rooms.writer()
+    reader = rooms.reader()
+    model = made()
     assert reader.announced() is None
+
     for version in range(1, 6):
         step(model)
         writer.write(version, model, keep=1)
         latest = reader.announced()
         assert same(reader.read(version, sha256=latest.sha256), model)
+
     assert same(rooms.reader(full_every=1).read(5), model), "one that is late"
     assert writer.versions() == [1, 2, 3, 4, 5], "version 5 builds on the others"
+
     writer.write(6, model, keep=1, in_full=True)
     assert writer.versions() == [6]
+
     names = {path.name for path in (tmp_path / "bucket").iterdir()}
     assert names == {"latest.json", "writer.json", "version-000006"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms):
-    notes, model = [], made()
+    notes = []
+    model = made()
     call_s = 0.5 if fault == "no answer" else 30
-    writer, reader = rooms.writer(call_s=call_s), rooms.reader(call_s=call_s)
+    writer = rooms.writer(call_s=call_s)
+    reader = rooms.reader(call_s=call_s)
     stores = [one.objects for one in (writer, reader)]
     broken = [Flaky(one.files, fault) for one in stores]
     for one, flaky in zip(stores, broken, strict=True):
         one.files = flaky
+
     trainer = Publication(writer, model, keep=2, note=notes.append)
     served = 0
     for version in range(1, 8):
@@ -144,20 +159,24 @@ def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms
                     served += 1
             except EngineError:
                 continue
+
     assert served, notes
     assert sum(one.broken for one in broken), "the fault was met"
 
 
 def test_a_version_that_was_deleted_is_uploaded_again(rooms, tmp_path):
-    notes, model = [], made()
+    notes = []
+    model = made()
     trainer = Publication(rooms.writer(), model, keep=2, note=notes.append)
     asyncio.run(trainer.publish(1))
     step(model)
     asyncio.run(trainer.publish(2))
     asyncio.run(trainer.look_after())
     shutil.rmtree(tmp_path / "bucket" / "version-000001")
+
     with pytest.raises(EngineError, match="version-000001 is gone"):
         rooms.reader().read(2)
+
     trainer._verified_at = 0.0
     asyncio.run(trainer.look_after())
     assert len(notes) == 1 and "version 2 was damaged after it was published" in notes[0]
@@ -166,21 +185,27 @@ def test_a_version_that_was_deleted_is_uploaded_again(rooms, tmp_path):
 
 def test_another_runs_place_is_refused(rooms, tmp_path):
     """Its engines would be given this one's weights."""
-    first, model = rooms.writer(), made()
+    first = rooms.writer()
+    model = made()
     first.write(1, model, keep=2)
+
     with pytest.raises(EngineError, match="has the weights of another run: give this one an"):
         rooms.writer("other").write(1, made(3), keep=2)
+
     rooms.writer().write(2, model, keep=2)  # this run's trainer, restarted
     (tmp_path / "bucket" / "writer.json").write_text("somebody")
     with pytest.raises(EngineError, match="another run"):
         first.write(3, model, keep=2)
+
     assert rooms.reader().latest() == 2
 
 
 def test_an_engine_asks_at_most_every_second(rooms, monkeypatch):
-    writer, reader = rooms.writer(), rooms.reader(look_s=60)
+    writer = rooms.writer()
+    reader = rooms.reader(look_s=60)
     writer.write(1, made(), keep=2)
     assert reader.announced().version == 1
+
     writer.write(2, made(), keep=2)
     assert reader.announced().version == 1
     monkeypatch.setattr(reader, "_look_s", 0)
@@ -192,6 +217,7 @@ def test_calls_that_hang_are_left_alone_and_counted(rooms, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(objects, "MAX_HANGING", 2)
     monkeypatch.setattr(reader.objects.files, "info", lambda path: release.wait(60))
+
     try:
         for problem in ("no answer within 0 s", "no answer within 0 s", "2 calls hang"):
             with pytest.raises(EngineError, match=problem):
@@ -252,11 +278,16 @@ def test_a_real_s3_server(tmp_path, monkeypatch):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-key")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
         rooms = Rooms("s3://weights/run", tmp_path)
-        notes, model, writer, reader = [], made(), rooms.writer(), rooms.reader()
+        notes = []
+        model = made()
+        writer = rooms.writer()
+        reader = rooms.reader()
         trainer = Publication(writer, model, keep=2, note=notes.append)
         asyncio.run(trainer.publish(0))
         assert len(notes) == 1 and "version 0 could not be written" in notes[0], "no bucket yet"
+
         writer.objects.files.mkdir("weights")
         for version in range(4):
             step(model)
@@ -264,10 +295,12 @@ def test_a_real_s3_server(tmp_path, monkeypatch):
             asyncio.run(trainer.look_after())
             latest = reader.announced()
             assert same(reader.read(version, sha256=latest.sha256), model)
+
         assert same(rooms.reader().read(3), model)
         for path in writer.objects.files.find("weights"):
             content = writer.objects.files.cat_file(path)
             assert b"the-key" not in content and b"the-secret" not in content
+
         writer.objects.files.rm("weights/run/version-000000", recursive=True)
         trainer._verified_at = 0.0
         asyncio.run(trainer.look_after())

@@ -18,7 +18,8 @@ def store(tmp_path):
 
 def before(monkeypatch, files, kind, act):
     """`act(number)` is called before each call of one kind."""
-    real, numbers = getattr(files, kind), itertools.count()
+    real = getattr(files, kind)
+    numbers = itertools.count()
 
     def call(*args, **given):
         act(next(numbers))
@@ -87,8 +88,10 @@ def test_an_object_that_never_keeps_still_is_given_up_in_time(tmp_path, monkeypa
         lambda number: writer.put(PATH, b"x" * (number + 1)),
     )
     started = time.monotonic()
+
     with pytest.raises(OSError, match="written anew during each of its downloads"):
         store.get(PATH)
+
     assert time.monotonic() - started < 5
 
 
@@ -106,6 +109,7 @@ def test_readers_beside_writers_meet_whole_objects_only(store):
     writers = [threading.Thread(target=write, args=(content,)) for content in contents]
     for thread in writers:
         thread.start()
+
     try:
         assert {store.get(PATH) for _ in range(150)} <= set(contents)
     finally:

@@ -41,16 +41,19 @@ def test_what_changed_of_boxes_is_what_changed_of_the_tensor(case, share, seed):
     boxes = boxes_of(grid, shape)
     assert sum(torch.zeros(box.sizes).numel() for box in boxes) == new.numel()
     assert grid_of(random.Random(seed).sample(boxes, len(boxes)), shape) == grid
+
     change = {
         f"{kind}:{key}": tensor
         for key, box in zip(box_keys("w", len(boxes)), boxes, strict=True)
         for kind, tensor in change_of(old[box.slices], new[box.slices].contiguous()).items()
     }
-    kept, several = old.clone(), {"w": grid} if len(boxes) > 1 else {}
+    kept = old.clone()
+    several = {"w": grid} if len(boxes) > 1 else {}
     found = with_delta({"w": old, "other": old}, change, several)
     assert torch.equal(found["w"], new)
     assert torch.equal(old, kept)
     assert found["other"] is old
+
     if several:
         whole = checksum(found["w"], grid)
         assert whole == combined(checksum(new[box.slices]) for box in boxes)

@@ -84,14 +84,17 @@ def test_damage_is_mended_and_told_once(damage, published, model, notes):
     folder, made = published
     asyncio.run(made.look_after())
     assert notes == []
+
     file, spoil = DAMAGE[damage]
     spoil(folder.folder / file)
     asyncio.run(made.look_after())
+
     assert whole(folder, model)
     assert (
         len(notes) == 1
         and "version 2 was damaged after it was published, and is written again" in notes[0]
     )
+
     before = folder.state(2)
     asyncio.run(made.look_after())
     assert folder.state(2) == before and len(notes) == 1
@@ -108,6 +111,7 @@ def test_damage_that_leaves_the_files_times_is_found_a_little_later(
     os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
     asyncio.run(made.look_after())
     assert notes == []
+
     monkeypatch.setattr(publication, "VERIFY_S", 0.0)
     asyncio.run(made.look_after())
     assert len(notes) == 1 and whole(folder, model)
@@ -131,10 +135,12 @@ def test_what_an_earlier_trainer_has_published_stays(published, model, notes):
     before = folder.state(2)
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other.weight)
+
     again = Publication(folder, other, keep=2, note=notes.append)
     for version in (1, 2):
         asyncio.run(again.publish(version))
         assert folder.state(2) == before and whole(folder, model)
+
     asyncio.run(again.publish(3))
     assert whole(folder, other, 3) and notes == []
 
@@ -144,6 +150,7 @@ def test_a_folder_that_is_away_is_waited_for(published, model, notes):
     away = folder.folder.with_name("away")
     folder.folder.rename(away)
     folder.folder.write_text("no folder")
+
     for _ in range(3):
         asyncio.run(made.look_after())
     assert (
@@ -151,6 +158,7 @@ def test_a_folder_that_is_away_is_waited_for(published, model, notes):
         and "can't be read" in notes[0]
         and "version 2 could not be written" in notes[1]
     )
+
     folder.folder.unlink()
     away.rename(folder.folder)
     asyncio.run(made.look_after())
@@ -177,12 +185,14 @@ def test_a_version_for_which_there_is_no_room_comes_when_there_is(
         asyncio.run(made.publish(3))
         for _ in range(3):
             asyncio.run(made.look_after())
+
     assert whole(folder, model)
     assert (
         len(notes) == 1
         and "version 3 could not be written" in notes[0]
         and "No space left on device" in notes[0]
     )
+
     asyncio.run(made.look_after())
     assert whole(folder, model, 3) and len(notes) == 1
 
@@ -191,9 +201,12 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
     """Under `wait` at staleness 0 no further version would ever come. It tells that it waits."""
     monkeypatch.setattr(attempts, "LOOK_S", 0.1)
     monkeypatch.setattr(attempts, "ALONE_S", 0.0)
+
     config = small_config(tmp_path / "run", "rollout.poll_s=0.02", "rollout.policy=wait")
     model = load_policy(config).model
-    notes, log, stopped = [], [], []
+    notes = []
+    log = []
+    stopped = []
     weights = WeightsFolder(config.run_dir / "weights")
 
     async def follower():
@@ -226,12 +239,14 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
             flip(weights.path(0) / "weights.safetensors")
             first = await follower()
             assert not await first.look(), "refused"
+
             waiting = asyncio.create_task(apart.round(1, []))
             await taken(first)
             async with asyncio.timeout(60):
                 while len(damaged(notes)) < 2:  # the first mending may still be about to write it
                     (weights.folder / "latest.json").unlink(missing_ok=True)
                     await asyncio.sleep(0.2)
+
             await taken(await follower())
             stopped.append(True)
             with pytest.raises(StopAskedError):

@@ -50,14 +50,17 @@ def test_a_request_and_its_answer_travel_whole(tmp_path):
             )
             stack.push_async_callback(client.close)
             assert client.version == -1, "nobody has been looked at"
+
             found = await client.generate([5, 6], PARAMS, session="a", deadline_s=20)
             assert found == Completion(
                 ids=[7], logprobs=[-0.1 - 1e-9], versions=[3], finish_reason="stop"
             )
+
             ((ids, params, session, deadline_s),) = engine.asked
             assert (ids, params, session) == ([5, 6], PARAMS, "a")
             assert 19 < deadline_s < 20, "what is left of it"
             assert client.version == 3
+
             await client.release("a")
             await client.release("never heard of")
             await until(lambda: engine.released == ["a"])
@@ -80,6 +83,7 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
                     answer = await http.post(path, content=body)
                     assert answer.status_code == status
                     assert msgspec.json.decode(answer.content)["error"] == "EngineError"
+
                 state = (await http.get("/state")).json()
                 assert (state["version"], state["asleep"], state["name"]) == (3, False, "e1")
 
@@ -110,10 +114,12 @@ def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
                         and "engines/secret of the run's folder" in answer.json()["message"]
                     )
                     assert own.split()[1] not in answer.text
+
             url = announcement.url.replace("http", "ws") + "/requests"
             texts = {key: one.decode("latin-1") for key, one in headers.items()}
             with pytest.raises(InvalidStatus, match="HTTP 403"):
                 await connect(url, additional_headers=texts, proxy=None)
+
             assert engines.by_name["e1"].asked == []
 
     asyncio.run(work())
@@ -132,12 +138,15 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
                 match=rf"of another run: it refuses the secret in {other.file}",
             ):
                 await ask(client, deadline_s=0.5)
+
             assert len([one for one in caplog.records if "of another run" in one.message]) == 1, (
                 "told once"
             )
             assert engines.by_name["e1"].asked == []
+
             other.file.write_text(RunSecret(tmp_path / "engines").value())
             assert await ask(client) == 1
+
             await client.close()
 
     asyncio.run(work())
@@ -150,20 +159,25 @@ def test_a_secret_that_can_not_be_read_is_said_on_either_side(tmp_path):
         async with some(tmp_path, 1) as (engines, client):
             (announcement,) = engines.directory.living(5.0)
             RunSecret(tmp_path).file.write_text("short")
+
             shown = {"Authorization": "Bearer " + 64 * "0"}
             async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
                 answer = await http.get("/state", headers=shown)
                 assert (await http.get("/state")).status_code == 401, "the file is for no stranger"
+
             assert (
                 answer.status_code == 500
                 and "secret holds no secret: delete it" in answer.json()["message"]
             )
             assert await ask(client) == 1, "who is in stays in"
+
             late = RemoteEngine(engines.directory, poll_s=0.02)
             with pytest.raises(EngineUnavailableError, match="secret holds no secret: delete it"):
                 await ask(late, deadline_s=0.3)
+
             RunSecret(tmp_path).file.unlink()
             assert await ask(late) == 1, "either side makes another, and both use it"
+
             await late.close()
 
     asyncio.run(work())
@@ -178,6 +192,7 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
             match=r"need the package 'websockets.*': pip install 'agentevo\[serve\]'",
         ):
             importlib.import_module("agentevo.inference.client_connection")
+
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "agentevo.inference.server")
     with pytest.raises(
@@ -194,7 +209,8 @@ def test_requests_go_over_one_connection_in_few_frames(tmp_path):
         async with some(tmp_path, 1) as (engines, client):
             engine = engines.by_name["e1"]
             (known,) = client._known.values()
-            outbox, sent = known.connection._outbox, []
+            outbox = known.connection._outbox
+            sent = []
             real = outbox.frame
 
             def frame():
@@ -214,6 +230,7 @@ def test_requests_go_over_one_connection_in_few_frames(tmp_path):
             assert [asked[0] for asked in engine.asked] == prompts, (
                 "in the order in which they were asked"
             )
+
             await until(
                 lambda: sorted(engine.released) == sorted(f"s{number}" for number in range(1, 201))
             )
@@ -236,6 +253,7 @@ def test_answers_come_in_any_order_to_whom_they_belong(tmp_path):
             assert isinstance(found[1], RequestTooLongError) and isinstance(
                 found[3], asyncio.CancelledError
             )
+
             await until(lambda: engines.by_name["e1"].cancelled == 1)
 
     asyncio.run(work())
@@ -269,6 +287,7 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
                 await writer.drain()
                 await asyncio.sleep(0.05)
                 writer.transport.abort()
+
             known.connection._websocket.transport.abort()
             await until(lambda: engine.cancelled == 3 and engine.running == 0)
             assert await asyncio.gather(*tasks) == [1, 1, 1], (
@@ -302,6 +321,7 @@ def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
             await until(lambda: engine.running == 1)
             await asyncio.sleep(1.0)
             assert engine.running == 1, "who answers them stays"
+
             websocket.transport.pause_reading()
             await until(lambda: engine.cancelled == 1)
             websocket.transport.abort()
@@ -333,6 +353,7 @@ def test_what_is_no_list_of_requests_ends_the_connection_with_the_reason(tmp_pat
                         await asyncio.wait_for(to_the_end(websocket), 10)
                     assert raised.value.rcvd.code == 1003
                     assert "no list of requests" in raised.value.rcvd.reason
+
             assert await ask(client) == 1
 
     asyncio.run(work())

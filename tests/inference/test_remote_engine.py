@@ -44,14 +44,17 @@ def test_the_load_that_others_make_counts(tmp_path):
             await other.refresh()
             one, two = sorted(await asyncio.gather(*(ask(client, f"x{i}") for i in range(2))))
             assert (one, two) == (1, 2)
+
             homes = {await ask(other, name): name for name in ("p", "q", "r")}
             busy = next(iter(homes))
             for engine in engines.by_name.values():
                 engine.says = [1.0, 1.0, 1.0] if engine.number == busy else []
+
             waiting = [asyncio.create_task(ask(other, homes[busy])) for _ in range(3)]
             await asyncio.sleep(0.1)
             await client.refresh()
             assert {await ask(client) for _ in range(4)} == {1, 2} - {busy}
+
             await asyncio.gather(*waiting)
             await other.close()
 
@@ -85,10 +88,13 @@ def test_who_refuses_is_passed_over_and_when_all_do_it_is_said(tmp_path):
             ]
             assert await ask(client, "a") == 3 - home
             assert await ask(client, "a") == 3 - home, "it lives there now"
+
             for engine in engines.by_name.values():
                 engine.says = [EngineError("the engine's step failed: out of memory")]
+
             with pytest.raises(EngineError, match="out of memory") as raised:
                 await ask(client)
+
             assert type(raised.value) is EngineError
 
     asyncio.run(work())
@@ -101,12 +107,15 @@ def test_who_hangs_up_is_cancelled_in_the_engine(tmp_path):
             engine.says = [60.0, 60.0]
             task = asyncio.create_task(ask(client))
             await until(lambda: engine.running == 1)
+
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+
             await until(lambda: engine.cancelled == 1)
             with pytest.raises(DeadlineExceededError, match=r"no completion within 0\.\d+ s"):
                 await ask(client, deadline_s=0.3)
+
             await until(lambda: engine.cancelled == 2)
             assert await ask(client) == 1
 
@@ -121,20 +130,25 @@ def test_an_engine_that_leaves_hands_its_requests_on(tmp_path):
         async with some(tmp_path, 1) as (engines, client):
             other = await engines.start(2)
             await client.refresh()
+
             engines.by_name["e1"].says = [60.0]
             engines.by_name["e2"].says = [60.0]
             tasks = [asyncio.create_task(ask(client, f"s{i}")) for i in range(2)]
             await until(lambda: all(engine.running == 1 for engine in engines.by_name.values()))
             other.version = 5
             await client.refresh()
+
             assert client.version == 3
             assert [await ask(client) for _ in range(4)] == [2] * 4, "the newest version"
+
             before = client.stats()
             await engines.leave["e1"].aclose()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=10)
             assert [task.result() for task in done] == [2]
+
             await client.refresh()
             assert client.version == 5
+
             stats = client.stats()
             assert (before["engine/engines"], stats["engine/engines"]) == (2, 1)
             assert stats["engine/generated_tokens"] >= before["engine/generated_tokens"] >= 30, (
@@ -153,17 +167,23 @@ def test_who_sleeps_is_asked_only_when_all_do(tmp_path):
             client = RemoteEngine(EngineDirectory(tmp_path), poll_s=0.02)
             stack.push_async_callback(client.close)
             await client.refresh()
+
             names = [f"s{i}" for i in range(4)]
             homes = [await ask(client, name) for name in names]
             assert sorted(homes) == [1, 1, 2, 2]
-            one.asleep, one.version, two.version = True, 5, 4
+
+            one.asleep = True
+            one.version = 5
+            two.version = 4
             await client.refresh()
             assert [await ask(client, name) for name in (*names, None, None)] == [2] * 6
+
             two.asleep = True
             await client.refresh()
             assert [await ask(client, name) for name in names] == [2] * 4, (
                 "where their caches are by now"
             )
+
             one.asleep = False
             await client.refresh()
             assert [await ask(client, name) for name in names] == [1] * 4
@@ -178,22 +198,30 @@ def test_an_engine_that_stays_at_old_weights_holds_nobody_up(tmp_path, monkeypat
 
     async def work():
         async with some(tmp_path, 1, 2) as (engines, client):
-            late, other = engines.by_name["e1"], engines.by_name["e2"]
+            late = engines.by_name["e1"]
+            other = engines.by_name["e2"]
             homes = {await ask(client, name): name for name in ("a", "b")}
+
             for version in range(4, 10):
-                late.version, other.version = version - 1, version
+                late.version = version - 1
+                other.version = version
                 await client.refresh()
                 assert client.version == version - 1, "it is behind all the time, and goes on"
                 await asyncio.sleep(0.2)
+
             assert await ask(client, homes[1]) == 1, "its conversations stay for the time being"
+
             await until(lambda: client.version == 9)
             assert [await ask(client, name) for name in (homes[1], None, None)] == [2] * 3
+
             late.version = 9
             await client.refresh()
             assert client.version == 9 and await ask(client, "c") == 1
+
             other.version = 10
             await client.refresh()
             assert client.version == 9
+
             await until(lambda: client.version == 10)
             await engines.leave["e2"].aclose()
             await client.refresh()
@@ -217,11 +245,14 @@ def test_without_engines_a_request_waits_for_one_until_its_deadline(tmp_path):
                 match=rf"within 0\.3 s \(0 known; none was found\): .*{tmp_path}/engines",
             ):
                 await ask(client, deadline_s=0.3)
+
             assert 0.29 < time.monotonic() - started < 60
             assert client.version == -1
+
             waiting = asyncio.create_task(ask(client, "a"))
             await asyncio.sleep(0.1)
             await engines.start(4, version=0)
+
             assert await waiting == 4
             assert client.version == 0
 
@@ -234,12 +265,14 @@ def test_an_engine_that_was_killed_is_replaced_by_one_that_comes_later(tmp_path)
     async def work():
         async with some(tmp_path, 1) as (engines, client):
             assert await ask(client, "a") == 1
+
             dead = Announcement(url="http://127.0.0.1:9", name="dead", pid=9, started_at=1.0)
             engines.directory.announce(dead)
             await engines.leave["e1"].aclose()
             waiting = asyncio.create_task(ask(client, "a"))
             await asyncio.sleep(0.2)
             assert not waiting.done() and client.version == -1
+
             await engines.start(2)
             assert await waiting == 2
 
@@ -256,14 +289,17 @@ def test_a_new_version_is_known_when_its_first_tokens_are(tmp_path):
             stack.push_async_callback(client.close)
             await client.refresh()
             assert client.version == 3
+
             engine.version = 4
             assert await ask(client) == 1
             assert client.version == 4
+
             engine.version = 5
             await until(lambda: client.version == 5)
             before = client.stats()["engine/generated_tokens"]
             await asyncio.sleep(0.2)
             assert client.stats()["engine/generated_tokens"] == before
+
             await client.refresh()
             assert client.stats()["engine/generated_tokens"] == 11
 
@@ -275,7 +311,8 @@ def test_a_new_version_is_known_when_its_first_tokens_are(tmp_path):
 )
 def test_a_look_that_fails_ends_no_request_and_no_looking(error, tmp_path, monkeypatch):
     """Also one that something has cancelled from within."""
-    real, failures = EngineDirectory.living, [error, error]
+    real = EngineDirectory.living
+    failures = [error, error]
 
     def living(self, max_age_s):
         if failures:
@@ -313,8 +350,10 @@ def test_a_client_that_stood_still_itself_takes_nobody_for_dead(tmp_path, monkey
             clock = Clock()
             for one in client._known.values():
                 one.heard = clock.monotonic()
+
             monkeypatch.setattr(remote, "time", clock)
-            living, looks = client._engines.living, []
+            living = client._engines.living
+            looks = []
 
             def slow(max_age_s: float):
                 looks.append(len(looks))
@@ -325,10 +364,12 @@ def test_a_client_that_stood_still_itself_takes_nobody_for_dead(tmp_path, monkey
             engines.by_name["e1"].says = [0.1]
             task = asyncio.create_task(ask(client, deadline_s=1e6))
             await until(lambda: engines.by_name["e1"].running == 1)
+
             (known,) = client._known.values()
             await until(lambda: len(looks) > 3)
             clock.stood_still_s += 100.0
             assert await task == 1
+
             number = len(looks)
             await until(lambda: len(looks) > number + 2)
             assert list(client._known.values()) == [known] and known.connected
@@ -343,10 +384,12 @@ def test_a_closed_client_says_so(tmp_path):
             engines.by_name["e1"].says = [60.0]
             task = asyncio.create_task(ask(client))
             await until(lambda: engines.by_name["e1"].running == 1)
+
             await client.close()
             for waiting in (task, ask(client)):
                 with pytest.raises(EngineUnavailableError, match="is closed"):
                     await waiting
+
             await until(lambda: engines.by_name["e1"].cancelled == 1)
 
     asyncio.run(work())

@@ -35,7 +35,8 @@ def model(request, random_model):
 def chosen(model, ids: list[int]) -> np.ndarray:
     """[len(ids), layers, top_k] of one pass over the text, in float32 without near ties."""
     sample = Sample.given("t", "g", ids, [False] + [True] * (len(ids) - 1))
-    batch, recording = pack([sample], torch.device("cpu")), Recording(routers_of(model))
+    batch = pack([sample], torch.device("cpu"))
+    recording = Recording(routers_of(model))
     with torch.no_grad():
         token_logprobs(model, batch.routed(recording))
     return recording.rows()[batch.plan.tree.paths[0]]
@@ -67,6 +68,7 @@ def test_shared_prefixes_chunks_and_company(settings, model, complete):
         asked = [params(n, tokens=3 + 4 * n) for n in range(len(prompts))]
         for prompt, found in zip(prompts, complete(engine, prompts, asked), strict=True):
             check(model, prompt, found)
+
     hits = engine.stats()["engine/prefix_hit_tokens"]
     assert (hits > 0) == section.prefix_sharing
 
@@ -87,6 +89,7 @@ def test_turns_of_a_session(model):
         first = await ask(SHORT, 0)
         second = await ask([*first, 3, 4, 5], len(first) - 1)
         assert engine.stats()["engine/session_hit_tokens"] > 0
+
         await ask([*first, 6], len(first) - 1)
         await engine.forget_cache()
         await ask([*second, 7, 7], len(second) - 1)
@@ -105,6 +108,7 @@ def test_new_weights_within_a_completion(model):
             for name, weight in one.named_parameters():
                 if "gate.weight" in name:
                     weight.add_(torch.randn(weight.shape, generator=draws) * 0.5)
+
     engine = TorchEngine(
         copy.deepcopy(models[0]), config=RECORDS.model_copy(update={"prefill_tokens": 16})
     )
@@ -123,26 +127,33 @@ def test_new_weights_within_a_completion(model):
         while engine.stats()["engine/steps"] < 1:
             await asyncio.sleep(0)
         assert not engine.stats()["engine/generated_tokens"]
+
         await publish(1)
         await drawn(10)
         await publish(2)
+
         steps = engine.stats()["engine/steps"]
         while engine.stats()["engine/steps"] < steps + 1:
             await asyncio.sleep(0)
+
         await publish(3)
         return await task
 
     found = asyncio.run(talk())
-    ids, rows = [*SHORT, *found.ids], found.routed_experts
+    ids = [*SHORT, *found.ids]
+    rows = found.routed_experts
     assert rows is not None and set(found.versions) == {1, 3}
+
     for version in (1, 3):
         of_version = chosen(models[version], ids)
         places = [
             len(SHORT) + n - 1 for n, drawn_by in enumerate(found.versions) if drawn_by == version
         ]
         assert places and same(rows.array()[places], of_version[places])
+
     before = list(range(len(SHORT) - 1))  # the prompt: of the pass before the first draw
     assert same(rows.array()[before], chosen(models[1], ids)[before])
+
     other = chosen(models[3], ids)
     assert not same(rows.array()[before], other[before]), "else nothing could be told apart"
 
@@ -158,6 +169,7 @@ def test_rows_of_an_earlier_version_that_goes_on_serving(model):
 
     found = asyncio.run(talk())
     assert set(found.versions) == {0}
+
     check(model, SHORT, found)
 
 
@@ -178,6 +190,7 @@ def test_records_travel_from_an_engine_of_another_process():
     frame = msgspec.msgpack.encode([Completed(id=1, completion=found)])
     (answer,) = read_answers(frame)
     assert answer.completion == found
+
     broken = frame.replace(rows.data, rows.data[:-1] + b"\x05")
     with pytest.raises(msgspec.ValidationError, match="expert 5 of 5"):
         read_answers(broken)

@@ -216,6 +216,7 @@ def test_a_request_that_is_interrupted_and_goes_on_under_the_same_weights(bare, 
         steps = rig.engine.stats()["engine/steps"]
         while rig.engine.stats()["engine/steps"] < steps + 2:
             await asyncio.sleep(0)
+
         await rig.forget()
         await rig.drawn(6)
         await rig.engine.sleep(in_flight="continue", deadline_s=60)
@@ -228,8 +229,10 @@ def test_a_request_that_is_interrupted_and_goes_on_under_the_same_weights(bare, 
             1, {name: p * 1.5 for name, p in rig.model.named_parameters()}, in_flight="continue"
         )
         rig.flip(kept)
+
         found = await task
         assert set(found[1].versions) == {0}
+
         rig.model = kept
         return [found]
 
@@ -249,6 +252,7 @@ def test_a_shared_prefix_that_is_computed_again(bare):
 
         first = await begin("ab")
         await rig.forget()
+
         second = await begin("cd")  # with experts of their own
         more = await asyncio.gather(
             *(rig.ask(turn, [3], session=name) for name, turn in zip("ab", first, strict=True))
@@ -278,8 +282,10 @@ def test_new_weights_choose_for_themselves(bare):
             await rig.engine.publish(rig.engine.version + 1)
         else:
             await rig.engine.begin(rig.engine.version)
+
         rig.flip()
         assert rig.engine.stats()["engine/routing_bytes"] == 0
+
         second = await rig.ask(first, [3])
         fresh = await TorchEngine(rig.model, config=rig.engine.config).generate(
             second[0][: -len(second[1].ids)],
@@ -287,11 +293,13 @@ def test_new_weights_choose_for_themselves(bare):
             deadline_s=60,
         )
         assert fresh.ids == second[1].ids
+
         await rig.forget()
         third = await rig.ask(second, [4])
         # The rows of the first context are those of the weights before.
         own = [fresh.routed_experts, third[1].routed_experts]
         assert rig.gap((third[0], third[1], own)) < 1e-4 < rig.gap(third)
+
         await rig.engine.release(SESSION)
         assert rig.engine.stats()["engine/routing_bytes"] == 0
 
@@ -324,9 +332,11 @@ def test_how_much_is_kept():
     for n in range(40):
         routing.keep(f"s{n}", answered(ids, rows_of(n, 20, routing)))
         assert routing.num_bytes <= 3000
+
     kept = [n for n in range(40) if known(f"s{n}", ids)]
     assert kept == list(range(40 - len(kept), 40)) and 5 < len(kept) < 20
     assert known("s39", [*ids[:7], 50]) == 7 and not known("s39", [50])
+
     before = routing.num_bytes
     routing.release("s39")
     routing.release("never there")
@@ -335,18 +345,22 @@ def test_how_much_is_kept():
     for n in range(40):
         routing.release(f"s{n}")
     assert routing.num_bytes == 0
+
     rows = rows_of(0, 40, routing)
     longer = list(range(40))
     for size in (20, 30, 40):
         routing.keep("one", answered(longer[:size], rows.beginning(size)))
+
     alone = routing.num_bytes
     routing.keep("one", answered(longer, rows_of(1, 40, routing)))  # told at the same time
     assert routing.num_bytes == 2 * alone < 3000 and known("one", longer) == 40
 
     serving.add(2)
     assert not known("one", longer) and known("one", longer, version=1) == 40
+
     routing.forget_outdated()
     assert known("one", longer, version=1) == 40
+
     routing.begin()
     assert routing.num_bytes == 0 and not known("one", longer, version=1)
 

@@ -40,11 +40,13 @@ def test_frequencies_are_those_of_the_distribution(params, vocabulary, distribut
     )
     counts = np.bincount(tokens, minlength=vocabulary)
     assert counts[expected == 0].sum() == 0
+
     likely = num_draws * expected > 3
     chi_square = (
         (counts[likely] - num_draws * expected[likely]) ** 2 / (num_draws * expected[likely])
     ).sum()
     assert chi_square < likely.sum() + 4 * math.sqrt(2 * likely.sum())
+
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
 
 

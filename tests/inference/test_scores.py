@@ -33,7 +33,8 @@ def ids_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(2, 97) for _ in range(length)]
 
 
-COPIED, REFERRED = ids_of(40, 1), ids_of(150, 2)
+COPIED = ids_of(40, 1)
+REFERRED = ids_of(150, 2)
 CASES = [
     *[(COPIED, ids_of(n, 10 + n)) for n in (1, 2, 17)],
     *[([*REFERRED, *ids_of(n, n)], ids_of(7, 30 + n)) for n in (1, 9, 60)],
@@ -75,6 +76,7 @@ def test_they_are_those_of_a_full_forward_pass(name, section, random_model):
         assert len(found.logprobs) == len(ids)
         assert np.abs(expected(one, context, ids, 0.7) - found.logprobs).max() < 1e-4
         assert np.abs(np.subtract(found.logprobs, second.logprobs)).max() < 1e-5
+
     assert not engine.scheduler.running and not engine.scheduler.waiting
 
 
@@ -101,6 +103,7 @@ def test_a_drawn_token_has_the_log_prob_that_it_was_drawn_with(temperature, rand
         cases = [(prompt, one.ids) for prompt, one in zip(prompts, drawn, strict=True)]
         answers = await scored(engine, cases, temperature)
         await asyncio.gather(*beside)
+
         return drawn, answers
 
     drawn, answers = asyncio.run(work())
@@ -122,7 +125,8 @@ def test_all_of_them_come_from_one_version(random_model):
     """New weights in the middle of a long request: it begins again."""
     one = copy.deepcopy(random_model("llama"))
     engine = TorchEngine(one.model, config=EngineSection(prefill_tokens=16))
-    context, ids = ids_of(20, 1), ids_of(200, 2)
+    context = ids_of(20, 1)
+    ids = ids_of(200, 2)
     weights = {
         name: 0.5 * parameter.detach() + 0.01 for name, parameter in one.model.named_parameters()
     }
@@ -144,10 +148,12 @@ def test_all_of_them_come_from_one_version(random_model):
 def test_what_can_hardly_be_is_a_number(random_model):
     """The smallest probability of a float32 is about 1e-45."""
     one = random_model("llama")
-    context, ids = ids_of(10, 1), ids_of(30, 2)
+    context = ids_of(10, 1)
+    ids = ids_of(30, 2)
     (found,) = asyncio.run(scored(TorchEngine(one.model), [(context, ids)], temperature=0.001))
     assert min(found.logprobs) < -200
     assert all(math.isfinite(logp) and logp <= 0 for logp in found.logprobs)
+
     wanted = expected(one, context, ids, 0.001)
     assert np.allclose(wanted, found.logprobs, rtol=1e-3, atol=0.2)
 
@@ -175,11 +181,14 @@ def test_here_and_over_the_wire_the_same_is_refused(
     async def work():
         with pytest.raises(error, match=words):
             await engine.score(context, ids, **given)
+
         if given["deadline_s"] == 0:
             return  # a remote one is not even asked
+
         async with remote(tmp_path, engine) as client:
             with pytest.raises(error, match=words):
                 await client.score(context, ids, **given)
+
         assert not engine.scheduler.running and not engine.scheduler.waiting
 
     asyncio.run(work())
@@ -229,6 +238,7 @@ def test_who_gives_up_leaves_nothing(random_model):
         async with asyncio.timeout(LIMIT_S):
             while engine.stats()["engine/steps"] < 3:
                 await asyncio.sleep(0)
+
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         assert (await engine.score([5], [6], deadline_s=LIMIT_S)).version == 0

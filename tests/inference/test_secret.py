@@ -18,6 +18,7 @@ def test_it_is_made_once_and_for_its_owner_alone(tmp_path):
         found = RunSecret(tmp_path / "run" / "engines").value()
     finally:
         os.umask(before)
+
     file = tmp_path / "run" / "engines" / "secret"
     assert file.read_text() == found + "\n" and len(bytes.fromhex(found)) == 32
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -27,7 +28,8 @@ def test_it_is_made_once_and_for_its_owner_alone(tmp_path):
 
 
 def test_whoever_comes_first_makes_it_for_all(tmp_path):
-    found, start = [], threading.Barrier(16)
+    found = []
+    start = threading.Barrier(16)
 
     def ask():
         start.wait()
@@ -38,6 +40,7 @@ def test_whoever_comes_first_makes_it_for_all(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
+
     assert len(found) == 16 and len(set(found)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
@@ -47,6 +50,7 @@ def test_only_the_whole_header_counts(tmp_path):
     value = secret.value()
     assert secret.header() == {"Authorization": f"Bearer {value}"}
     assert secret.is_in(f"Bearer {value}")
+
     for wrong in (
         None,
         "",

@@ -21,6 +21,7 @@ async def by_url(tmp_path, monkeypatch, *, admin: str | None = "control"):
     """(case, server): an engine at the URL of a server in this event loop, begun at version 1."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+
     monkeypatch.setenv("ENGINE_KEY", "plain")
     monkeypatch.setenv("ENGINE_ADMIN", "control")
     options = {"url": f"http://127.0.0.1:{port}", "api_key": "${env:ENGINE_KEY}"}
@@ -28,6 +29,7 @@ async def by_url(tmp_path, monkeypatch, *, admin: str | None = "control"):
     case = Case.of(engines.get("sglang"), EngineSection(type="sglang", options=options))
     case.alone.save_pretrained(tmp_path / "base")
     case.tokenizer.save_pretrained(tmp_path / "base")
+
     server = sglang_server.Sglang(tmp_path / "base", api_key="plain", admin=admin)
     serving = asyncio.ensure_future(sglang_server.serve(server, port))
     try:
@@ -49,18 +51,23 @@ def test_a_load_that_fails_halfway_is_undone_and_one_that_can_not_be_serves_noth
             server.fail_loads = 1
             with pytest.raises(EngineError, match="on purpose"):
                 await case.engine.publish(2, case.new, in_flight="continue")
+
             for found in (await running, await case.draw()):
                 assert set(found.versions) == {1}
                 assert case.difference(case.old, found).max() < 1e-4
+
             running = await told(case, 2, sampled(max_new_tokens=900))
             server.fail_loads = 2
             with pytest.raises(EngineError, match="on purpose"):
                 await case.engine.publish(2, case.new, in_flight="continue")
+
             for asked in (running, case.draw()):
                 with pytest.raises(EngineError, match="no whole weights"):
                     await asked
+
             with pytest.raises(EngineError, match="no whole weights"):
                 case.engine.check()
+
             await case.engine.publish(2, case.new)
             case.engine.check()
             found = await case.draw()
@@ -80,11 +87,15 @@ def test_nothing_is_served_over_keys_and_values_of_other_weights(tmp_path, monke
             for version, flushes in ((2, True), (3, False)):
                 server.flushes = True
                 await case.engine.begin(version - 1, case.old)
+
                 running = await told(case, 5, sampled(max_new_tokens=60))
                 await case.draw(sampled(seed=1))
+
                 server.flushes = flushes
                 await case.engine.publish(version, case.new, in_flight="continue")
-                fresh, found = await case.draw(sampled(seed=9)), await running
+
+                fresh = await case.draw(sampled(seed=9))
+                found = await running
                 before = found.versions.count(version - 1)
                 rest = case.difference(case.new, found)[before:].max()
                 other = case.difference(case.new, fresh).max()

@@ -52,8 +52,10 @@ def test_the_fields_that_are_sent_are_those_of_its_types(wheel):
     for path, name in TYPES.items():
         assert sglang_server.FIELDS[path] <= types[name] | types["BaseReq"], path
     assert sglang_server.FIELDS["/generate"] <= types["GenerateReqInput"]
+
     sampling = fields_of(wheel / "srt/sampling/sampling_params.py")["SamplingParams"]
     assert sampling >= sglang_server.SAMPLING
+
     routes = (wheel / "srt/entrypoints/http_server.py").read_text()
     for path in [*TYPES, "/generate", "/flush_cache", "/server_info", "/model_info", "/health"]:
         assert f'"{path}"' in routes, path
@@ -71,6 +73,7 @@ def test_a_request_keeps_the_contract_of_its_interface(wheel, sampling):
     path = wheel / "api/v1/api_types.py"
     spec = importlib.util.spec_from_file_location("sglang_api_types", path)
     assert spec is not None and spec.loader is not None
+
     types = sys.modules["sglang_api_types"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(types)
     body = generate_body(

@@ -76,7 +76,9 @@ def llama(random_model):
 
 
 def test_a_token_is_told_before_the_next_step_begins(llama, monkeypatch):
-    engine, events, ear = TorchEngine(llama), [], Ear()
+    engine = TorchEngine(llama)
+    events = []
+    ear = Ear()
     step = engine._step
 
     def counted() -> int:
@@ -134,6 +136,7 @@ def test_a_listener_that_raises_ends_its_own_request_alone(llama, error):
             assert type(error).__name__ in str(failed)
             assert completion == await engine.generate([7, 8], PARAMS, deadline_s=60)
             assert engine.failure is None and not engine.scheduler.running
+
         assert engine.stats()["engine/generated_tokens"] == 2 + 4 * 12, "it drew one token each"
 
     asyncio.run(work())
@@ -141,7 +144,8 @@ def test_a_listener_that_raises_ends_its_own_request_alone(llama, error):
 
 def test_nothing_is_told_twice_after_an_interruption(llama):
     async def work():
-        engine, ear = TorchEngine(llama), Ear()
+        engine = TorchEngine(llama)
+        ear = Ear()
         request = asyncio.create_task(engine.generate([5, 6, 7], PARAMS, deadline_s=60, listen=ear))
         await steps_until(lambda: len(ear.ids) == 3)
         await engine.publish(1, in_flight="continue")
@@ -158,7 +162,8 @@ def test_nothing_is_told_twice_after_an_interruption(llama):
 
 def test_requests_for_an_earlier_version_are_streamed_too(llama):
     async def work():
-        engine, ear = TorchEngine(llama), Ear()
+        engine = TorchEngine(llama)
+        ear = Ear()
         pinned = engine.serving(0)
         assert ear.heard(await pinned.generate([5, 6], PARAMS, deadline_s=60, listen=ear))
         assert ear.calls == 12
@@ -173,12 +178,15 @@ class Drawing(FakeEngine):
     def __init__(self, number: int, version: int = 3) -> None:
         super().__init__(number, version)
         self.tokens = [7, 8, 9, 10]
-        self.let, self.silent, self.listeners = 10**6, False, 0
+        self.let = 10**6
+        self.silent = False
+        self.listeners = 0
         self.failure: BaseException | None = None
 
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         self.asked.append((prompt_ids, sampling, session, deadline_s))
         self.listeners += listen is not None
+
         self.running += 1
         try:
             for token in self.tokens:
@@ -192,8 +200,10 @@ class Drawing(FakeEngine):
             raise
         finally:
             self.running -= 1
+
         if self.failure is not None:
             raise self.failure
+
         return Completion(
             ids=self.tokens,
             logprobs=[-token / 4 for token in self.tokens],
@@ -205,14 +215,17 @@ class Drawing(FakeEngine):
 def test_the_first_token_comes_before_the_completion_is_finished(tmp_path):
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            engine, ear = engines.by_name["e1"], Ear()
+            engine = engines.by_name["e1"]
+            ear = Ear()
             engine.let = 1
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7])
             assert engine.running == 1 and not request.done()
+
             engine.let = 2
             await until(lambda: len(ear.ids) == 3)
             assert not request.done()
+
             engine.let = 1
             assert ear.heard(await request)
             assert engine.listeners == 1
@@ -245,6 +258,7 @@ def test_no_tokens_come_after_the_answer_which_has_them_all(tmp_path):
                 while len(came) < 2:
                     frame = read_answers(await websocket.recv(decode=False))
                     came += [one for one in frame if not isinstance(one, State)]
+
                 await websocket.send(msgspec.msgpack.encode([Watch(id=3, every_s=60)]))
                 came += read_answers(await websocket.recv(decode=False))
                 assert [type(one).__name__ for one in came] == ["Completed", "Failed", "State"]
@@ -276,7 +290,9 @@ def test_of_an_engine_that_tells_nothing_the_listener_hears_in_the_end(tmp_path)
 def test_a_listener_that_raises_ends_its_request_in_the_other_process_too(tmp_path):
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            engine, ear, error = engines.by_name["e1"], Ear(), ValueError("no")
+            engine = engines.by_name["e1"]
+            ear = Ear()
+            error = ValueError("no")
             engine.let = 0
             failing, other = (
                 asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=listen))
@@ -284,9 +300,11 @@ def test_a_listener_that_raises_ends_its_request_in_the_other_process_too(tmp_pa
             )
             await until(lambda: engine.running == 2)
             engine.let = 2
+
             with pytest.raises(ListenerError, match="ValueError: no") as raised:
                 await failing
             assert raised.value.__cause__ is error
+
             await until(lambda: engine.cancelled == 1)
             engine.let = 10**6
             assert ear.heard(await other)
@@ -302,20 +320,26 @@ def test_another_engine_goes_on_where_the_first_one_died(tmp_path, leaves):
 
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            first, ear = engines.by_name["e1"], Ear()
-            first.let, first.failure = 2, EngineError("the engine's step failed")
+            first = engines.by_name["e1"]
+            ear = Ear()
+            first.let = 2
+            first.failure = EngineError("the engine's step failed")
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7, 8])
+
             second = await engines.start(2, kind=Drawing)
             second.let = 3
             await client.refresh()
+
             if leaves == "the engine goes":
                 await engines.leave["e1"].aclose()
             else:
                 first.tokens[2:] = []
                 first.let = 10
+
             await until(lambda: second.asked and ear.ids == [7, 8, 9])
             assert not request.done() and second.asked[0][:2] == first.asked[0][:2]
+
             second.let += 1
             assert ear.heard(await request), "each token once"
 
@@ -326,16 +350,20 @@ def test_another_engine_goes_on_where_the_first_one_died(tmp_path, leaves):
 def test_a_request_ends_when_another_engine_draws_other_tokens(tmp_path, drawn):
     async def work():
         async with some(tmp_path, 1, kind=Drawing) as (engines, client):
-            first, ear = engines.by_name["e1"], Ear()
+            first = engines.by_name["e1"]
+            ear = Ear()
             first.let = 2
             request = asyncio.create_task(client.generate([5], PARAMS, deadline_s=20, listen=ear))
             await until(lambda: ear.ids == [7, 8])
+
             second = await engines.start(2, kind=Drawing)
             second.tokens = drawn
             await client.refresh()
             await engines.leave["e1"].aclose()
+
             with pytest.raises(StreamDivergedError, match="newer weights"):
                 await request
+
             assert ear.ids == [7, 8] and len(second.asked) == 1
             assert issubclass(StreamDivergedError, EngineUnavailableError), "nobody's reward is 0"
 
@@ -343,8 +371,10 @@ def test_a_request_ends_when_another_engine_draws_other_tokens(tmp_path, drawn):
 
 
 def test_tokens_leave_the_engine_s_process_before_its_next_step(llama, tmp_path, monkeypatch):
-    engine, steps = TorchEngine(llama), 0
-    step, send = engine._step, WebSocket.send_bytes
+    engine = TorchEngine(llama)
+    steps = 0
+    step = engine._step
+    send = WebSocket.send_bytes
     sent: dict[int, int] = {}
 
     def counted() -> int:
@@ -393,6 +423,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
         if frame is None:
             return False
         assert len(frame) <= messages.FRAME_BYTES + 20 * messages.MAX_TOKENS
+
         for message in read_answers(frame):
             if isinstance(message, Tokens):
                 assert 1 <= len(message.ids) == len(message.logprobs) <= messages.MAX_TOKENS
@@ -400,6 +431,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
                 got.setdefault(message.id, []).extend(message.ids)
             else:
                 answers.append(message.id)
+
         return True
 
     for number, (event, request, size) in enumerate(events):
@@ -416,9 +448,11 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
             put[request] = got.setdefault(request, []).copy()
         else:
             take()
+
     assert len(outbox) + len(answers) == sum(event == "answer" for event, *_ in events)
     while take():
         pass
+
     assert {r: ids for r, ids in got.items() if ids} == {r: ids for r, ids in put.items() if ids}
     assert answers == sorted(answers) and len(outbox) == 0
 
@@ -430,9 +464,11 @@ def test_a_listener_is_told_each_token_once_however_the_engine_cuts_them():
     streamed.begin()
     streamed.add([1], [-9.0])
     streamed.add([2, 3, 4], [-9.0, -3.0, -4.0])
+
     completion = Completion(
         ids=[1, 2, 3, 4, 5], logprobs=[-9.0] * 5, versions=[0] * 5, finish_reason="stop"
     )
     streamed.finish(completion)
+
     assert ear.ids == completion.ids and ear.calls == 3
     assert ear.logprobs == [-1.0, -2.0, -3.0, -4.0, -9.0]

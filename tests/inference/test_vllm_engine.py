@@ -45,6 +45,7 @@ def case():
         patch.setattr(vllm_engine, "engine_arguments", arguments)
         section = EngineSection(type="vllm", kv_cache_gb=0.5, max_running=16)
         made = Case.of(engines.get("vllm"), section)
+
     yield made
     made.close()
 
@@ -93,9 +94,12 @@ class Sending:
     """A trainer that sends weights, and a follower of the engine that asks for them."""
 
     def __init__(self, case, folder, version, weights):
-        self.case, self.notes, self.sent = case, [], []
+        self.case = case
+        self.notes = []
+        self.sent = []
         self.model = copy.deepcopy(case.alone)
         self.model.load_state_dict(weights, strict=False)
+
         self.version = version
         self.sender = BroadcastSender(folder, self.model, note=self.sent.append)
         self.source = BroadcastSource(folder, torch.device("cpu"))
@@ -124,7 +128,9 @@ def test_workers_receive_weights_themselves(case, tmp_path, monkeypatch):
     async def work():
         await case.begin(20)
         assert case.difference(case.old, await case.draw()).max() < TOLERANCE
-        sending, running = Sending(case, tmp_path / "weights", 21, case.new), []
+
+        sending = Sending(case, tmp_path / "weights", 21, case.new)
+        running = []
         pause = case.engine._pause
 
         async def pausing(*given):
@@ -135,11 +141,14 @@ def test_workers_receive_weights_themselves(case, tmp_path, monkeypatch):
         monkeypatch.setattr(vllm_engine, "write_weights", never)
         monkeypatch.setattr(BroadcastSource, "read", never)
         assert await sending.look()
+
         found = await running[0]
         assert set(found.versions) == {20, 21}
+
         first = found.versions.index(21)
         assert case.difference(case.old, found)[:first].max() < TOLERANCE
         assert case.difference(case.new, found)[first:].max() < TOLERANCE
+
         later = await case.draw()
         assert set(later.versions) == {21}
         assert case.difference(case.new, later).max() < TOLERANCE
@@ -156,12 +165,15 @@ def test_a_round_that_fails_leaves_the_old_version_serving(case, tmp_path, monke
     async def work():
         await case.begin(30)
         running = await told(case, 3, sampled(max_new_tokens=400))
+
         lost = Sending(case, tmp_path / "lost", 31, case.new)
         with monkeypatch.context() as patch:
             patch.setattr(broadcast_group, "fingerprint", lambda tensor: "0" * 32)
             assert not await lost.look()
+
         assert "did not arrive as they were sent" in lost.notes[0]
         assert len(lost.sent) == 1
+
         unfit = {**case.new, "lm_head.weight": case.new["lm_head.weight"].clone()}
         unfit["lm_head.weight"][0, 0] = float("nan")
         refused = Sending(case, tmp_path / "refused", 31, unfit)
@@ -169,10 +181,12 @@ def test_a_round_that_fails_leaves_the_old_version_serving(case, tmp_path, monke
         assert "weights refused, nothing changed" in refused.notes[0]
         assert "lm_head.weight holds NaN" in refused.notes[0]
         assert not await refused.follower.look() and len(refused.notes) == 1
+
         for found in (await running, await case.draw()):
             assert set(found.versions) == {30}
             assert case.difference(case.old, found).max() < TOLERANCE
         assert await lost.look()
+
         found = await case.draw()
         assert set(found.versions) == {31}
         assert case.difference(case.new, found).max() < TOLERANCE
@@ -191,6 +205,7 @@ def test_each_of_several_workers_receives(tmp_path, monkeypatch):
         await two.begin(1)
         sending = Sending(two, tmp_path / "weights", 2, two.new)
         assert await sending.look()
+
         specs = sending.source.specs(sending.source.announced())
         assert await two.engine.places(specs) == ["cpu", "cpu"]
         found = await two.draw()
@@ -210,13 +225,16 @@ def test_a_load_that_fails_halfway_never_serves(case):
         await case.begin(8)
         running = await told(case, 3, sampled(max_new_tokens=800))
         await case.engine._llm.collective_rpc("fail_in_the_next_load")
+
         with pytest.raises(EngineError, match="may hold a part of it"):
             await case.engine.publish(9, case.new, in_flight="continue", deadline_s=PATIENCE_S)
         with pytest.raises(EngineError, match="may hold a part of it"):
             await running
+
         for later in (case.draw(), case.engine.begin(1, case.old), case.engine.forget_cache()):
             with pytest.raises(EngineError, match="may hold a part of it"):
                 await later
+
         with pytest.raises(EngineError, match="may hold a part of it"):
             case.engine.check()
 

@@ -30,7 +30,8 @@ def are_gone(references):
 def test_a_worker_keeps_none_of_what_it_received_beside_its_model(is_loaded, tmp_path, monkeypatch):
     """Neither once it is loaded nor, where another worker has lost the round, into the next one."""
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    loaded, came = [], []
+    loaded = []
+    came = []
 
     def reload_weights(weights_iterator):
         loaded.extend((name, tensor.tolist()) for name, tensor in weights_iterator)
@@ -43,7 +44,8 @@ def test_a_worker_keeps_none_of_what_it_received_beside_its_model(is_loaded, tmp
 
     monkeypatch.setattr(vllm_weights, "received", received)
     worker = WeightLoader()
-    worker.rank, worker.device = 0, torch.device("cpu")
+    worker.rank = 0
+    worker.device = torch.device("cpu")
     worker.model_runner = SimpleNamespace(reload_weights=reload_weights)
     given = msgspec.json.encode(Incoming("", Answer("a" * 32, "", "gloo", 1, 2))).decode()
 
@@ -59,6 +61,7 @@ def test_a_worker_keeps_none_of_what_it_received_beside_its_model(is_loaded, tmp
     if is_loaded:
         worker.load_agentevo_weights()
         assert are_gone(came)
+
     receive()
     worker.load_agentevo_weights()
     assert are_gone(came)

@@ -61,6 +61,7 @@ def test_a_packed_change_gives_the_new_bits(num, places, dtype):
     new = old.clone()
     for place in places:
         new[int(place * num)] = -0.0 if place < 0.5 else float("nan")
+
     gaps, values = packed(changed(old, new), new)
     found = applied(old, gaps, values)
     assert torch.equal(bits(found), bits(new)) and checksum(found) == checksum(new)
@@ -105,7 +106,9 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
     the newest version."""
     root = tmp_path_factory.mktemp("history")
     generator = torch.Generator().manual_seed(seed)
-    model, version, saved = made(), 0, (0, {})
+    model = made()
+    version = 0
+    saved = (0, {})
     written = {}
     notes = []
 
@@ -126,9 +129,12 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
         if found is not None:
             assert all(torch.equal(bits(found[n]), bits(t)) for n, t in written[latest].items())
 
-    trainer, follower, late = writer(), WeightsFolder(root, full_every=5), WeightsFolder(root)
+    trainer = writer()
+    follower = WeightsFolder(root, full_every=5)
+    late = WeightsFolder(root)
     asyncio.run(trainer.begin(0))
     remember()
+
     for action in actions:
         if action in ("step", "jump"):
             nudge(model, generator, 0.002 if action == "step" else 0.9)
@@ -151,12 +157,15 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
             remember()
         else:
             spoil(root, action, generator)
+
     asyncio.run(trainer.look_after())
     remember()
+
     trainer_saw = WeightsFolder(root).announced()
     for source in (follower, late, WeightsFolder(root, full_every=5)):
         found = source.read(trainer_saw.version, sha256=trainer_saw.sha256)
         assert all(torch.equal(bits(found[n]), bits(t)) for n, t in written[trainer_saw].items())
+
     shutil.rmtree(root)
 
 
@@ -164,6 +173,7 @@ def spoil(root, action, generator):
     found = sorted(root.glob("version-*/*"))
     if not found:
         return
+
     one = found[int(torch.randint(0, len(found), (), generator=generator))]
     if action == "tear":
         one.write_bytes(one.read_bytes()[:-7])
@@ -176,7 +186,8 @@ def spoil(root, action, generator):
 @pytest.fixture
 def published(tmp_path):
     """(folder, model) after a full version 1 and deltas 2 to 4."""
-    folder, model = WeightsFolder(tmp_path / "weights", full_every=8), made()
+    folder = WeightsFolder(tmp_path / "weights", full_every=8)
+    model = made()
     generator = torch.Generator().manual_seed(1)
     for version in (1, 2, 3, 4):
         nudge(model, generator, 0.002)
@@ -187,7 +198,8 @@ def published(tmp_path):
 def test_a_delta_is_small_and_keeps_what_it_builds_on(published):
     folder, model = published
     assert folder.versions() == [1, 2, 3, 4], "keep=2, and versions 3 and 4 build on 1 and 2"
-    full, last = manifest(folder, 1), manifest(folder, 4)
+    full = manifest(folder, 1)
+    last = manifest(folder, 4)
     assert [link.version for link in last.chain] == [1, 2, 3] and not full.chain
     assert last.bytes < full.bytes / 10
     assert same(WeightsFolder(folder.folder).read(4), model)
@@ -202,24 +214,28 @@ def test_who_follows_reads_only_what_changed(published, monkeypatch):
     monkeypatch.setattr(
         WeightsFolder, "_get", lambda self, v, f: asked.append((v, f)) or real(self, v, f)
     )
+
     assert same(reader.read(4), model)
     assert sorted(asked) == [(4, "delta.safetensors"), (4, "manifest.json")]
 
 
 def test_full_versions_come_in_between(tmp_path):
-    folder, model = WeightsFolder(tmp_path, full_every=3), made()
+    folder = WeightsFolder(tmp_path, full_every=3)
+    model = made()
     generator = torch.Generator().manual_seed(1)
     kinds = []
     for version in range(7):
         nudge(model, generator, 0.002)
         folder.write(version, model, keep=1)
         kinds.append(len(manifest(folder, version).chain))
+
     assert kinds == [0, 1, 2, 0, 1, 2, 0]
     assert folder.versions() == [6]
 
 
 def test_where_a_delta_does_not_pay_the_full_version_says_so(tmp_path):
-    notes, model = [], made()
+    notes = []
+    model = made()
     folder = WeightsFolder(tmp_path, full_every=8)
     made_by = Publication(folder, model, keep=2, note=notes.append)
     for version in range(3):
@@ -227,18 +243,21 @@ def test_where_a_delta_does_not_pay_the_full_version_says_so(tmp_path):
             for parameter in model.parameters():
                 parameter.neg_()
         asyncio.run(made_by.publish(version))
+
     assert not manifest(folder, 2).chain and same(folder.read(2), model)
     assert len(notes) == 1 and "(bfloat16) is no smaller than all of them" in notes[0]
 
 
 def test_many_small_deltas_are_together_smaller_than_the_full_version(tmp_path):
-    folder, model = WeightsFolder(tmp_path, full_every=1000), made()
+    folder = WeightsFolder(tmp_path, full_every=1000)
+    model = made()
     generator = torch.Generator().manual_seed(1)
     chains = []
     for version in range(12):
         nudge(model, generator, 0.2)
         folder.write(version, model, keep=1)
         chains.append(len(manifest(folder, version).chain))
+
     assert 0 < max(chains) <= 3 and chains.count(0) >= 3
     assert not folder.advice
 
@@ -251,8 +270,10 @@ def test_a_delta_between_that_is_torn_is_refused_and_mended(part, published):
     asyncio.run(writer.publish(4))
     file = folder.path(2) / part
     file.write_bytes(file.read_bytes()[:-1] + b"?")
+
     with pytest.raises(EngineError, match="is not what was written"):
         WeightsFolder(folder.folder).read(4)
+
     asyncio.run(writer.look_after())
     assert len(notes) == 1 and "version 4 was damaged" in notes[0]
     assert not manifest(folder, 4).chain and same(WeightsFolder(folder.folder).read(4), model)
@@ -268,6 +289,7 @@ def test_a_wrong_base_is_refused_whoever_holds_it(published):
         EngineError, match=r"does not give the weights .*1 tensors differ, 1\.weight"
     ):
         reader.read(4)
+
     assert same(reader.read(4), model)
 
 
@@ -275,12 +297,16 @@ def test_two_writers_never_give_a_mixture(published, tmp_path):
     """The second one overwrites versions that the first one's deltas build on."""
     folder, _ = published
     wanted = folder.announced()
-    other, second = made(5), WeightsFolder(folder.folder, full_every=8)
+
+    other = made(5)
+    second = WeightsFolder(folder.folder, full_every=8)
     for version in (2, 3):
         nudge(other, torch.Generator().manual_seed(9), 0.002)
         second.write(version, other, keep=9)
+
     with pytest.raises(EngineError, match="not what was written"):
         WeightsFolder(folder.folder).read(wanted.version, sha256=wanted.sha256)
+
     latest = folder.announced()
     assert same(WeightsFolder(folder.folder).read(latest.version, sha256=latest.sha256), other)
 
@@ -307,6 +333,7 @@ def test_large_versions_lie_in_several_files(published, tmp_path, monkeypatch):
     files = sorted(path.name for path in folder.path(7).glob("*.safetensors"))
     assert files == [f"weights-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert same(folder.read(7), model)
+
     (folder.path(7) / files[1]).unlink()
     with pytest.raises(EngineError, match="is gone"):
         folder.read(7)

@@ -30,19 +30,25 @@ def model():
 def test_what_is_trained_comes_back_to_the_bit(model, tmp_path):
     folder = WeightsFolder(tmp_path / "weights")
     assert folder.latest() is None and folder.versions() == []
+
     sha256 = folder.write(12, model, keep=4)
     assert (folder.latest(), folder.versions()) == (12, [12])
+
     found = folder.read(12)
     assert found.keys() == {"0.weight", "1.weight"}, "what needs no gradient is not sent"
     assert all(torch.equal(found[name], dict(model.named_parameters())[name]) for name in found)
+
     file = tmp_path / "weights" / "version-000012" / "weights.safetensors"
     assert load_file(file).keys() == found.keys()
     assert json.loads((tmp_path / "weights" / "latest.json").read_text()) == {
         "version": 12,
         "sha256": sha256,
     }
-    raw, size = (file.parent / "manifest.json").read_bytes(), file.stat().st_size
+
+    raw = (file.parent / "manifest.json").read_bytes()
+    size = file.stat().st_size
     assert sha256 == hashlib.sha256(raw).hexdigest(), "it stands for every file"
+
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     part = {"file": file.name, "sha256": digest, "bytes": size}
     assert json.loads(raw) == {"version": 12, "bytes": size, "tensors": 2, "parts": [part]}
@@ -55,6 +61,7 @@ def test_old_versions_go_and_never_a_newer_one(model, tmp_path):
     assert folder.versions() == [3, 4, 5]
     folder.write(4, model, keep=1)  # a trainer that went back
     assert (folder.versions(), folder.latest()) == ([4, 5], 4)
+
     with pytest.raises(EngineError, match=r"version-000003 is gone \(versions at hand: 4, 5\)"):
         folder.read(3)
 
@@ -89,10 +96,12 @@ def test_torn_or_changed_versions_are_refused(file, spoil, problem, model, tmp_p
     path = folder.path(1) / file
     state = folder.state(1)
     assert state == folder.state(1)
+
     if spoil is None:
         path.unlink()
     else:
         path.write_bytes(spoil(path.read_bytes()))
+
     assert folder.state(1) != state
     with pytest.raises(EngineError, match=problem):
         folder.read(1)
@@ -106,10 +115,12 @@ def test_a_forged_version_with_a_manifest_of_its_own_is_not_the_one_that_latest_
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other[0].weight)
     WeightsFolder(tmp_path / "forged").write(1, other, keep=2)
+
     for name in ("weights.safetensors", "manifest.json"):
         (folder.path(1) / name).write_bytes(
             (tmp_path / "forged" / "version-000001" / name).read_bytes()
         )
+
     assert folder.read(1)["0.weight"].abs().sum() == 0
     with pytest.raises(EngineError, match="not what was written"):
         folder.read(1, sha256=wanted)
@@ -141,6 +152,7 @@ def test_a_full_disk_leaves_what_was_there(error, model, tmp_path, monkeypatch):
     monkeypatch.setattr(weights_module, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         folder.write(2, model, keep=2)
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "version-000001"]
     assert folder.latest() == 1 and folder.read(1)
 
@@ -157,6 +169,7 @@ def test_killed_at_any_moment_of_writing(model, tmp_path):
         writer.start()
         writer.join(60)
         rows.append((writer.exitcode, folder.latest(), len(folder.read(folder.latest()))))
+
     assert rows == [(-9, 1, 2)] * 5 + [(-9, 7, 2), (0, 8, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "latest.json",

@@ -41,6 +41,7 @@ class Guesses(vf.MultiTurnEnv):
         if messages[-1]["content"] == state["answer"]:
             state["final_env_response"] = []
             return []
+
         if messages[-1]["content"] == "break":
             raise ValueError("the board is gone")
         if messages[-1]["content"] == "hang":
@@ -72,6 +73,7 @@ def test_the_rubric_rewards_and_each_of_its_functions_is_a_metric(attempt):
     outcome, conversation = attempt(environment, ["1"])
     assert (outcome.reward, outcome.success) == (1.0, True)
     assert outcome.metrics.items() >= {"right": 1.0, "length": 1.0, "num_turns": 1.0}.items()
+
     roles = [message.role for message in conversation.turns[0].messages]
     assert roles == ["system", "user", "assistant"]
     outcome, _ = attempt(environment, ["seven"])
@@ -125,6 +127,7 @@ def test_a_rubric_that_raises_fails_the_attempt_and_never_counts_as_0(attempt, i
     funcs = (right, broken_too if is_async else broken)
     with pytest.raises(ValueError, match="no judge today"):
         attempt(made(funcs=funcs), ["1"])
+
     assert attempt(made(), ["1"])[0].reward == 1.0
 
 
@@ -166,9 +169,11 @@ def test_its_datasets_are_the_tasks():
         ("eval-0", "Say 0.", "0"),
         ("eval-1", "Say 1.", "1"),
     ]
+
     config = build_config({"agent": {"type": "both"}, "model": {"name": "tiny"}})
     source = TaskSource(config, None)
     assert source.held_out() == held_out and source.given() == [*train, *held_out]
+
     only_eval = vf.SingleTurnEnv(eval_dataset=Dataset.from_list(ROWS), rubric=vf.Rubric([right]))
     with pytest.raises(ConfigError, match="nothing to train on"):
         player_of(only_eval, "only_eval").tasks()
@@ -198,13 +203,16 @@ def test_it_is_loaded_by_its_name_and_the_runs_signal_handlers_stay(tmp_path, mo
     section = VerifiersSection(id="me/my-named-env", args={"num": 5})
     assert len(VerifiersAgent(section).tasks()[0]) == 5
     assert signal.getsignal(signal.SIGTERM) is before
+
     with pytest.raises(ConfigError, match=r"unexpected keyword.*nom"):
         VerifiersAgent(VerifiersSection(id="my-named-env", args={"nom": 5}))
+
     (tmp_path / "my_taskset.py").write_text("")
     with pytest.raises(ConfigError, match=r"has no `load_environment`.*verifiers>=0.4"):
         VerifiersAgent(VerifiersSection(id="my-taskset"))
     with pytest.raises(ConfigError, match="no environment 'my-missing-env' is installed"):
         VerifiersAgent(VerifiersSection(id="my-missing-env"))
+
     assert "my_missing_env" not in sys.modules
 
 
@@ -220,7 +228,8 @@ def test_attempts_share_one_loop():
         async def which():
             return asyncio.get_running_loop()
 
-        first, second = await own.run(which), await own.run(which)
+        first = await own.run(which)
+        second = await own.run(which)
         return first is second and first is not asyncio.get_running_loop()
 
     assert asyncio.run(loop_of_two(own_loop.OwnLoop("two")))

@@ -26,9 +26,11 @@ def test_every_device_has_one_process_and_everything_is_placed(
     except ConfigError:
         assert bool(engines) != bool(samplers) or gpus_per_engine > gpus > 0
         return
+
     assert sum(len(node.engines) for node in nodes) == engines
     assert sum(node.samplers for node in nodes) == samplers
     assert [node.trainer > 0 for node in nodes[:trainer_nodes]] == [True] * trainer_nodes
+
     for node in nodes:
         used = [*node.trainer_devices, *(d for devices in node.engines for d in devices)]
         assert len(used) == len(set(used))

@@ -41,6 +41,7 @@ def test_a_watch_follows_the_heart_to_its_end(tmp_path):
     path = tmp_path / "run.launch" / "1.json"
     watch = HeadWatch(path)
     assert watch.poll() is None
+
     with Heart(path) as heart:
         deadline = time.monotonic() + 30
         while not path.is_file():
@@ -48,6 +49,7 @@ def test_a_watch_follows_the_heart_to_its_end(tmp_path):
             time.sleep(0.01)
         assert watch.poll() is None
         heart.code = 7
+
     assert watch.poll() == 7
 
 
@@ -74,8 +76,10 @@ def test_a_replaced_node_does_not_end_by_the_former_end(tmp_path):
     watch = HeadWatch(path)
     assert watch.poll() is None
     assert watch.poll() is None
+
     path.write_text(json.dumps({"count": 0}))
     assert watch.poll() is None
+
     path.write_text(json.dumps({"count": 3, "code": 143}))
     path.write_text(json.dumps({"count": 4, "code": 0}))
     assert watch.poll() == 0
@@ -111,13 +115,18 @@ def test_what_is_no_plan_is_refused(tmp_path):
 def test_a_node_waits_for_its_recipe_and_says_so(small_config, tmp_path, monkeypatch):
     """Not for ever: who is started after that says what differs."""
     ensure_run_folder(small_config(tmp_path / "run"))
-    looks, notes, begun = iter([None] * 3 + [0]), [], []
+    looks = iter([None] * 3 + [0])
+    notes = []
+    begun = []
     monkeypatch.setattr(node_module, "Children", lambda *given: begun.append(given) or Began())
+
     config = small_config(tmp_path / "run", "trainer.steps=7")
     given = (Node(), [], config, False, lambda: next(looks), lambda: False, notes.append)
     node_module._look_after(*given)
+
     assert notes == ["waiting for the trainer to go on with trainer.steps as given here"]
     assert not begun
+
     monkeypatch.setattr(node_module, "RECIPE_S", 0.0)
     looks = iter([0])
     node_module._look_after(*given)
@@ -154,10 +163,13 @@ def test_ranks_on_two_nodes_end_by_the_code_of_the_first(asked, tmp_path):
         assert time.monotonic() < deadline
         assert [node.poll() for node in nodes] == [None, None]
         time.sleep(0.2)
+
     for rank in asked:
         nodes[rank].send_signal(signal.SIGTERM)
+
     assert nodes[0].wait(timeout=300) == 143
     assert nodes[1].wait(timeout=300) == 143
+
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     saved = max((tmp_path / "run" / "checkpoints").glob("step-*")).name
     assert int(saved.removeprefix("step-")) == steps[-1]
@@ -174,10 +186,13 @@ def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
         assert time.monotonic() < deadline
         assert node.poll() is None
         time.sleep(0.2)
+
     node.send_signal(signal.SIGTERM)
     assert node.wait(timeout=300) == 143
+
     beat = json.loads((Path(f"{tmp_path / 'run'}.launch") / "1.json").read_text())
     assert beat["code"] == 143
+
     steps = metrics.read_text().count("\n")
     folder = written(tmp_path, "trainer.steps=500", engines=1, samplers=1)
     node = start(folder, 0, id="2")
@@ -186,5 +201,6 @@ def test_a_stopped_launch_goes_on_with_the_next(tmp_path):
         assert time.monotonic() < deadline
         assert node.poll() is None
         time.sleep(0.2)
+
     node.send_signal(signal.SIGTERM)
     assert node.wait(timeout=300) == 143

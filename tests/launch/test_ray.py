@@ -33,6 +33,7 @@ def test_a_folder_for_ray(tmp_path):
     assert made.command[:3] == ["ray", "job", "submit"]
     assert made.command[-4:] == ["agentevo", "launch", "own", f"{made.folder}/nodes.yaml"]
     (made.folder / "ray.yaml").write_text("cpus_per_node: 0")
+
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=r"no ray\.yaml of"):
         own(made.folder / "nodes.yaml")
@@ -55,6 +56,7 @@ def cluster():
         cluster = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     except Exception as error:  # noqa: BLE001 (whatever its start-up says)
         pytest.skip(f"Ray does not start on this machine now, which may be busy: {error}")
+
     try:
         nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
         yield cluster, nodes
@@ -66,7 +68,8 @@ class Owned:
     """`agentevo launch own` in a process of its own."""
 
     def __init__(self, folder, address, run):
-        self.log, self.run = folder / "own.log", run
+        self.log = folder / "own.log"
+        self.run = run
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
                 [
@@ -115,14 +118,17 @@ def test_lost_processes_and_nodes_are_told_and_begun_again(cluster, tmp_path):
         os.kill(int(owned.started(1)[0]), signal.SIGKILL)
         owned.wait(lambda: len(owned.started(1)) == 2, "its process is begun again")
         assert "node 1: ended with exit code 137; it is begun again" in owned.log.read_text()
+
         ray.init(address=made.address, log_to_driver=False)
         (group,) = ray.util.placement_group_table().values()
         place = group["bundles_to_node_id"][1]
         ray.shutdown()
+
         (node,) = [node for node in nodes if node.node_id == place]
         made.remove_node(node, allow_graceful=False)
         owned.wait(lambda: len(owned.started(1)) == 3, "its node is replaced")
         assert re.search(r"node 1: lost \(.+\)", owned.log.read_text())
+
         os.kill(int(owned.started(0)[0]), signal.SIGKILL)
         owned.wait(lambda: len(owned.started(0)) == 2, "the launch goes on where the run stands")
         assert "the trainer ended with exit code 137; 3 restarts are left" in owned.log.read_text()
@@ -130,4 +136,5 @@ def test_lost_processes_and_nodes_are_told_and_begun_again(cluster, tmp_path):
     finally:
         owned.process.kill()
         owned.process.wait()
+
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == STEPS

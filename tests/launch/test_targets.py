@@ -52,8 +52,10 @@ def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
     ).folder  # fmt: skip
     script = (folder / "job.sbatch").read_text()
     subprocess.run(["bash", "-n", folder / "job.sbatch"], check=True)
+
     for line in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=02:00:00"):
         assert f"#SBATCH {line}\n" in script
+
     assert "#SBATCH --exclusive\n" in script
     assert "export SRUN_CPUS_PER_TASK=32\n" in script
     assert script.index("module load cuda") < script.index("${PW:?") < script.index("srun")
@@ -69,15 +71,19 @@ def test_the_manifest_gives_secrets_by_reference_and_the_code_beside_the_recipe(
     data = found["ConfigMap"]["data"]
     assert data["mine.py"] == "A = 1\n"
     assert yaml.safe_load(data["recipe.yaml"])["import"] == ["./mine.py"]
+
     job = found["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
+
     assert job["completions"] == job["parallelism"] == 3
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert pod["nodeSelector"] == {"pool": "gpu"}
+
     secret = next(one for one in container["env"] if one["name"] == "PW")
     assert secret["valueFrom"]["secretKeyRef"] == {"name": "agentevo", "key": "PW"}
     assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+
     head = f"--head={found['Job']['metadata']['name']}-0.{found['Service']['metadata']['name']}"
     assert head in container["args"]
 
@@ -95,6 +101,7 @@ def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
     project = yaml.safe_load((folder / "compose.yaml").read_text())
     services = project["services"]
     assert project["name"] == "agentevo-frozen-lake"
+
     (devices,) = services["run"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices["count"] == 2
     assert services["run"]["environment"]["PW"].startswith("${PW:?")

@@ -50,8 +50,10 @@ def test_two_programs_share_the_attempts_that_there_may_be(tmp_path):
             ]
             done, _ = await asyncio.wait(waiting, timeout=0.5)
             assert not done, "there is no room, and nobody is refused"
+
             await asyncio.gather(*(model.connection.end(one) for one in held))
             made = await asyncio.gather(*waiting)
+
         statuses = [t.status for groups in made for group in groups for t in group.trajectories]
         assert statuses == ["completed"] * 2 * len(TASKS) * 3
 
@@ -64,6 +66,7 @@ def test_a_request_that_comes_twice_is_done_once(tmp_path):
         first = new(0)
         opened = await asyncio.gather(*(here.open(first) for _ in range(4)))
         assert len({one.handle for one in opened}) == 1
+
         second = await here.open(new(1))  # the others have taken no room
         ends = await asyncio.gather(*(here.end(second) for _ in range(4)))
         assert all(end == ends[0] for end in ends)
@@ -81,9 +84,11 @@ def test_a_program_that_is_gone_is_given_up_though_nobody_asks(tmp_path, monkeyp
         monkeypatch.setattr(attempts, "MARGIN_S", -model.state.attempt_timeout_s)
         await asyncio.sleep(0.3)
         monkeypatch.undo()
+
         for one in gone:
             with pytest.raises(UnknownAttemptError):
                 await model.connection.settle(one)
+
         await model.connection.open(new(2))
 
     at_a_server(tmp_path, work)

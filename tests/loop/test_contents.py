@@ -36,7 +36,8 @@ WRONG = {
 
 async def greedily(model):
     """A group of the likeliest tokens under the name of one that is trained on."""
-    made, seals = [], {}
+    made = []
+    seals = {}
     for number in range(4):
         new = NewAttempt(task_id="g", group_id="g/train@1", number=number, greedy=True)
         opened = await model.connection.open(new)
@@ -52,6 +53,7 @@ async def greedily(model):
         )
         made.append(one)
         seals[one.id] = ended.seal
+
     return agentevo.Group(
         id="g/train@1", task=Task(id="g", query="Hi."), trajectories=made, seals=seals
     )
@@ -73,20 +75,25 @@ def test_what_no_attempt_can_say_is_refused_and_ends_nothing(tmp_path):
         for what, fields in WRONG.items():
             wrong = replaced(first, **fields)
             await refused(what, replaced(group, trajectories=[wrong, *others]))
+
         turn = replaced(first.turns[0], reward=1e300)
         wrong = replaced(first, turns=[turn])
         await refused("a turn", replaced(group, trajectories=[wrong, *others]), why="up to 1e")
+
         for seal in ("é", 7):
             seals = dict.fromkeys(group.seals, seal)
             await refused("a seal", replaced(group, seals=seals), why="is not what")
+
         task = replaced(group.task, metadata={"x": object()})
         await refused("metadata", replaced(group, task=task))
         await refused("nothing", replaced(group, trajectories=[]), why="has no attempt")
         await refused("greedy", await greedily(model), why="is greedy")
+
         with pytest.raises(ConfigError, match="up to 1e"):
             group.with_rewards([1e13, 0.0, 0.0, 0.0])
         with pytest.raises(ConfigError, match="at most 1000 characters"):
             await gathered(model, {"id": "t" * 900_000, "query": "?"})
+
         largest = group.with_rewards([1e12, -1e12, 1e12, 0.0])
         assert (await model.train([largest])).step == 1
 

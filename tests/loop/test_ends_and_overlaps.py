@@ -36,6 +36,7 @@ def test_what_two_submissions_share_is_trained_on_once(tmp_path):
         assert await both([a, b], [b, a]) == [1, "ConfigError"]
         assert await both([c], [c.with_rewards([1.0, 2.0, 3.0, 4.0])]) == [2, "ConfigError"]
         assert await both([d], other) == [3, "ConfigError"]  # the same task, with other content
+
         (e,) = await gathered(model, {"id": "e", "query": "?"})
         assert await both([e], [e], [e]) == [4, 4, 4]
         with pytest.raises(ConfigError, match="no attempt is trained on twice"):
@@ -52,7 +53,8 @@ def test_what_is_committed_while_a_submission_is_checked_is_not_submitted_again(
         service = model.connection._service
         a, b = await gathered(model, *TASKS[:2])
         check = type(service)._check_new
-        checked, go_on = asyncio.Event(), asyncio.Event()
+        checked = asyncio.Event()
+        go_on = asyncio.Event()
 
         async def slow(self, groups):
             await check(self, groups)
@@ -66,9 +68,11 @@ def test_what_is_committed_while_a_submission_is_checked_is_not_submitted_again(
         late = asyncio.create_task(model.train([a, b]))
         await checked.wait()
         assert (await model.train([a])).step == 1
+
         go_on.set()
         with pytest.raises(ConfigError, match="no attempt is trained on twice"):
             await late
+
         assert (await model.train([b])).step == 2
 
     loop(tmp_path / "run", work)
@@ -88,6 +92,7 @@ def test_a_run_that_fails_says_so_to_everybody(tmp_path, monkeypatch, capfd):
         asking = [model.train(groups), *(gathered(model, TASKS[1]) for _ in range(5))]
         raised = await asyncio.gather(*asking, return_exceptions=True)
         assert isinstance(raised[0], TrainingError)
+
         for _ in range(3):
             with pytest.raises(AgentEvoError, match="disk is full") as first:
                 await gathered(model, TASKS[2])
@@ -98,6 +103,7 @@ def test_a_run_that_fails_says_so_to_everybody(tmp_path, monkeypatch, capfd):
 
     with pytest.raises(TrainingError, match="disk is full"):
         loop(tmp_path / "run", work)
+
     gc.collect()
     said = capfd.readouterr().err
     for word in ("never", "Event loop is closed", "Traceback"):
@@ -106,7 +112,9 @@ def test_a_run_that_fails_says_so_to_everybody(tmp_path, monkeypatch, capfd):
 
 def test_who_asks_a_loop_that_ends_is_answered():
     """Whatever moment it ends at: before the work has begun, within it, or long ago."""
-    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    begun = threading.Event()
+    go_on = threading.Event()
+    ended = threading.Event()
     calls = Calls(lambda: EngineUnavailableError("over"))
 
     async def host():
@@ -118,11 +126,14 @@ def test_who_asks_a_loop_that_ends_is_answered():
     def run():
         own = asyncio.new_event_loop()
         hosting = own.create_task(host())
+
         own.run_forever()
         for task in asyncio.all_tasks(own):
             task.cancel()
+
         own.run_until_complete(asyncio.sleep(0))
         assert hosting.done()
+
         ended.wait()
         own.close()
         calls.end()
@@ -135,18 +146,23 @@ def test_who_asks_a_loop_that_ends_is_answered():
         assert calls.call_now(lambda: 4, 10) == 4
         with pytest.raises(ValueError, match="own"):
             await calls.call(failing())
+
         within = asyncio.create_task(calls.call(asyncio.sleep(60)))
         await asyncio.sleep(0.05)
         go_on.set()
+
         with pytest.raises(EngineUnavailableError, match="over"):
             await within
+
         unheard = answer()
         before = asyncio.create_task(calls.call(unheard))  # the loop has stopped for good
         await asyncio.sleep(0.05)
         ended.set()
+
         with pytest.raises(EngineUnavailableError, match="over"):
             await before
         assert inspect.getcoroutinestate(unheard) == inspect.CORO_CLOSED
+
         thread.join(10)
         with pytest.raises(EngineUnavailableError, match="over"):
             await calls.call(answer())
@@ -157,4 +173,5 @@ def test_who_asks_a_loop_that_ends_is_answered():
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert begun.wait(10)
+
     asyncio.run(asyncio.wait_for(program(), 20))

@@ -134,9 +134,11 @@ def test_a_loop_raises_the_reward_and_goes_on_where_it_was(tmp_path):
 
     loop(folder, again)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
     run = agentevo.load_run(folder)
     assert run.audit().ok
     assert run.summary["steps"] == 10
+
     with pytest.raises(ConfigError, match="a program's own loop"):
         agentevo.train("coins", resume=True, run={"dir": folder})
 
@@ -157,6 +159,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
         assert [one.status for one in group.trajectories] == [
             "completed", "failed", "failed", "completed", "completed",
         ]  # fmt: skip
+
         errors = [one.error for one in group.trajectories if one.error]
         assert errors[0] == "ValueError: bad luck"
         assert errors[1].startswith("the agent returned no reward")
@@ -174,6 +177,7 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
             await model.train([])
         with pytest.raises(ConfigError, match="there twice"):
             await model.train([group, group])
+
         greedy = await answer.group(model, TASKS[0], greedy=True)
         with pytest.raises(ConfigError, match="only evaluates"):
             await model.train([greedy])
@@ -186,13 +190,16 @@ def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
 
         copied = agentevo.Group.decode(group.encode())
         assert copied == group
+
         judged = copied.with_rewards([1.0, 0.0, 0.0, 0.5, 0.25])
         old = await agentevo.gather([answer.group(model, TASKS[1])])
         trained = await model.train([judged])
         assert trained.dropped == {f"{group.id}#1": "failed", f"{group.id}#2": "failed"}
         assert trained.reward == pytest.approx((1.0 + 0.5 + 0.25) / 3)
+
         with pytest.raises(ConfigError, match="no attempt is trained on twice"):
             await model.train([group])  # with other rewards, it is another submission
+
         changed = await answer.group(model, {**TASKS[0], "query": "Say b."}, size=2)
         with pytest.raises(ConfigError, match="another id"):
             await model.train([changed])

@@ -44,12 +44,14 @@ def low(text):
 @agentevo.rollout
 async def debate(task, agents):
     """Each is to write other characters than the one before it; the scorers judge the writer."""
-    said, rewards = task.query, {}
+    said = task.query
+    rewards = {}
     for number, name in enumerate(agents.agents):
         reply = await agents[name].generate([{"role": "user", "content": said}])
         said = reply.text
         if name != "writer":
             rewards[name] = low(said) if number % 2 else 1 - low(said)
+
     return rewards
 
 
@@ -76,6 +78,7 @@ def what_was_trained(folder):
     run = agentevo.load_run(folder)
     audit = run.audit()
     assert audit.ok, audit
+
     texts = sorted(
         (one.id, [(list(turn.completion_ids), list(turn.versions)) for turn in one.turns])
         for one in run.trajectories(split="train")
@@ -169,15 +172,19 @@ def test_only_the_chosen_agents_turns_move_only_its_own_weights(tmp_path, monkey
                 ["solver", "writer", "critic"],
                 ["solver", "writer"],
             )
+
             group, other = await agentevo.gather(both.group(model, task) for task in TASKS[:2])
             assert group.agents == ["solver", "writer", "critic"]
+
             judged = group.of("writer").with_rewards([0.0, 0.5, 1.0])
             trained = await model.train([judged])
             assert (trained.dropped, policies.agents_moved()) == ({}, {"writer"})
             assert "agents/writer/actor/grad_norm" in trained.metrics
             assert "actor/grad_norm" not in trained.metrics
+
             stale = await model.train([other])
             assert set(stale.dropped.values()) == {"stale", "not-trained"}
+
             (group,) = await agentevo.gather([both.group(model, TASKS[2])])
             mixed = [one for one in group.trajectories if one.agent == "writer"]
             named = msgspec.structs.replace(mixed[0], group_id=f"{group.id}:solver")
@@ -185,10 +192,12 @@ def test_only_the_chosen_agents_turns_move_only_its_own_weights(tmp_path, monkey
                 forged = msgspec.structs.replace(group, trajectories=[wrong])
                 with pytest.raises(agentevo.AgentEvoError, match="is not what this run's engine"):
                     await model.train([forged])
+
             spread = [0.0, 0.5, 1.0] * 3
             trained = await model.train([group.with_rewards(spread)])
             assert set(trained.dropped.values()) == {"not-trained"}
             assert policies.agents_moved() == {"solver", "writer"}
+
             with pytest.raises(ConfigError, match="'judge' is no agent of the group"):
                 group.of("judge")
 
@@ -217,8 +226,10 @@ def by_a_client(task, policy):
         return answer.json() if answer.is_error else answer.json()["choices"][0]["message"]
 
     assert "there is no agent 'gpt-4o'" in ask("gpt-4o", policy)["error"]["message"]
+
     said = [ask("solver", policy), ask("critic", policy), ask("gpt-4o", policy["critic"])]
     assert all(one["content"] is not None for one in said)
+
     posted = {"reward": 0.5, "agent": "solver", "turn": 0}
     assert httpx.post(policy.session.reward_url, json=posted).is_success
     return {"solver": 1.0, "critic": [0.0, 1.0]}
@@ -256,6 +267,7 @@ async def by_its_name(task, policy):
             headers={"authorization": f"Bearer {policy.api_key}"},
             timeout=60,
         )
+
     return {"solver": float(answer.status_code)}
 
 
@@ -288,6 +300,7 @@ def test_remote_models_are_asked_by_the_program(where, tmp_path, monkeypatch):
                 assert 10.0 <= one.reward <= 11.0
                 assert [turn.agent for turn in one.remote_turns] == ["", "judge"]
                 assert one.metrics["num_remote_turns"] == 2.0
+
             assert (await model.train([group])).dropped == {}
             if where == "server":  # whose gateway does not pass the policy off as the teacher
                 assert "is a remote model of the program" in await refusal(model, "teacher")
@@ -299,8 +312,10 @@ def test_remote_models_are_asked_by_the_program(where, tmp_path, monkeypatch):
     with RemoteServer(gives(chat("right"))) as server:
         asyncio.run(work(server.base_url))
     assert {headers["authorization"] for headers in server.headers} == {"Bearer sk-secret"}
+
     stored = agentevo.load_run(tmp_path / "mine").trajectories(state="committed")
     assert {turn.messages[-1].text for one in stored for turn in one.remote_turns} == {"right"}
+
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if b"sk-secret" in path.read_bytes()] == []
 
@@ -350,6 +365,7 @@ def test_what_a_program_can_not_say(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             asyncio.run(client(**sections))
+
     assert not (tmp_path / "mine").exists()
 
     async def twice():
@@ -388,6 +404,7 @@ def test_groups_may_be_gathered_while_a_step_is_trained(tmp_path):
                 )
                 assert set(trained.dropped.values()) == {"not-trained"}
                 group = ahead
+
             stale = await model.train([oldest])
             assert set(stale.dropped.values()) == {"stale", "not-trained"}
 

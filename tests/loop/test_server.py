@@ -44,10 +44,13 @@ def test_whatever_answer_is_lost_trains_once(tmp_path):
                 trained = await model.train(groups)
                 assert (trained.step, model.step, trained.dropped) == (step, step, {})
                 assert len({turn.seed for g in groups for t in g.trajectories for turn in t.turns})
+
             assert {"POST steps", "POST attempts", "POST generate", "POST end"} <= set(wire.lost)
+
             await client.close_model("mine")
             with pytest.raises(ConfigError, match="no attempt is trained on twice"):
                 await model.train(groups[:1])  # the model is opened again, by its name
+
             assert (await model.refresh()).step == 2
 
     asyncio.run(work())
@@ -65,6 +68,7 @@ def test_what_the_door_refuses(tmp_path):
                 answer = await http.get("/loop/v1/models", headers={"Authorization": key})
                 assert answer.status_code == 401
             assert await client.models() == []
+
             for name, sections, message in (
                 ("-x", {}, "no name for a model"),
                 ("..", {}, "no name for a model"),
@@ -78,15 +82,18 @@ def test_what_the_door_refuses(tmp_path):
                     await client.request(
                         "POST", f"/{name.replace('.', '%2E')}", {"sections": sections}, kind=dict
                     )
+
             with pytest.raises(ConfigError, match="no name for a model"):
                 async with client.open_model("a/b"):
                     pass
             assert not list(tmp_path.glob("m*"))
             with pytest.raises(ModelNotOpenError):
                 await client.request("GET", "/mine", kind=dict)
+
             for content in (b"", b"{", b"[]", b'{"sections": 3}', b"\xff" * 9, b"[" * 9999):
                 answer = await http.post("/loop/v1/models/mine", content=content)
                 assert answer.status_code == 400, content
+
             long = await http.post("/loop/v1/models/mine", content=b" " * (17 * 2**20))
             assert long.status_code == 400
             assert b"longer than 16 MiB" in long.content
@@ -148,6 +155,7 @@ def start_server(folder: Path, *options: str) -> tuple[subprocess.Popen, str, st
             url = line.split(" at ")[1].strip()
         if "the key is in" in line:
             break
+
     key = (folder / "models" / "gateway" / "secret").read_text().strip()
     return process, url, key
 
@@ -173,7 +181,9 @@ def free_port() -> str:
 def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
     """Server and client share no folder. The server is killed in the middle, twice: under the
     client's hands, and between two clients."""
-    here, port = tmp_path / "server", free_port()
+    here = tmp_path / "server"
+    port = free_port()
+
     here.mkdir()
     server, url, key = start_server(here, "--port", port, "--tls")
     client = start_client(tmp_path / "client", url, key, 10, "native")
@@ -187,10 +197,13 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
                 server.wait()
                 server, again, _ = start_server(here, "--port", port, "--tls")
                 assert again == url
+
         assert client.wait(200) == 0
+
         *steps, models = steps
         assert models == [["mine", True]]
         assert [step for step, _, _ in steps] == list(range(11))
+
         rewards = [reward for _, reward, _ in steps[1:]]
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
         assert not any("stale" in reasons for _, _, reasons in steps)
@@ -200,18 +213,22 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
         server, _, _ = start_server(here, "--port", port, "--tls")
         client = start_client(tmp_path / "another", url, key, 12, "client")
         lines = [json.loads(line) for line in client.stdout]
+
         assert client.wait(200) == 0
         assert [line[0] for line in lines[:-1]] == [10, 11, 12]
         assert (tmp_path / "another" / "fetched" / "model.safetensors").is_file()
+
         server.send_signal(signal.SIGTERM)
         assert server.wait(200) == 0
     finally:
         for process in (server, client):
             process.kill()
+
     run = agentevo.load_run(here / "models" / "mine")
     audit = run.audit()
     assert audit.ok, audit
     assert audit.steps == 12
+
     committed = run.trajectories(state="committed")
     assert len({one.id for one in committed}) == len(committed) > 100
 
@@ -230,14 +247,17 @@ def test_a_killed_server_makes_the_same_losses_of_several_agents(tmp_path):
                     server.send_signal(signal.SIGKILL)
                     server.wait()
                     server, _, _ = start_server(folder, "--port", port)
+
             assert client.wait(200) == 0
             server.send_signal(signal.SIGTERM)
             assert server.wait(200) == 0
         finally:
             for process in (server, client):
                 process.kill()
+
         run = agentevo.load_run(folder / "models" / "mine")
         assert run.audit().ok
+
         rows = [row for row in read_metrics(run.dir / "metrics.jsonl") if "actor/grad_norm" in row]
         keys = [key for key in rows[0] if key.endswith(("grad_norm", "pg_loss", "score/mean"))]
         assert {"actor/pg_loss", "agents/critic/actor/pg_loss"} <= set(keys)

@@ -100,6 +100,7 @@ def test_a_model_that_has_made_its_last_step_answers_until_it_is_closed(tmp_path
                 await trained(model, TASKS[1])
             assert (await model.refresh()).step == 1
             await model.fetch(tmp_path / "weights")
+
         await client.close_model("mine")
         async with client.open_model("mine") as model:
             assert model.step == 1
@@ -118,11 +119,14 @@ def test_a_model_that_has_failed_makes_room(tmp_path, monkeypatch):
             monkeypatch.setattr(SubmittedRollouts, "round", fails)
             with pytest.raises(AgentEvoError, match="disk is full"):
                 await trained(model, TASKS[0])
+
             monkeypatch.undo()
             while (await client.models())[0].is_open:
                 await asyncio.sleep(0.01)
+
             async with client.open_model("another", **SECTIONS) as other:
                 assert (await trained(other, TASKS[0])).step == 1
+
             await client.close_model("mine")
             await client.close_model("another")
             assert (await trained(model, TASKS[1])).step == 1  # opened again, by its name

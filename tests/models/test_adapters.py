@@ -79,10 +79,12 @@ def base_folder(tiny: LoadedModel, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal"])
 def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(init, base):
     plain = base()
-    before, total = alone(plain), sum(p.numel() for p in plain.parameters())
+    before = alone(plain)
+    total = sum(p.numel() for p in plain.parameters())
     state = torch.random.get_rng_state()
     model = add_adapter(plain, LoraSection(rank=4, init=init), seed=3)
     assert torch.equal(torch.random.get_rng_state(), state), "nobody else's draws change"
+
     torch.testing.assert_close(alone(model), before, rtol=1e-5, atol=1e-5)
     shapes = [
         m.weight.shape for n, m in base().model.layers.named_modules() if isinstance(m, nn.Linear)
@@ -92,6 +94,7 @@ def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(init, base):
         total + sum(4 * (o + i) for o, i in shapes),
     )
     assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
+
     again, other = (
         add_adapter(base(), LoraSection(rank=4, init=init), seed=seed) for seed in (3, 4)
     )
@@ -109,20 +112,24 @@ def test_options_mean_what_they_mean_in_peft(base):
         "1.self_attn.q_proj",
         "1.mlp.down_proj",
     }
+
     q = layers[next(n for n in layers if n.endswith("q_proj"))]
     down = layers[next(n for n in layers if n.endswith("down_proj"))]
     assert (q.r["default"], q.scaling["default"]) == (2, 4.5)
     assert (down.r["default"], down.scaling["default"]) == (4, 2.0), (
         "alpha is twice the rank by default"
     )
+
     rslora = add_adapter(base(), VARIANTS["rslora"], seed=0)
     assert next(
         m.scaling["default"] for m in rslora.modules() if hasattr(m, "lora_A")
     ) == pytest.approx(3 / 4**0.5)
+
     excluded = add_adapter(base(), LoraSection(rank=2, exclude=("gate_proj", "up_proj")), seed=0)
     assert not any(
         "gate_proj.lora" in n or "up_proj.lora" in n for n, _ in excluded.named_parameters()
     )
+
     biases = add_adapter(base(), VARIANTS["bias"], seed=0)
     assert {
         n.rsplit(".", 2)[1] for n, p in biases.named_parameters() if p.requires_grad and "bias" in n
@@ -137,11 +144,13 @@ def test_fused_passes_hold_the_adapters(name, variant, base):
     plain = fused(prepare(base(name)))
     with torch.no_grad():
         assert (fused(model) - plain).abs().max() > 1e-2, "the adapters do something"
+
     torch.testing.assert_close(fused(model), unfused(model), rtol=1e-4, atol=5e-5)
     assert num_fused_calls(model) == (model.config.num_hidden_layers if variant != "whole" else 0)
     with model.disable_adapter(), torch.no_grad():
         if variant != "bias":
             torch.testing.assert_close(fused(model), plain, rtol=1e-4, atol=5e-5)
+
     torch.testing.assert_close(fused(model), unfused(model), rtol=1e-4, atol=5e-5)
 
 
@@ -150,6 +159,7 @@ def test_fused_passes_hold_the_adapters(name, variant, base):
 def test_fused_passes_have_the_adapters_of_now(change, base):
     model = prepare(moved(add_adapter(base(), LORA, seed=1)))
     before = fused(model)
+
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     if change == "in-place":
         with torch.no_grad():
@@ -162,8 +172,10 @@ def test_fused_passes_have_the_adapters_of_now(change, base):
         )
         logits(model).square().sum().backward()
         optimizer.step()
+
     after = fused(model)
     assert (after - before).abs().max() > 1e-3
+
     torch.testing.assert_close(after, unfused(model), rtol=1e-4, atol=1e-4)
 
 
@@ -172,18 +184,22 @@ def test_hooks_dropout_and_merged_adapters_take_the_ordinary_way(base):
     model = prepare(moved(add_adapter(base(), LoraSection(rank=4, dropout=0.5), seed=1)))
     layers = model.config.num_hidden_layers
     assert num_fused_calls(model) == layers
+
     still = fused(model)
     with dropping_out(model, seed=5):
         first = fused(model)
         assert num_fused_calls(model) == 0
+
     with dropping_out(model, seed=5):
         assert torch.equal(fused(model), first), "the seed decides what drops out"
     assert (first - still).abs().max() > 1e-3
+
     torch.testing.assert_close(fused(model), still)
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     seen = []
     hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(1))
     assert num_fused_calls(model) == layers - 1 and seen
+
     hook.remove()
     layer.merge()
     drop_packed(model)
@@ -209,6 +225,7 @@ def test_only_adapters_get_gradients_and_a_frozen_base_keeps_no_activations(base
         (p.grad is not None and bool(p.grad.any())) == ("lora_" in name)
         for name, p in model.named_parameters()
     )
+
     whole = prepare(base("llama"))
     bytes_kept(whole)
     assert with_adapters < sum(kept)
@@ -224,8 +241,10 @@ def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folde
     assert json.loads((folder / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(base_folder)
+
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder)
     assert torch.equal(alone(theirs), expected)
+
     ours = load_model(
         ModelSection(name=str(base_folder), device="cpu", lora=LoraSection(adapter=folder))
     )
@@ -245,6 +264,7 @@ def test_a_merged_model_is_a_plain_one_with_the_same_answers(variant, base_folde
     adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged"))
     torch.testing.assert_close(alone(merged), expected, rtol=1e-4, atol=1e-4)
+
     plain = AutoModelForCausalLM.from_pretrained(base_folder)
     assert {n: p.shape for n, p in merged.named_parameters()} == {
         n: p.shape for n, p in plain.named_parameters()
@@ -263,10 +283,12 @@ def test_a_bfloat16_base_has_float32_adapters_and_merges_to_bfloat16(tiny, tmp_p
     )
     assert {p.dtype for p in loaded.model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in loaded.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+
     expected = alone(moved(loaded.model, by=0.05)).float()
     adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged"))
     assert merged.dtype == torch.bfloat16
+
     torch.testing.assert_close(alone(merged).float(), expected, rtol=0.05, atol=0.1)
 
 
@@ -275,9 +297,11 @@ def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
     expected = alone(moved(loaded.model))
     adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
     base_folder.rename(tmp_path / "elsewhere")
+
     with pytest.raises(Exception, match="no such folder"):
         merge_adapter(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
     merged = AutoModelForCausalLM.from_pretrained(
         merge_adapter(adapter, tmp_path / "merged", str(tmp_path / "elsewhere"))
     )
@@ -285,7 +309,8 @@ def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
 
 
 def test_several_adapters_over_one_base(base_folder, tmp_path):
-    folders, expected = [], []
+    folders = []
+    expected = []
     for seed in (1, 2):
         loaded = load_model(
             ModelSection(
@@ -295,9 +320,11 @@ def test_several_adapters_over_one_base(base_folder, tmp_path):
         )
         expected.append(alone(moved(loaded.model, seed)))
         folders.append(save_model(loaded.model, loaded.tokenizer, tmp_path / f"adapter{seed}"))
+
     model = load_model(ModelSection(name=str(base_folder), device="cpu")).model
     for name, folder in zip(("first", "second"), folders, strict=True):
         model = load_adapter(model, folder, name)
+
     assert adapter_names(model) == ["first", "second"]
     assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
     for name, wanted in (("second", expected[1]), ("first", expected[0]), ("second", expected[1])):
@@ -306,13 +333,16 @@ def test_several_adapters_over_one_base(base_folder, tmp_path):
     assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" in n), (
         "use does not train"
     )
+
     again = save_model(model, loaded.tokenizer, tmp_path / "again")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), again)
     torch.testing.assert_close(alone(theirs), expected[1])
     prepare(model)
+
     for name in ("first", "second", "first"):
         use_adapter(model, name)
         torch.testing.assert_close(fused(model), unfused(model), rtol=1e-4, atol=5e-5)
+
     with pytest.raises(ModelError, match="no adapter 'third' \\(it has: first, second\\)"):
         use_adapter(model, "third")
     with pytest.raises(ModelError, match="'first' already"):
@@ -346,22 +376,27 @@ def test_layers_that_can_have_no_adapter(section, message, base):
 def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
     with pytest.raises(ModelError, match="holds no adapter"):
         check_lora(LoraSection(adapter=base_folder))
+
     loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LORA))
     adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
     check_lora(LoraSection(adapter=adapter))
+
     with pytest.raises(ModelError, match=f"does not fit this base .*{base_folder}"):
         load_adapter(base("llama"), adapter)
     with pytest.raises(ModelError, match=r"holds an adapter .*model\.lora\.adapter"):
         load_model(ModelSection(name=str(adapter), device="cpu"))
+
     get_peft_model(
         base(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     ).save_pretrained(tmp_path / "ia3", save_embedding_layers=False)
     with pytest.raises(ModelError, match="only LoRA"):
         check_lora(LoraSection(adapter=tmp_path / "ia3"))
+
     config = LoraConfig(init_lora_weights="olora", target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(base(), config).save_pretrained(tmp_path / "olora", save_embedding_layers=False)
     with pytest.raises(ModelError, match="changes the base"):
         load_adapter(base(), tmp_path / "olora")
+
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match="save it again"):
         check_lora(LoraSection(adapter=adapter))
@@ -379,12 +414,16 @@ def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
     )
     stored = {type(module).__name__ for module in loaded.model.modules()}
     assert {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[kind] in stored
-    found, exact = alone(loaded.model), alone(plain)
+
+    found = alone(loaded.model)
+    exact = alone(plain)
     assert 0 < float((found - exact).abs().mean()) < rounding * float(exact.abs().mean())
     assert all("lora_" in name for name, p in loaded.model.named_parameters() if p.requires_grad)
+
     prepared = prepare(loaded.model)
     logits(prepared).logsumexp(-1).sum().backward()
     assert any(bool(p.grad.any()) for p in prepared.parameters() if p.grad is not None)
+
     torch.testing.assert_close(fused(prepared), unfused(prepared), rtol=1e-4, atol=1e-4)
 
 

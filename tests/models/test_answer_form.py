@@ -33,7 +33,13 @@ TOOLS = [{"type": "function", "function": one} for one in (ADD, {"name": "now"})
 CALLS = (ToolCall("add", '{"a": 3, "b": "y"}', "c1"), ToolCall("now", "{}", "c2"))
 ASK = [Message("user", "Go.")]
 JSON_BEHIND_A_NAME = {
-    *("hermes", "llama", "mistral with arguments", "deepseek", "deepseek 3.1", "kimi", "json"),
+    "hermes",
+    "llama",
+    "mistral with arguments",
+    "deepseek",
+    "deepseek 3.1",
+    "kimi",
+    "json",
 }
 ONE_CALL_ALONE = {"kimi"}
 """Families that number their calls."""
@@ -58,6 +64,7 @@ def reads(chat: ChatFormat, grammar: str, text: str) -> bool:
             state.take(token)
     except GrammarError:
         return False
+
     return True
 
 
@@ -66,13 +73,16 @@ def test_a_required_call_is_written_as_the_family_writes_it(name):
     chat = chat_of(name)
     one, two = (chat._written(Message("assistant", "", CALLS[:n])).strip() for n in (1, 2))
     assert [call.name for call in chat.parser.parse(two, tools=TOOLS).tool_calls] == ["add", "now"]
+
     grammar = grammar_of(AnswerForm(calls="required"), chat, TOOLS, ASK)
     assert reads(chat, grammar, one)
     assert reads(chat, grammar, two) == (name not in ONE_CALL_ALONE)
     assert not reads(chat, grammar, "I can't.")
     assert not reads(chat, grammar, one.replace("3", '"3"'))
+
     alone = grammar_of(AnswerForm(calls="required", parallel=False), chat, TOOLS, ASK)
     assert reads(chat, alone, one) and not reads(chat, alone, two)
+
     now = grammar_of(AnswerForm(calls="required", tool="now"), chat, TOOLS, ASK)
     assert not reads(chat, now, one)
     assert reads(chat, now, chat._written(Message("assistant", "", CALLS[1:])).strip())
@@ -99,7 +109,8 @@ def test_families_whose_calls_are_no_json_are_refused_and_may_still_answer_in_js
 
 
 def test_a_thought_may_come_first_and_must_where_the_prompt_opens_one():
-    chat, form = chat_of("hermes"), AnswerForm(schema=ADD["parameters"])
+    chat = chat_of("hermes")
+    form = AnswerForm(schema=ADD["parameters"])
     answer = '{"a": 3, "b": "y"}'
     free = grammar_of(form, chat, None, ASK)
     chat.opening = "<think>\n"
@@ -180,6 +191,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(name):
     assert reads(chat, grammar, two) == (name not in ONE_CALL_ALONE)
     assert not reads(chat, grammar, one.replace("3", '"3"'))
     assert not reads(chat, grammar, f"So: {one} {one.replace('3', '3.5')}")
+
     for text in BREAKS:
         for whole in (text, f"So:\n{text}", f"{one}\n{text}", f"<think>so</think>\n{text}"):
             calls = chat.parser.parse(whole, tools=MIXED).tool_calls
@@ -196,8 +208,28 @@ kept_chat_of = cache(chat_of)
     st.lists(
         st.sampled_from(
             [
-                *("ONE", "TWO", "FREE", "<think>", "</think>", "\n", " ", "x", "; ", "[", "]", "{"),
-                *("}", '"name"', ": ", '"add"', '"arguments"', "{}", ", ", "add(", "a=1)", "```"),
+                "ONE",
+                "TWO",
+                "FREE",
+                "<think>",
+                "</think>",
+                "\n",
+                " ",
+                "x",
+                "; ",
+                "[",
+                "]",
+                "{",
+                "}",
+                '"name"',
+                ": ",
+                '"add"',
+                '"arguments"',
+                "{}",
+                ", ",
+                "add(",
+                "a=1)",
+                "```",
                 *BREAKS,
             ]
         ),
@@ -218,7 +250,8 @@ def test_no_text_of_the_grammar_has_a_call_that_does_not_fit(name, pieces):
 
 
 def test_where_calls_may_not_be_parallel_one_strict_call_comes_at_most():
-    chat, form = chat_of("hermes"), AnswerForm(parallel=False)
+    chat = chat_of("hermes")
+    form = AnswerForm(parallel=False)
     grammar = grammar_of(form, chat, MIXED, ASK)
     one, two = (chat._written(Message("assistant", "", CALLS[:n])).strip() for n in (1, 2))
     assert reads(chat, grammar, f"So {one}.") and reads(chat, grammar, "No.")

@@ -17,14 +17,18 @@ class Everyone:
 
     def attend(self, q, k, v, scaling, window, softcap):
         repeat = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        k = k.repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
+
         scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
+
         place = torch.arange(len(q))
         hidden = place[None, :] > place[:, None]
         if window is not None:
             hidden |= place[None, :] <= place[:, None] - window
+
         return torch.einsum(
             "hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v
         )
@@ -76,6 +80,7 @@ def test_what_is_not_supported_is_refused(random_model):
 
     with pytest.raises(ModelError, match="OldModel does not use transformers' attention interface"):
         prepare(OldModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11)))
+
     q = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ModelError, match="attention sinks"):
         _attention(torch.nn.Identity(), q, q, q, None, plan=Everyone(), s_aux=torch.zeros(1))

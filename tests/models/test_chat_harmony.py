@@ -13,7 +13,8 @@ from agentevo.models.chat import ChatFormat, end_of_turn_id
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.types import Message, ToolCall
 
-USER, AGAIN = Message("user", "q"), Message("user", "again")
+USER = Message("user", "q")
+AGAIN = Message("user", "again")
 THOUGHT = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = " to=functions.f<|channel|>commentary json<|message|>"

@@ -116,6 +116,7 @@ def test_a_tool_loop_in_pieces_is_what_the_template_renders(
     said = expected[len(prompt) : len(expected) - len(rest)]
     assert expected == prompt + said + rest
     assert said.count("<tool_call>") == len(results) and said.endswith("</tool_call>")
+
     stopped = chat.continuation(new, ended_with_stop=True, tools=tools)
     assert stopped == chat.continuation(new, ended_with_stop=False, tools=tools)[1:]
 
@@ -159,6 +160,7 @@ def test_arguments_stay_the_text_that_was_written_where_the_template_takes_a_tex
     prompt = text_of(chat, chat.first_prompt(history))
     assert prompt == f"<|begin|><|User|>1+1?<|Assistant|>{said}<|im_end|><result>2</result>"
     assert text_of(chat, chat.completion(call)) == f"\n</think>\n\n{said}<|im_end|>"
+
     rest = chat.continuation([RESULT, QUESTION], ended_with_stop=True)
     assert text_of(chat, rest) == "<result>2</result><|User|>1+1?<|Assistant|><think>\n"
 
@@ -187,8 +189,10 @@ def test_tools_stand_in_the_prompt_or_are_refused() -> None:
         f"<|im_start|>system\n{json.dumps([ADD])}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
     with pytest.raises(ModelError, match="leaves out tools"):
         CHATS["r1"].first_prompt([QUESTION], TOOLS)
+
     moves = chat_with(MOVES_TOOLS)
     assert moves.first_prompt([QUESTION])
     with pytest.raises(ModelError, match="with tools: the chat template can't be continued"):
@@ -209,6 +213,7 @@ def test_images_are_refused_and_parts_of_text_are_one_text() -> None:
     chat = CHATS["hermes"]
     parts = Message("user", (TextPart("1+"), TextPart("1?")))
     assert chat.first_prompt([parts]) == chat.first_prompt([QUESTION])
+
     image = Message("user", (TextPart("see"), ImagePart("ab" * 32, "image/jpeg")))
     with pytest.raises(ModelError, match=r"image \(image/jpeg, SHA-256 abababababab"):
         chat.first_prompt([image])

@@ -53,6 +53,7 @@ def batch_of(seed):
                 advantages=zeros,
             )
         )
+
     return pack(samples, CPU)
 
 
@@ -73,12 +74,14 @@ def test_gradients_are_those_of_the_layers_themselves(name, checkpointing, rando
     model = compile_layers(plain(random_model, name))
     model = keep_activations(model, MemorySection(checkpointing=checkpointing))
     torch._dynamo.utils.counters.clear()
+
     for seed in range(4):
         batch = batch_of(seed)
         found, wanted = (gradients(one, batch) for one in (model, plain(random_model, name)))
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
         if not seed:
             made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made, (
         "compiled once, for all layers and lengths"
     )

@@ -101,8 +101,10 @@ def test_trainer_and_engine_compute_yarn_as_transformers_does(folder: Path) -> N
     wanted = transformers_own(folder)
     plain = logprobs_of(AutoModelForCausalLM.from_pretrained(folder))
     assert (wanted - plain).abs().max() > 0.05, "the override must matter"
+
     model = prepare(loaded(folder, LONG).model)
     assert context_length(model.config) == 128
+
     torch.testing.assert_close(trained_logprobs(model), wanted, rtol=0, atol=1e-4)
 
     async def drawn() -> Any:
@@ -116,10 +118,12 @@ def test_trainer_and_engine_compute_yarn_as_transformers_does(folder: Path) -> N
 
     completion = asyncio.run(drawn())
     assert len(completion.ids) > 5
+
     ids = [*IDS[:90], *completion.ids]
     own = transformers_model(folder)
     with torch.no_grad():
         logits = own(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
     expected = logits[89:-1].log_softmax(-1).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
     found = torch.tensor(list(completion.logprobs))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
@@ -157,6 +161,7 @@ def test_a_rope_for_each_kind_of_layer_is_given_by_layer(tmp_path: Path) -> None
     model = loaded(folder, {"rope_parameters": {"full_attention": linear}}).model
     assert model.config.rope_parameters["sliding_attention"] == ropes["sliding_attention"]
     assert model.config.rope_parameters["full_attention"] == {**linear, "rope_theta": THETA}
+
     with pytest.raises(ModelError, match="full_attention, sliding_attention"):
         loaded(folder, {"rope_scaling": linear})
 
@@ -197,9 +202,11 @@ def test_an_adapter_keeps_what_its_base_was_computed_with(folder: Path, tmp_path
     trained = loaded(folder, LONG, lora=LoraSection(rank=4))
     adapter = save_model(trained.model, trained.tokenizer, tmp_path / "adapter")
     assert json.loads((adapter / OVERRIDES_FILE).read_text()) == LONG
+
     saved = LoraSection(adapter=adapter)
     with pytest.raises(ModelError, match=r"was made with model\.config_overrides="):
         loaded(folder, {}, lora=saved)
+
     again = loaded(folder, LONG, lora=saved)
     torch.testing.assert_close(logprobs_of(again.model), transformers_own(folder))
     merged = merge_adapter(adapter, tmp_path / "merged", str(folder))

@@ -33,7 +33,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def counting_compiler(tmp_path, monkeypatch) -> Path:
     """A compiler that notes each call in the file that this returns."""
-    calls, script = tmp_path / "calls", tmp_path / "compiler"
+    calls = tmp_path / "calls"
+    script = tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\necho >> "{calls}"\nexec cc "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
@@ -49,6 +50,7 @@ def test_built_once_and_again_when_damaged_or_changed(folder, counting_compiler,
     load_library()
     load_library()
     assert num_calls(counting_compiler) == 1
+
     (file,) = folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -68,11 +70,14 @@ def test_what_others_can_write_is_not_loaded(folder, counting_compiler):
     (file,) = folder.iterdir()
     file.chmod(0o777)
     load_library()
+
     assert num_calls(counting_compiler) == 2  # built anew, in its place
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
+
     folder.chmod(0o777)
     with pytest.raises(KernelsUnavailableError, match="others can write into") as refused:
         load_library()
+
     assert refused.value.remedy == f"chmod 700 {folder}"
 
 
@@ -91,10 +96,13 @@ def test_without_kernels_the_reason_is_said_and_nothing_left(
 ):
     for name, value in change.items():
         monkeypatch.setenv(name, value)
+
     with pytest.raises(KernelsUnavailableError, match=why) as error:
         load_library()
+
     assert remedy in error.value.remedy
     assert not folder.exists() or not list(folder.iterdir())
+
     check = checks.judge_kernels(str(error.value), error.value.remedy)
     assert check.status == ("warning" if remedy else "good") and "two thirds" in check.finding
 
@@ -112,11 +120,14 @@ def test_where_nothing_can_be_kept_there_are_no_kernels(folder, monkeypatch):
         patch.setattr(cpu_build.tempfile, "mkstemp", no_room)
         with pytest.raises(KernelsUnavailableError, match=r"can't be kept.*Read-only") as error:
             load_library()
+
     assert "another disk" in error.value.remedy
+
     monkeypatch.delenv("AGENTEVO_CACHE")
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.raises(KernelsUnavailableError, match="home directory") as error:
         load_library()
+
     assert "AGENTEVO_CACHE" in error.value.remedy
 
 
@@ -136,23 +147,28 @@ def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
     )
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
+
     with pytest.raises(KernelsUnavailableError, match="No space left") as error:
         load_library()
+
     assert "another disk" in error.value.remedy
 
 
 def test_what_killed_builds_left_is_removed(folder):
     folder.mkdir(mode=0o700)
-    old, recent = folder / "old.partial", folder / "recent.partial"
+    old = folder / "old.partial"
+    recent = folder / "recent.partial"
     for file in (old, recent):
         file.touch()
+
     os.utime(old, (0, 0))
     load_library()
     assert recent.exists() and not old.exists()
 
 
 def test_a_function_of_the_same_name_elsewhere_is_not_called(folder, tmp_path):
-    source, other = tmp_path / "other.c", tmp_path / "other.so"
+    source = tmp_path / "other.c"
+    other = tmp_path / "other.so"
     source.write_text("void my_part(long n, long *first, long *end) { *first = *end = 0; }")
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", other], check=True)
     ctypes.CDLL(str(other), mode=ctypes.RTLD_GLOBAL)
@@ -166,8 +182,10 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setattr(cpu_build, "BUILD_TIMEOUT_S", 0.2)
+
     with pytest.raises(KernelsUnavailableError, match=r"took more than 0\.2 s"):
         load_library()
+
     assert not list(folder.iterdir())
 
 
@@ -180,6 +198,7 @@ def test_processes_that_build_at_once(folder):
     for process in running:
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0 and out == b"\n"
+
     assert not [file for file in folder.iterdir() if file.suffix != ".so"]
 
 

@@ -45,7 +45,8 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None, stretch: int) -> Mat
     matrix = Matrix(
         laid.data_ptr(), None if bias is None else bias.data_ptr(), inputs, outputs, stretch
     )
-    matrix.laid, matrix.added = laid, bias
+    matrix.laid = laid
+    matrix.added = bias
     return matrix
 
 
@@ -56,18 +57,24 @@ def test_products_have_the_bits_of_onednn(inputs, outputs, with_bias):
     bias = torch.randn(outputs) if with_bias else None
     matrix = PackedMatrix(torch.randn(outputs, inputs), bias)
     assert matrix._few is not None
-    x, more = torch.randn(FEW_ROWS + 1, inputs), torch.randn(FEW_ROWS + 1, outputs)
-    alone, plus = matrix._multiplied(x, "none"), matrix.product_plus(x, more)
+
+    x = torch.randn(FEW_ROWS + 1, inputs)
+    more = torch.randn(FEW_ROWS + 1, outputs)
+    alone = matrix._multiplied(x, "none")
+    plus = matrix.product_plus(x, more)
     for rows in range(1, FEW_ROWS + 1):
         assert torch.equal(matrix.product(x[:rows]), alone[:rows]), rows
         assert torch.equal(matrix.product_plus(x[:rows], more[:rows]), plus[:rows]), rows
+
     assert torch.equal(matrix.product(x[7:8]), alone[7:8])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 12, 13, 16, 17, 33, 64, 100])
 def test_products_are_those_of_float64(kernels, rows):
-    weight, bias = torch.randn(192, 300), torch.randn(192)
-    x, plus = torch.randn(rows, 300), torch.randn(rows, 192)
+    weight = torch.randn(192, 300)
+    bias = torch.randn(192)
+    x = torch.randn(rows, 300)
+    plus = torch.randn(rows, 192)
     wanted = x.double() @ weight.double().t() + bias + plus
     found = kernels.product(packed(weight, bias, 128), x, plus)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
@@ -75,8 +82,11 @@ def test_products_are_those_of_float64(kernels, rows):
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
 def test_threads_change_nothing(kernels, threads):
-    matrix, x = packed(torch.randn(320, 576), None, 512), torch.randn(17, 576)
-    before, wanted = torch.get_num_threads(), kernels.product(matrix, x)
+    matrix = packed(torch.randn(320, 576), None, 512)
+    x = torch.randn(17, 576)
+    before = torch.get_num_threads()
+    wanted = kernels.product(matrix, x)
+
     torch.set_num_threads(threads)
     try:
         assert torch.equal(kernels.product(matrix, x), wanted)
@@ -87,7 +97,8 @@ def test_threads_change_nothing(kernels, threads):
 
 def test_all_is_computed_inside_a_parallel_region_of_somebody_else(kernels):
     x = torch.randn(7, 64)
-    wanted, found = kernels.rms_norm(x, 1e-5), []
+    wanted = kernels.rms_norm(x, 1e-5)
+    found = []
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def work(nothing):
@@ -106,6 +117,7 @@ def test_rows(kernels, width):
     soft = kernels.softmax_(x.clone())
     wanted = torch.softmax(x.double(), -1)
     torch.testing.assert_close(soft.double(), wanted, rtol=2e-6, atol=1e-9)
+
     for row in (0, 33, 69):
         assert torch.equal(kernels.rms_norm(x[row : row + 1], 1e-5)[0], found[row])
         assert torch.equal(kernels.softmax_(x[row : row + 1].clone())[0], soft[row])
@@ -118,13 +130,15 @@ def test_softmax_does_not_see_what_is_minus_infinity(kernels):
         wide = torch.cat([x, torch.full((more,), -torch.inf)])[None]
         found = kernels.softmax_(wide)[0]
         assert torch.equal(found[:45], alone) and not found[45:].any()
+
     before = torch.cat([torch.full((32,), -torch.inf), x])[None]
     assert torch.equal(kernels.softmax_(before)[0, 32:], alone)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 200.0])
 def test_gate(kernels, size):
-    gate, up = size * torch.randn(9, 4096), torch.randn(9, 4096)
+    gate = size * torch.randn(9, 4096)
+    up = torch.randn(9, 4096)
     wanted = gate.double() * torch.sigmoid(gate.double()) * up
     found = kernels.gated(gate.clone(), up)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-30)
@@ -148,13 +162,16 @@ def test_what_is_no_number_stays_none(kernels):
         kernels.softmax_(x.clone()),
     ):
         assert found[1].isnan().all() and not found[[0, 2, 3]].isnan().any()
+
     gated = kernels.gated(x.clone(), torch.ones(4, 64))
     assert torch.equal(gated.isnan(), x.isnan())
 
 
 def test_rotary_positions(kernels):
-    heads, angles = torch.randn(11, 9, 32), torch.randn(11, 16).repeat(1, 2)
-    cos, sin = angles.cos(), angles.sin()
+    heads = torch.randn(11, 9, 32)
+    angles = torch.randn(11, 16).repeat(1, 2)
+    cos = angles.cos()
+    sin = angles.sin()
     q, k = kernels.rotated(heads, 5, 2, cos, sin)
     by_head = [part.transpose(0, 1)[None] for part in (heads[:, :5], heads[:, 5:7])]
     wanted = apply_rotary_pos_emb(*by_head, cos[None], sin[None])
@@ -166,10 +183,15 @@ class Sequences:
     """Keys and values of three sequences of one layer, 3 slots of 2 key-value heads, and of a
     prefix that they may share."""
 
-    groups, repeat, dim, scaling = 2, 3, 48, 0.3
+    groups = 2
+    repeat = 3
+    dim = 48
+    scaling = 0.3
 
     def __init__(self, kernels: CpuKernels, lengths: list[int], prefix: int) -> None:
-        self.kernels, self.lengths, self.num_prefix = kernels, lengths, prefix
+        self.kernels = kernels
+        self.lengths = lengths
+        self.num_prefix = prefix
         whole = [prefix + length for length in lengths]
         shared = torch.randn(2, prefix, self.groups, self.dim)
         self.kv = [
@@ -178,10 +200,12 @@ class Sequences:
         self.keys, self.values, self.cache = self.empty(len(lengths), max(lengths))
         for slot, kv in enumerate(self.kv):
             self.keep(self.cache, slot, kv[:, prefix:])
+
         if prefix:
             keys, values, cache = self.empty(1, prefix)
             self.keep(cache, 0, shared)
             self.of_prefix = keys[0], values[0, :, :prefix].contiguous()
+
         self.prefix = Prefix.of(*self.of_prefix) if prefix else None
 
     def empty(self, slots: int, places: int) -> tuple[torch.Tensor, torch.Tensor, Cache]:
@@ -206,9 +230,18 @@ class Sequences:
         return q, out
 
     def call(self, q, tokens, slots, lengths, counts, window, out) -> None:
-        where = (torch.tensor(numbers) for numbers in (slots, lengths, counts))
-        args = (self.prefix, self.scaling, window, out)
-        self.kernels.attend(self.cache, q, tokens.contiguous(), *where, *args)
+        self.kernels.attend(
+            self.cache,
+            q,
+            tokens=tokens.contiguous(),
+            slots=torch.tensor(slots),
+            lengths=torch.tensor(lengths),
+            counts=torch.tensor(counts),
+            prefix=self.prefix,
+            scaling=self.scaling,
+            window=window,
+            out=out,
+        )
 
     def wanted(self, q: torch.Tensor, counts: list[int], window: int | None) -> torch.Tensor:
         """The same in float64."""
@@ -216,11 +249,13 @@ class Sequences:
         for kv, count, q_of in zip(self.kv, counts, q.double().split(counts), strict=True):
             keys, values = kv.double().repeat_interleave(self.repeat, 2)
             n = len(keys)
-            place, query = torch.arange(n), torch.arange(n - count, n)[:, None]
+            place = torch.arange(n)
+            query = torch.arange(n - count, n)[:, None]
             seen = (place <= query) & (place > query - (window or n))
             scores = torch.einsum("qhd,khd->hqk", q_of * self.scaling, keys)
             weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
             rows.append(torch.einsum("hqk,khd->qhd", weights, values))
+
         return torch.cat(rows)
 
 
@@ -236,18 +271,22 @@ def test_attention(kernels, counts, prefix, window):
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_attention_does_not_depend_on_company_nor_on_where_a_prefix_lies(kernels, window):
-    lengths, counts = [70, 300, 33], [20, 40, 9]
+    lengths = [70, 300, 33]
+    counts = [20, 40, 9]
     shared = Sequences(kernels, lengths, 150)
     q, out = shared.attend(counts, window)
+
     own = Sequences(kernels, [150 + length for length in lengths], 0)
     for slot, kv in enumerate(shared.kv):
         own.keep(own.cache, slot, kv)
+
     starts = [0, 20, 60]
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for token in (0, count - 1):  # alone, in a slot that has all of it
             one = torch.full_like(q[:1], torch.nan)
             seen = 150 + lengths[row] - count + token + 1
-            place, at = torch.zeros(1, 1, dtype=torch.int64), start + token
+            place = torch.zeros(1, 1, dtype=torch.int64)
+            at = start + token
             own.call(q[at : at + 1].contiguous(), place, [row], [seen], [1], window, one)
             assert torch.equal(one[0], out[at])
 
@@ -278,7 +317,8 @@ def test_a_matrix_whose_bits_are_not_onednns_is_multiplied_by_onednn(monkeypatch
             return super().product(weight, x, plus) * (1 + 2**-23)
 
     monkeypatch.setattr(module, "_found", lambda: (Wrong(load_library()), "", ""))
-    matrix, x = PackedMatrix(torch.randn(64, 64)), torch.randn(8, 64)
+    matrix = PackedMatrix(torch.randn(64, 64))
+    x = torch.randn(8, 64)
     assert matrix._few is None
     assert torch.equal(matrix.product(x), matrix._multiplied(x, "none"))
 

@@ -47,9 +47,11 @@ def test_a_cpu_is_measured_once_and_no_program_is_faster(monkeypatch):
     module._measured.cache_clear()
     found = device_peak(torch.device("cpu"), torch.float32)
     assert found.source.endswith("float32, measured")
+
     with monkeypatch.context() as patch:
         patch.setattr(module, "_seconds", None)
         assert device_peak(torch.device("cpu"), torch.float32) is found
+
     left = torch.ones(64, 2048)
     product = lambda: left @ left.t()  # noqa: E731
     assert 2 * 64 * 64 * 2048 / module._seconds(product, "cpu") < 3 * found.flops_per_s

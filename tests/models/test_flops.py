@@ -66,8 +66,10 @@ def _counted(model: PreTrainedModel) -> tuple[int, int]:
             .logits.logsumexp(-1)
             .sum()
         )
+
     with FlopCounterMode(display=False) as backward:
         loss.backward()
+
     return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
 
 
@@ -134,5 +136,6 @@ def test_pairs_of_sequences_are_those_of_their_masks(window: int | None):
         if window is None or q - k < window
     )
     depths = torch.cat([torch.arange(n) for n in lengths])[None]
+
     assert work_of_sequences(lengths, 5, [window]) == Work(14, 5, {window: slow})
     assert work_of_depths(depths, 5, [window]) == Work(14, 5, {window: slow})

@@ -57,6 +57,7 @@ def test_the_weights_of_now(change, model):
     torch.manual_seed(1)
     made = model("qwen2")
     before = fused(made)
+
     layer = made.model.layers[0]
     if change == "fused-update":
         optimizer = torch.optim.AdamW(made.parameters(), lr=0.05, fused=True)
@@ -73,8 +74,10 @@ def test_the_weights_of_now(change, model):
         }[change]
         with torch.no_grad():
             changed.copy_(torch.randn_like(changed))
+
     after = fused(made)
     assert (after - before).abs().max() > 1e-3
+
     torch.testing.assert_close(after, unfused(made), rtol=1e-4, atol=1e-4)
 
 
@@ -83,8 +86,10 @@ def test_a_copy_has_weights_of_its_own(model):
     made = model("llama")
     before = fused(made)
     twin = copy.deepcopy(made)
+
     with torch.no_grad():
         made.model.layers[0].mlp.up_proj.weight.zero_()
+
     torch.testing.assert_close(fused(twin), before)
     assert twin.model.layers[0].forward.layer is twin.model.layers[0]
 
@@ -105,6 +110,7 @@ def test_wrapped_products_and_hooks_run(model):
     before = fused(made)
     made.model.layers[0].self_attn.v_proj = Doubled(made.model.layers[0].self_attn.v_proj)
     assert (fused(made) - before).abs().max() > 1e-3
+
     torch.testing.assert_close(fused(made), unfused(made), rtol=1e-4, atol=2e-5)
     seen = []
     made.model.layers[1].mlp.down_proj.register_forward_hook(
@@ -133,10 +139,12 @@ def test_a_decoder_of_fused_layers_is_walked_straight_through(name, model, monke
     made = model(name)
     decoder = made.model
     assert type(decoder) in DECODERS
+
     own = type(decoder).forward
     with monkeypatch.context() as patch:
         patch.setattr(type(decoder), "forward", lambda *args, **kwargs: pytest.fail("called"))
         straight = fused(made)
+
     del decoder.forward
     assert type(decoder).forward is own
     assert torch.equal(straight, fused(made))
@@ -148,8 +156,10 @@ def test_a_decoder_that_others_have_a_hand_in_runs_its_own_forward(model):
     seen = []
     layer = made.model.layers[1]
     hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+
     assert torch.equal(fused(made), expected)
     assert len(seen) == 1
+
     hook.remove()
     layer.forward = lambda hidden, **kwargs: 2 * hidden
     assert not torch.equal(fused(made), expected)
@@ -161,6 +171,7 @@ def test_what_a_pass_asks_for_beyond_ids_is_given(model):
     with torch.no_grad():
         recorded = outputs(made, output_hidden_states=True)
         of_embeddings = outputs(made, input_ids=None, inputs_embeds=embedded)
+
     assert len(recorded.hidden_states) == made.config.num_hidden_layers + 1
     assert torch.equal(recorded.logits, fused(made))
     assert torch.equal(of_embeddings.logits, fused(made))

@@ -27,12 +27,14 @@ def texts_of(mask, tokenizer) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["byte", "word"])
 def test_a_mask_has_the_tokens_that_a_text_can_go_on_with(kind):
-    tokenizer, state = tiny_policy(kind).tokenizer, grammars(kind).begin(CALL, (END,))
+    tokenizer = tiny_policy(kind).tokenizer
+    state = grammars(kind).begin(CALL, (END,))
     seen = []
     for token in [*tokenizer.encode("<left,right>", add_special_tokens=False), END]:
         seen.append(texts_of(state.mask(), tokenizer))
         state.take(token)
     assert seen[0] == {"<"}
+
     words = {"left", "l", "right", "r"} & set(tokenizer.get_vocab())
     assert seen[1] == words
     assert seen[-1] == {"<|end|>"}
@@ -56,12 +58,14 @@ def test_the_same_masks_again_or_none_at_all():
     for token in ids:
         masks.append(one.mask())
         one.take(token)
+
     constraint = Constraint(grammar=FACT, end_ids=(END,), masks=one.digest())
     again = grammars().masks_of(constraint, ids)
     assert len(again.table) < len(ids)
     assert all(
         (again.table[row] == mask).all() for row, mask in zip(again.rows, masks, strict=True)
     )
+
     other = Constraint(grammar=FACT, end_ids=(END,), masks="0" * 32)
     with pytest.raises(GrammarError, match="same version of llguidance"):
         grammars().masks_of(other, ids)

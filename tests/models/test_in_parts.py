@@ -32,19 +32,24 @@ def tensors_of(folder):
 def test_a_folder_is_that_of_save_pretrained(name, random_model, tmp_path):
     """Tied weights once, merged experts as they are in files; in several files with an index."""
     model = random_model(name).alone
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     ours.mkdir()
     write_from_parts(InParts(model, lambda only_trained: whole_parts(model)), ours, file_bytes=9000)
     model.save_pretrained(theirs)
-    found, expected = tensors_of(ours), tensors_of(theirs)
+    found = tensors_of(ours)
+    expected = tensors_of(theirs)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
     assert (ours / "config.json").read_text() == (theirs / "config.json").read_text()
+
     files = list(ours.glob("model-*.safetensors"))
     assert len(files) > 1
+
     index = json.loads((ours / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(expected)
     assert set(index["weight_map"].values()) == {path.name for path in files}
+
     again = dict(AutoModelForCausalLM.from_pretrained(ours).named_parameters())
     assert all(torch.equal(again[key], p) for key, p in model.named_parameters())
 
@@ -60,5 +65,6 @@ def test_a_file_has_every_dtype_in_any_order():
     found = load(buffer.getvalue())
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in given.items()}
     assert all(torch.equal(found[n].float(), t.float()) for n, t in given.items())
+
     with pytest.raises(ValueError, match=r"one: torch\.float32"):
         file.add("one", torch.tensor(1.0))

@@ -38,7 +38,8 @@ def test_output_and_gradients(shape, bias):
     torch.manual_seed(0)
     linear = nn.Linear(40, 24, bias=bias)
     fast = FastLinear.sharing(copy.deepcopy(linear))
-    x, grad = torch.randn(shape), torch.randn(*shape[:-1], 24)
+    x = torch.randn(shape)
+    grad = torch.randn(*shape[:-1], 24)
     for ours, theirs in zip(grown(fast, x, grad), grown(linear, x, grad), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert ours.shape == theirs.shape
@@ -48,7 +49,8 @@ def test_inputs_and_gradients_that_are_not_contiguous():
     torch.manual_seed(1)
     linear = nn.Linear(12, 6)
     fast = FastLinear.sharing(copy.deepcopy(linear))
-    x, grad = torch.randn(12, 9).t(), torch.randn(6, 9).t()
+    x = torch.randn(12, 9).t()
+    grad = torch.randn(6, 9).t()
     for ours, theirs in zip(grown(fast, x, grad), grown(linear, x, grad), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -58,8 +60,10 @@ def test_only_what_needs_a_gradient_gets_one(frozen):
     torch.manual_seed(2)
     fast = FastLinear.sharing(nn.Linear(5, 3))
     x = torch.randn(4, 5, requires_grad=frozen != "input")
+
     if frozen != "input":
         getattr(fast, frozen).requires_grad_(False)
+
     fast(x).sum().backward()
     found = {"weight": fast.weight.grad, "bias": fast.bias.grad, "input": x.grad}
     assert [name for name, grad in found.items() if grad is None] == [frozen]
@@ -88,19 +92,22 @@ def test_parameters_are_shared_and_the_state_dict_is_the_same():
 def test_a_whole_model_keeps_names_ties_and_gradients(random_model):
     """The tied embedding gets the sum of what it earns as input and as output."""
     one = random_model("llama")
-    model, alone = copy.deepcopy(one.alone), copy.deepcopy(one.alone)
+    model = copy.deepcopy(one.alone)
+    alone = copy.deepcopy(one.alone)
     names = list(model.state_dict())
     num_linear = sum(type(module) is nn.Linear for module in model.modules())
     assert use_fast_linear(model) == num_linear == 2 * 7 + 1
     assert use_fast_linear(model) == 0, "a second time there is nothing left to replace"
     assert list(model.state_dict()) == names
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
     ids = torch.tensor([[5, 9, 60, 60, 3, 41]])
     for module in (model, alone):
         module.zero_grad()
         module(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(
             1, ids[0, 1:, None]
         ).sum().backward()
+
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
 
@@ -116,6 +123,7 @@ def test_generation_never_multiplies_by_weights_of_the_past(change):
         torch.testing.assert_close(
             fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5
         )
+
     if change == "fused-update":
         optimizer = torch.optim.AdamW(fast.parameters(), lr=0.1, fused=True)
         fast(x).sum().backward()
@@ -126,6 +134,7 @@ def test_generation_never_multiplies_by_weights_of_the_past(change):
     else:
         fast.weight.data = torch.randn(24, 40)
         drop_packed(nn.Sequential(fast))
+
     with torch.inference_mode():
         torch.testing.assert_close(
             fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5
@@ -140,6 +149,7 @@ def test_a_copy_of_a_layer_has_weights_of_its_own():
         twin = copy.deepcopy(fast)
         fast.weight.zero_()
         torch.testing.assert_close(twin(x), nn.functional.linear(x, twin.weight, twin.bias))
+
     assert twin.weight is not fast.weight
     assert twin.weight.abs().sum() > 0
 
@@ -150,10 +160,14 @@ def test_a_copy_of_a_layer_has_weights_of_its_own():
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_packed_matrix_multiplies_any_number_of_rows(rows, outputs, with_bias):
     torch.manual_seed(5)
-    weight, bias = torch.randn(outputs, 96), torch.randn(outputs) if with_bias else None
-    x, other = torch.randn(rows, 96), torch.randn(rows, outputs)
-    packed, plain = PackedMatrix(weight, bias), nn.functional.linear(x, weight, bias)
+    weight = torch.randn(outputs, 96)
+    bias = torch.randn(outputs) if with_bias else None
+    x = torch.randn(rows, 96)
+    other = torch.randn(rows, outputs)
+    packed = PackedMatrix(weight, bias)
+    plain = nn.functional.linear(x, weight, bias)
     kept = other.clone()
+
     with torch.inference_mode():
         found = [
             packed.product(x),
@@ -161,10 +175,12 @@ def test_a_packed_matrix_multiplies_any_number_of_rows(rows, outputs, with_bias)
             packed.product_plus(x, other),
             packed.product_times(x, other),
         ]
+
     for ours, theirs in zip(
         found, [plain, nn.functional.silu(plain), plain + other, plain * other], strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
     assert torch.equal(other, kept)
 
 
@@ -177,6 +193,7 @@ def test_whole_blocks_are_read_where_they_are():
 
 def test_weighted_sums():
     table = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
-    rows, starts = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 3])
+    rows = torch.tensor([0, 1, 2, 2])
+    starts = torch.tensor([0, 3])
     weights = torch.tensor([[1.0, 2.0, 3.0, 0.5]])
     assert weighted_sums(table, rows, starts, weights).tolist() == [[321.0, 642.0], [50.0, 100.0]]

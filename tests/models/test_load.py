@@ -19,7 +19,8 @@ from agentevo.models.save import save_model
 
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    first, second = one.state_dict(), other.state_dict()
+    first = one.state_dict()
+    second = other.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -91,8 +92,10 @@ def test_positions_stay_exact_in_half_precision(tiny: LoadedModel, tmp_path: Pat
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     kept = dict(theirs.named_buffers())
     assert any(name.endswith("rotary_emb.inv_freq") for name in kept)
+
     for name, buffer in loaded.named_buffers():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, kept[name])
+
     ids = torch.arange(7, 107)[None] % tiny.model.config.vocab_size
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, theirs(ids).logits)
@@ -143,6 +146,7 @@ def test_a_failed_save_keeps_the_older_model(
     monkeypatch.setattr(tiny.tokenizer, "save_pretrained", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_model(tiny.model, tiny.tokenizer, tmp_path / "model")
+
     assert same_weights(tiny.model, reload(tmp_path / "model").model)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -187,6 +191,7 @@ def test_tokenizer_of_another_model_is_refused(tiny: LoadedModel, tmp_path: Path
 def test_word_tokenizer_needs_a_corpus(tiny_section: ModelSection) -> None:
     with pytest.raises(ModelError, match=r"model\.tiny\.tokenizer=byte"):
         load_model(tiny_section)
+
     byte = load_model(
         ModelSection(
             name="tiny",

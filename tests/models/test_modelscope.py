@@ -40,12 +40,15 @@ class Hub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                address, query = urlsplit(self.path), parse_qs(urlsplit(self.path).query)
+                address = urlsplit(self.path)
+                query = parse_qs(urlsplit(self.path).query)
                 hub.asked.append(self.path)
+
                 body = b""
                 if query.get("Revision") == ["v1"] and "/own/name/" in address.path:
                     body = hub.listing if address.path.endswith("/files") else b""
                     body = body or FILES.get(query.get("FilePath", [""])[0], b"")
+
                 self.send_response(200 if body else 404)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -104,16 +107,21 @@ def test_without_its_package_the_line_that_installs_it_is_told(
 @needs_package
 def test_a_pinned_model_is_fetched_and_found_again_without_the_hub(hub: Hub) -> None:
     assert missing_model(NAME)
+
     folder = fetch(NAME)
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
     assert found == {name: text for name, text in FILES.items() if name != "model.gguf"}
+
     of_files = [path for path in hub.asked if "FilePath=" in path]
     assert len(of_files) >= 3 and all("Revision=v1" in path for path in of_files)
+
     (folder / "model.safetensors").unlink()  # as a fetch that was broken off leaves it
     assert (fetch(NAME) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
     hub.server.shutdown()
     hub.server.server_close()
     assert fetch(NAME) == folder and missing_model(NAME) == ""
+
     with pytest.raises(ModelError, match="ModelScope did not give it"):
         fetch("modelscope:own/name")
 

@@ -90,7 +90,9 @@ def test_no_sequence_changes_the_frequencies_of_another(make, rope, border):
     alone = make(rope)
     model = prepare(copy.deepcopy(alone))
     assert context_length(model.config) == border
-    short, longest = list(range(5, 17)), [5 + n % 90 for n in range(border)]
+
+    short = list(range(5, 17))
+    longest = [5 + n % 90 for n in range(border)]
     wanted = torch.cat(
         [
             alone(input_ids=torch.tensor([ids]), use_cache=False)
@@ -102,6 +104,7 @@ def test_no_sequence_changes_the_frequencies_of_another(make, rope, border):
     )
     found = logprobs(model, short, longest[::-1])
     torch.testing.assert_close(found.sort().values, wanted.sort().values, rtol=0, atol=2e-5)
+
     with pytest.raises(ModelError, match=f"{border + 1} tokens is longer than the {border}"):
         logprobs(model, short, [*longest, 7])
 
@@ -118,6 +121,7 @@ def test_the_engine_takes_no_request_across_the_border(make, rope, border):
     assert len(asyncio.run(ask(4)).ids) == 4
     with pytest.raises(RequestTooLongError) as refusal:
         asyncio.run(ask(5))
+
     advice = length_advice(engine.model.config)
     assert advice in str(refusal.value)
     assert ("copy long_factor over short_factor" in advice) == (rope is LONGROPE)
@@ -127,7 +131,9 @@ def test_one_set_of_frequencies_has_no_border():
     """What the advice leads to: the model's whole context, and numbers that depend on nothing."""
     model = prepare(phi3(LONGROPE | {"short_factor": LONGROPE["long_factor"]}))
     assert context_length(model.config) == 96 and length_advice(model.config) == ""
-    short, longest = list(range(5, 17)), [5 + n % 90 for n in range(96)]
+
+    short = list(range(5, 17))
+    longest = [5 + n % 90 for n in range(96)]
     together = logprobs(model, short, longest)
     assert len(together) == 11 + 95
     apart = torch.cat([logprobs(model, short), logprobs(model, longest)])

@@ -138,11 +138,14 @@ def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
     for step in (3, 6):
         (checkpoints / f"step-{step:06d}").mkdir(parents=True)
         (checkpoints / f"step-{step:06d}" / "config.json").touch()
+
     index = checkpoints / "index.json"
     index.write_text('{"steps": [3, 6], "best": {"step": 3, "value": 0.5}}')
     assert resolve(str(tmp_path)) == checkpoints / "step-000003"
+
     index.write_text('{"steps": [3, 6], "best": null}')
     assert resolve(str(tmp_path)) == checkpoints / "step-000006"
+
     index.write_text('{"steps": [], "best": null}')
     with pytest.raises(ModelError, match="no whole checkpoint"):
         resolve(str(tmp_path))

@@ -25,10 +25,28 @@ from agentevo.types import Sample
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = ("mixtral", "qwen3_moe", "deepseek_v3")
 SLOW = (
-    *("afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe"),
-    *("exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "hy_v3", "laguna", "longcat_flash", "mellum", "minimax_m2", "olmoe"),
-    *("qwen2_moe", "solar_open"),
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "cohere2_moe",
+    "deepseek_v2",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "laguna",
+    "longcat_flash",
+    "mellum",
+    "minimax_m2",
+    "olmoe",
+    "qwen2_moe",
+    "solar_open",
 )
 CPU = torch.device("cpu")
 IDS = [list(range(7, 27)), [*range(7, 19), 3, 4, 5, 6], [9, 8, 7]]
@@ -82,15 +100,18 @@ def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(na
     rows = recorded(model, batch)
     routers = routers_of(model)
     assert rows.shape == (batch.num_distinct, routers.layers, routers.top_k)
+
     replay = Replay(rows)
     again = gradient(model, batch.routed(replay))
     assert not replay.differs().any()
     assert own.keys() == again.keys()
     assert all(torch.equal(own[key], again[key]) for key in own)
+
     other = Replay((rows + 1) % routers.num_experts)
     moved = gradient(model, batch.routed(other))
     assert other.differs().any(1).all()
     assert any(not torch.allclose(own[key], moved[key], atol=1e-3) for key in own)
+
     with torch.no_grad():
         assert torch.equal(recorded(model, batch), rows), "a replay leaves nothing behind"
 
@@ -99,7 +120,8 @@ def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(na
 def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(name, random_model):
     """g_i = exp(z_i) / sum of exp(z_j) over the recorded j (arXiv 2510.11370, section 3.2)."""
     model = routed(copy.deepcopy(random_model(name).model))
-    batch, routers = batch_of(), routers_of(model)
+    batch = batch_of()
+    routers = routers_of(model)
     draws = torch.Generator().manual_seed(0)
     rows = torch.rand(batch.num_distinct, routers.layers, routers.num_experts, generator=draws)
     rows = rows.argsort(-1)[..., : routers.top_k]
@@ -107,6 +129,7 @@ def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(nam
     heard = []
     hooks = [gate.register_forward_hook(lambda *given: heard.append(given[2])) for gate in gates]
     token_logprobs(model, batch.routed(Replay(rows)))
+
     for hook in hooks:
         hook.remove()
     assert len(heard) == routers.layers
@@ -127,6 +150,7 @@ def test_layers_that_are_computed_again_choose_the_same_experts(checkpointing, r
     kept = keep_activations(model, MemorySection(checkpointing=checkpointing))
     found = gradient(kept, batch.routed(Replay(rows)))
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
     make_plain(kept)  # as a sharded model is
     plain = gradient(kept, batch.routed(Replay(rows)))
     assert all(torch.allclose(wanted[key], plain[key], atol=1e-5) for key in wanted)
@@ -152,11 +176,13 @@ def test_a_copy_has_routers_of_its_own(random_model):
             "its DeepseekV2TopkRouter gives no weight to experts of groups",
         ),
         pytest.param(
-            *("dbrx", {}, "its DbrxRouter returns no experts that topk has chosen"),
+            "dbrx",
+            {},
+            "its DbrxRouter returns no experts that topk has chosen",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("jetmoe", {}, "it has no experts with a router beside them"), marks=pytest.mark.slow
+            "jetmoe", {}, "it has no experts with a router beside them", marks=pytest.mark.slow
         ),
     ],
 )

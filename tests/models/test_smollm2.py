@@ -76,6 +76,7 @@ def test_template_names_the_assistant_unless_told_otherwise(
         "Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+
     told = tokenizer.decode(
         chat.first_prompt([Message("system", "Be brief."), Message("user", "Hi")])
     )
@@ -87,9 +88,11 @@ def test_template_names_the_assistant_unless_told_otherwise(
 
 
 def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
-    tokenizer, model = smollm2.tokenizer, smollm2.model
+    tokenizer = smollm2.tokenizer
+    model = smollm2.model
     assert model.dtype == torch.float32
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
     prompt = ChatFormat(tokenizer, model.generation_config).first_prompt(
         [Message("user", "What is the capital of France?")]
     )
@@ -98,6 +101,7 @@ def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
             0, len(prompt) :
         ]
         assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
         ids = torch.tensor(
             [
                 tokenizer.encode(
@@ -114,6 +118,7 @@ def test_a_wrongly_converted_tokenizer_is_noticed(tokenizer: PreTrainedTokenizer
 
     known = known_models.get("smollm2-135m-instruct")
     check_tokenizer(tokenizer, known)
+
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False
     )  # as transformers reads the GGUF

@@ -135,8 +135,10 @@ def test_the_pieces_add_up_to_the_text(name, data) -> None:
     text = text_of(tokenizer, ids)
     stops = []
     for _ in range(data.draw(st.integers(0, 3))):
-        start, size = data.draw(st.integers(0, max(0, len(text) - 1))), data.draw(st.integers(1, 6))
+        start = data.draw(st.integers(0, max(0, len(text) - 1)))
+        size = data.draw(st.integers(1, 6))
         stops.append((text[start : start + size] or "x") + data.draw(st.sampled_from(["", "#"])))
+
     stream = stream_of(tokenizer, stops)
     pieces = pieces_of(stream, ids, data.draw(st.lists(st.integers(0, 10**6), max_size=60)))
     whole = "".join([*pieces, stream.finish()])
@@ -158,7 +160,9 @@ def test_any_bytes_come_as_they_decode_at_once(written, cuts) -> None:
 @pytest.mark.parametrize("name", ["tiny bytes", "tiny words", "byte level", "llama 2", "gemma"])
 def test_a_piece_comes_with_the_token_that_makes_it_certain(name) -> None:
     tokenizer = TOKENIZERS[name]
-    rng, stream, told = random.Random(1), stream_of(TOKENIZERS[name]), ""
+    rng = random.Random(1)
+    stream = stream_of(TOKENIZERS[name])
+    told = ""
     ids: list[int] = []
     for _ in range(200):
         ids.append(rng.randrange(len(tokenizer)))
@@ -208,6 +212,7 @@ def test_what_may_begin_a_stop_string_waits() -> None:
     pieces = [stream.add([token]) for token in letters]
     assert pieces == ["a", "", "<b", *[""] * 7]
     assert stream.finish() == ""
+
     cut_off = stream_of(tokenizer, ["</call>"])
     assert "".join(cut_off.add([token]) for token in letters[:-1]) == "a<b"
     assert cut_off.finish() == "</call", "the limit came first"
@@ -215,7 +220,8 @@ def test_what_may_begin_a_stop_string_waits() -> None:
 
 def test_the_token_that_ends_the_completion_is_no_text_and_elsewhere_it_is() -> None:
     tokenizer = TOKENIZERS["tiny bytes"]
-    end, (letter,) = tokenizer.eos_token_id, tokenizer.encode("a", add_special_tokens=False)
+    end = tokenizer.eos_token_id
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)
     stream = stream_of(tokenizer)
     assert [stream.add([token]) for token in (letter, end, letter, end)] == ["a", "", END + "a", ""]
     assert stream.finish() == ""
@@ -224,7 +230,8 @@ def test_the_token_that_ends_the_completion_is_no_text_and_elsewhere_it_is() -> 
 @pytest.mark.parametrize("name", ["tiny bytes", "byte level", "llama 2", "unigram, cleaned up"])
 @pytest.mark.parametrize("kind", ["any tokens", "one token", "no character", "bytes"])
 def test_the_cost_is_linear_in_the_length(name, kind, monkeypatch) -> None:
-    tokenizer, size = TOKENIZERS[name], 2000
+    tokenizer = TOKENIZERS[name]
+    size = 2000
     rng = random.Random(2)
     undecodable = [t for t in range(len(tokenizer)) if tokenizer.decode([t]).startswith("�")]
     bytes_ = [t for t in range(len(tokenizer)) if "0x" in tokenizer.convert_ids_to_tokens(t)]
@@ -234,6 +241,7 @@ def test_the_cost_is_linear_in_the_length(name, kind, monkeypatch) -> None:
         "no character": [rng.choice(undecodable) for _ in range(size)],
         "bytes": [rng.choice(bytes_ or undecodable) for _ in range(size)],
     }[kind]
+
     lengths: list[int] = []
     decode = tokenizer.decode
 
@@ -245,6 +253,7 @@ def test_the_cost_is_linear_in_the_length(name, kind, monkeypatch) -> None:
     stream = stream_of(tokenizer, ["</call>", "n't"])
     for token in ids:
         stream.add([token])
+
     stream.finish()
     assert sum(lengths) <= size * (WINDOW + CONTEXT + 3)
 
@@ -273,7 +282,8 @@ def test_a_chat_format_streams_what_its_text_says(tokenizer) -> None:
 @pytest.mark.timeout(1800)  # the first test may download
 def test_smollm2_streams_what_it_says(smollm2_folder) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    chat, rng = ChatFormat(tokenizer), random.Random(3)
+    chat = ChatFormat(tokenizer)
+    rng = random.Random(3)
     texts = ["Ein Satz: naïve 語言 😀👩‍👩‍👧!\n\n  x   7 n't", "x" * 50]
     written = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     drawn = [[rng.randrange(len(tokenizer)) for _ in range(60)] for _ in range(100)]

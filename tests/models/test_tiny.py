@@ -69,6 +69,7 @@ def test_words_symbols_digits_and_newlines_are_single_tokens() -> None:
         "Up",
         "</answer>",
     ]
+
     # each word of the corpus counts with and without a blank before it
     assert WORD.convert_ids_to_tokens(encode(WORD, "stand lake")) == ["stand", " lake"]
 
@@ -102,12 +103,14 @@ def test_template_is_prefix_stable(tokenizer: PreTrainedTokenizerFast) -> None:
         "text<|end|><|user|>user text<|end|>"
     )
     assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted
+
     for cut in range(1, 5):
         prompt = tokenizer.apply_chat_template(
             messages[:cut], tokenize=False, add_generation_prompt=True
         )
         assert prompt.endswith("<|assistant|>")
         assert wanted.startswith(prompt.removesuffix("<|assistant|>"))
+
     assert tokenizer.eos_token == "<|end|>"
 
 
@@ -157,6 +160,7 @@ def test_model_fits_its_tokenizer(kind: str) -> None:
     assert model.config.max_position_embeddings == 64
     assert model.config.intermediate_size == 96  # 32 * 8/3 = 85.3, rounded up to a multiple of 32
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
     logits = model(torch.tensor([encode(tokenizer, "Walk to G")])).logits
     assert logits.shape[-1] == len(tokenizer)
     assert torch.isfinite(logits).all()

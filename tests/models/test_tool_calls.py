@@ -101,11 +101,13 @@ def test_the_template_chooses_the_parser() -> None:
         assert find_parser(template).name == name.split(" ")[0], name
     for template in (HERMES, QWEN3_THINKING, CHAT_TEMPLATE, template_text("hermes")):
         assert find_parser(template).name == "hermes"
+
     assert find_parser(PHI3).name == "json"
     assert find_parser("{{ '<|start_header_id|>' }}").name == "llama"
     assert find_parser("[func_name1(params_name1=params_value1)]").name == "pythonic"
     assert "[THINK]" in find_parser(TEMPLATES["mistral"]).thoughts
     assert parser_named("glm").name == "glm" and "glm" in parser_names()
+
     with pytest.raises(UnknownNameError, match=r"'hermez': did you mean 'hermes'\? known parsers"):
         parser_named("hermez")
 
@@ -238,6 +240,7 @@ def test_calls_beside_a_malformed_one_are_kept() -> None:
     assert [call.name for call in parsed.tool_calls] == ["f", "f"]
     assert [broken.text for broken in parsed.malformed] == [bad]
     assert parsed.content == "a\n\n\nb"
+
     missing_end = bad.removesuffix("</tool_call>")
     parsed = parser_named("hermes").parse(missing_end + good)
     assert [broken.text for broken in parsed.malformed] == [missing_end]
@@ -301,9 +304,11 @@ def test_channels_of_harmony() -> None:
     assert (parsed.reasoning, parsed.content) == ('hm, to=functions.g {"a"}', "I look.")
     assert parsed.tool_calls == (ToolCall("look_up", '{"a": 1}'),)
     assert parser.parse("cut", opening="<|channel|>analysis<|message|>").reasoning == "cut"
+
     broken_off = "<|channel|>what<|start|>assistant<|channel|>final<|message|>Two.<|channel|>fin"
     assert parser.parse(broken_off).content == "what\n\nTwo.<|channel|>fin"
     assert parser.parse("<|channel|>ana").content == ""
+
     final = parser.parse("<|channel|>final<|message|>Two.\n")
     assert (final.content, final.reasoning) == ("Two.\n", None)
 
@@ -356,6 +361,7 @@ def test_marks_that_are_special_tokens_reach_the_parser() -> None:
     chat = ChatFormat(tokenizer)
     said = chat.completion(Message("assistant", "well", (ToolCall("add", ONE),)))
     assert set(tokenizer.convert_tokens_to_ids(special)) < set(said)
+
     parsed = PARSERS["kimi"].parse(chat.text(said))
     assert (parsed.content, parsed.tool_calls) == ("well", (ToolCall("add", ONE),))
 
@@ -364,12 +370,14 @@ def test_tools_without_parameters_are_no_hindrance() -> None:
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(5000):
         deep = {"anyOf": [deep]}
+
     tools: list[dict[str, Any]] = [
         {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": deep}}}},
         {"type": "function", "function": {"name": "g", "parameters": True}},
     ]
     text = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
     assert parser_named("glm").parse(text, tools=tools).tool_calls[0].arguments == ONE
+
     tools = [
         {"type": "function", "function": {"name": "f"}},
         {"type": "function", "function": {"name": "g", "parameters": {"properties": None}}},

@@ -44,7 +44,8 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 @settings(max_examples=examples(40))
 @given(data=st.data())
 def test_pieces_sum_up_to_the_whole(name: str, data: st.DataObject) -> None:
-    parser, text = parser_named(name), data.draw(texts(name))
+    parser = parser_named(name)
+    text = data.draw(texts(name))
     opening = data.draw(st.sampled_from(["", "<think>\n"]))
     places = data.draw(st.lists(st.integers(0, 400), max_size=8))
     whole = parser.parse(text, opening=opening)
@@ -94,6 +95,7 @@ def check_calls(deltas: Sequence[Delta]) -> None:
                     assert open_calls.pop(index)[0] == malformed.name
             case ContentDelta(text) | ReasoningDelta(text):
                 assert text
+
     assert not open_calls
 
 
@@ -116,10 +118,12 @@ def test_nothing_is_lost(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_mark_is_never_shown(name: str) -> None:
-    parser, text = parser_named(name), f"well {WHOLE[name]}"
+    parser = parser_named(name)
+    text = f"well {WHOLE[name]}"
     if name == "harmony":
         text = f"<|channel|>commentary<|message|>well {WHOLE[name]}"
     assert parser.parse(text).content == "well"
+
     for pieces in (list(text), cut(text, range(0, len(text), 7))):
         shown = [d.text for d in deltas_of(parser, pieces) if isinstance(d, ContentDelta)]
         assert "".join(shown) == "well"
@@ -137,6 +141,7 @@ def test_only_what_may_be_a_mark_is_held_back() -> None:
     assert stream.feed("/b") == [ArgumentsDelta(0, "/b")]
     assert stream.feed('"}}</tool_call>')[0] == ArgumentsDelta(0, '"}')
     assert stream.feed("\n ") == [] and stream.finish() == []
+
     thinking = parser_named("hermes").stream(opening="<think>\n")
     assert thinking.feed("hm ") == [ReasoningDelta("hm")]
     assert thinking.feed("so</thi") == [ReasoningDelta(" so")]
@@ -173,6 +178,7 @@ def test_the_cost_is_linear(name: str, text: str) -> None:
     started = time.process_time()
     parser_named(name).parse(repeated)
     assert time.process_time() - started < LIMIT_S
+
     stream = parser_named(name).stream()
     for piece in batched(repeated[: SIZE // 20], 8):
         stream.feed(piece)

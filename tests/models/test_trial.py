@@ -60,6 +60,7 @@ def strange():
     def make(name: str):
         if name == "lfm2":
             return Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]))
+
         if name == "granite-hybrid":
             mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
             config = GraniteMoeHybridConfig(
@@ -70,18 +71,22 @@ def strange():
                 shared_intermediate_size=16,
             )
             return GraniteMoeHybridForCausalLM(config)
+
         if name == "llama4":
             return Llama4ForCausalLM(
                 Llama4TextConfig(
                     **SHAPE, **EXPERTS, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=8
                 )
             )
+
         if name == "bert":
             return BertLMHeadModel(BertConfig(**SHAPE, initializer_range=0.25))
+
         if name == "roberta":
             return RobertaForCausalLM(
                 RobertaConfig(**SHAPE, initializer_range=0.25, is_decoder=True)
             )
+
         if name == "nemotron":
             return NemotronForCausalLM(NemotronConfig(**SHAPE))
         if name == "gpt-oss":
@@ -129,7 +134,8 @@ class Full(torch.nn.Module):
 
     def __init__(self, inner: torch.nn.Module, capacity: int) -> None:
         super().__init__()
-        self.inner, self.capacity = inner, capacity
+        self.inner = inner
+        self.capacity = capacity
 
     def forward(self, x):
         taken = torch.arange(x.shape[1], device=x.device) < self.capacity
@@ -158,11 +164,14 @@ def test_decoders_of_attention_and_feed_forward_are_accepted(name, dtype, random
     model.train()
     state = torch.random.get_rng_state()
     prepare(model)
+
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
+
     with torch.device("meta"):
         unread = type(model)(model.config)
+
     prepare(unread)
 
 
@@ -215,6 +224,7 @@ def test_a_mask_of_the_models_own_is_refused(random_model):
     attention.forward = lambda *args, **kwargs: inner(
         *args, **kwargs | {"attention_mask": torch.zeros(1, 1, 14, 14)}
     )
+
     with pytest.raises(
         ModelError, match="LlamaForCausalLM: the model makes an attention mask of its own"
     ):

@@ -48,10 +48,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def _training_row(step: int, rng: random.Random) -> MetricsRow:
     skill = 1 / (1 + math.exp(-(step - 24) / 7))
     success = min(max(0.12 + 0.6 * skill + rng.gauss(0, 0.06), 0), 1)
-    gen, update = 1.6 + rng.random() * 0.3 + (1 - skill) * 0.8, 1.4 + rng.random() * 0.2
+    gen = 1.6 + rng.random() * 0.3 + (1 - skill) * 0.8
+    update = 1.4 + rng.random() * 0.2
     tokens = round(5200 - 1500 * skill + rng.gauss(0, 150))
     zero = min(max(0.15 + 0.3 * abs(skill - 0.5) * 2 + rng.gauss(0, 0.05), 0), 1)
     length = 46 - 14 * skill + rng.gauss(0, 1.5)
+
     return {
         "training/global_step": step,
         "critic/score/mean": success - 0.05 * (1 - skill),
@@ -100,6 +102,7 @@ def _evaluation(step: int) -> MetricsRow:
     }
     if step in (0, STEPS):
         row |= {f"{name}/success/sampled": greedy - 0.05, f"{name}/reward/sampled": greedy - 0.09}
+
     return row
 
 
@@ -121,6 +124,7 @@ def rows() -> list[MetricsRow]:
                     "timing_s/testing": 3.5,
                 }
             )
+
     next(row for row in made if row["step"] == 33)["actor/grad_norm"] = None
     return made
 

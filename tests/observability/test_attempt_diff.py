@@ -40,7 +40,8 @@ def test_turns_stand_beside_each_other_and_lines_that_differ_are_told() -> None:
 
 def test_what_lies_behind_a_long_turn_is_not_called_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt_diff, "MAX_LINES", 3)
-    long, short = played("a\nb\nc\nd\ne", "same", "same"), played("a", "same", "same")
+    long = played("a\nb\nc\nd\ne", "same", "same")
+    short = played("a", "same", "same")
     for left, right in ((long, short), (short, long)):
         rows = attempt_diff.diff(left, right)
         assert not any("same" in (row.left, row.right) for row in rows)

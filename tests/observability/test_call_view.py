@@ -13,7 +13,8 @@ NOW = 1.7e9
 
 def stored(number: str, parent: str | None = None, **changes: Any) -> StoredCall:
     """A call that is named as its id; ago: seconds since its start; took: None while it runs."""
-    ago, took = changes.pop("ago", 10.0), changes.pop("took", None)
+    ago = changes.pop("ago", 10.0)
+    took = changes.pop("took", None)
     state = changes.pop("state", "running" if took is None else "ended")
     fields: dict[str, Any] = {
         "id": number,
@@ -44,6 +45,7 @@ def test_a_line_for_each_attempt_that_runs_with_what_it_waits_for() -> None:
         "t#0        7 min     tool search 250 ms, policy ask↵ 1.5 s",
         "task-10#1  3.0 s     -",
     ]
+
     many = [attempt(str(number), trajectory_id=str(number)) for number in range(45)]
     assert running_lines(many, NOW)[-1] == "and 5 more"
     assert running_lines([], NOW) == []

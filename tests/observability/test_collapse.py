@@ -48,6 +48,7 @@ def timeline(changes: Mapping[range, Step], steps: int, seed: int) -> list[tuple
             if step in when:
                 metrics |= change
         made.append((step, metrics))
+
     return made
 
 
@@ -178,6 +179,7 @@ def test_missing_metrics_only_switch_off_their_signs() -> None:
     monitor = CollapseMonitor()
     for step in range(1, 40):
         assert monitor.observe(step, {}) == []
+
     warned = [
         warning
         for step in range(40, 60)
@@ -192,7 +194,8 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, se
     steps = timeline(SCENARIOS[code], 60, seed)
     straight = CollapseMonitor()
     expected = list(warnings_of(straight, steps))
-    first, second = CollapseMonitor(), CollapseMonitor()
+    first = CollapseMonitor()
+    second = CollapseMonitor()
     found = list(warnings_of(first, steps[:cut]))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     found += warnings_of(second, steps[cut:])
@@ -201,7 +204,8 @@ def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, se
 
 
 def test_a_loaded_state_is_not_shared() -> None:
-    first, second = CollapseMonitor(), CollapseMonitor()
+    first = CollapseMonitor()
+    second = CollapseMonitor()
     first.observe(1, {"critic/score/mean": 1.0})
     state = first.state_dict()
     second.load_state_dict(state)

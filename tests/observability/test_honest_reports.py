@@ -102,13 +102,16 @@ AFTER = {"val-core/coins/success/greedy": 0.9, "val-aux/coins/failed/greedy": 0.
 
 def test_evaluations_with_many_failures_are_marked_wherever_they_are_compared():
     assert not_comparable(read_evaluations(BEFORE), read_evaluations(BEFORE)) == ""
+
     words = not_comparable(read_evaluations(BEFORE), read_evaluations(AFTER))
     assert "can't be compared: 0% of the held-out attempts failed before and 25% after" in words
+
     rows = [{"step": 0, **BEFORE}, {"step": 3, **AFTER}]
     page = report_html(rows, {}, "", [])
     assert "can&#39;t be compared" in page
     assert '<th scope="col" class="num">failed attempts</th>' in page
     assert "failed attempts" not in report_html([{"step": 0, **BEFORE}], {}, "", [])
+
     figure = Figure()
     draw_learning_curve(figure, rows, {})
     assert "(not comparable)" in figure.axes[0].get_title(loc="right")
@@ -125,6 +128,7 @@ def test_notes_stand_under_the_evaluation(plain):
     out = Terminal()
     with LiveView("run", stream=out, plain=plain) as view:
         view.evaluation(0, BEFORE, ["3 of 12 failed: 3 took longer than agent.timeout_s=300 s"])
+
     text = out.getvalue()
     assert text.index("50.0%") < text.index("3 of 12 failed")
 

@@ -27,6 +27,7 @@ def test_a_plain_step_is_one_line_that_stands_on_its_own(clock) -> None:
     out = io.StringIO()
     with LiveView("run", stream=out, clock=clock) as view:
         view.step(9, 60, METRICS, {"zero_variance": 4})
+
     assert out.getvalue() == (
         "step  9/60 | reward 0.410 | success 38% | 32 in, 4 dropped: 4 zero-variance | 1,204 "
         "tok/s | 3.9 s/step | eta 3m21s"
@@ -48,11 +49,14 @@ def test_a_step_of_self_play_says_what_became_of_the_proposals(clock, terminal) 
     for more in (SELF_PLAY, {"selfplay/proposed": 8.0, "selfplay/questions": 0.0}):
         with LiveView("run", stream=out, clock=clock) as view:
             view.step(1, 2, METRICS | more, {})
+
     first, second = out.getvalue().splitlines()
     assert " | 8 proposed, 75% valid, 5 questions, 41% solved, 60% at the edge | " in first
     assert " | 8 proposed, 0 questions | " in second
+
     with LiveView("run", stream=terminal) as view:
         view.step(1, 2, METRICS | SELF_PLAY, {})
+
     assert "8 proposed, 75% valid, 5 questions, 41% solved" in terminal.getvalue()
 
 
@@ -65,6 +69,7 @@ def test_a_stream_that_is_no_terminal_gets_plain_text_only(clock, rows: list[Met
                 view.phase("sampling", "64 attempts")
                 view.phase("updating")
                 view.step(int(row["step"] or 0), 60, row, {"zero_variance": 8})
+
     text = out.getvalue()
     assert text.isascii()
     assert "\x1b" not in text
@@ -80,6 +85,7 @@ def test_missing_and_broken_metrics_do_not_stop_the_view() -> None:
     with LiveView("run", stream=out) as view:
         view.step(1, 2, {}, {})
         view.step(2, 2, {"critic/score/mean": None, "actor/grad_norm": float("nan")}, {})
+
     first, second = out.getvalue().splitlines()
     assert first == "step 1/2 | none dropped"
     assert "reward nan" in second
@@ -101,6 +107,7 @@ def test_time_left_follows_the_real_pace_with_evaluations_in_it(clock) -> None:
     for step in range(1, 4):
         clock.now += 10
         view.step(step, 13, METRICS, {})
+
     assert "eta 39.4s" not in out.getvalue().splitlines()[0]
     assert "eta 47.3s" in out.getvalue().splitlines()[0]  # only the step's own 3.94 s are known yet
     assert "eta 1m40s" in out.getvalue().splitlines()[2]
@@ -139,6 +146,7 @@ def test_a_stream_that_cannot_spell_a_character_does_not_stop_the_run() -> None:
 def test_the_terminal_panel_shows_the_run(terminal) -> None:
     with LiveView("my [bold]run[/bold]", stream=terminal) as view:
         assert not view.plain
+
         view.phase("sampling", "32 attempts")
         view.step(12, 60, METRICS, {"zero_variance": 4})
         view.evaluation(
@@ -151,7 +159,9 @@ def test_the_terminal_panel_shows_the_run(terminal) -> None:
         )
         for number in range(5):
             view.warn(f"warning {number} [red]as is[/red]")
+
         view.note("saved [checkpoint]")
+
     shown = terminal.getvalue()
     last_frame = shown[shown.rindex("my [bold]run") :]
     for text in (
@@ -163,6 +173,7 @@ def test_the_terminal_panel_shows_the_run(terminal) -> None:
         "warning 2",
     ):
         assert text in last_frame, text
+
     assert "warning 1" not in last_frame
     assert "saved [checkpoint]" in shown
     assert "random player" in shown
@@ -176,6 +187,7 @@ def test_the_panel_says_when_a_run_was_stopped(terminal) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted_run()
+
     assert "stopped" in terminal.getvalue()
     assert terminal.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
 
@@ -246,6 +258,7 @@ def test_what_an_algorithm_learns_beside_the_policy_is_shown():
             },
             {},
         )
+
     assert (
         "| critic foresees 25% | process reward right 100% | pairs right 50%" in stream.getvalue()
     )
@@ -275,5 +288,6 @@ def test_a_reader_that_is_gone_ends_nothing() -> None:
         process.stdin.close()
         said = process.stderr.read()
         assert process.wait(50) == 0, said
+
     assert "and here" in said
     assert "BrokenPipe" not in said

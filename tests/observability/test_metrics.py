@@ -44,9 +44,11 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
         log.log(
             1, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "fine": 1e300, "flag": True}
         )
+
     text = path.read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
+
     row = read_metrics(path)[0]
     assert (row["nan"], row["inf"], row["minus"], row["fine"], row["flag"]) == (
         None,
@@ -100,13 +102,16 @@ def test_steps_never_go_back_in_a_continued_file_either(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_row_once(tmp_path: Path) -> None:
-    straight, resumed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    straight = tmp_path / "a.jsonl"
+    resumed = tmp_path / "b.jsonl"
     write_steps(straight, 1, 9)
     write_steps(resumed, 1, 6)
+
     with MetricsLog(resumed) as log:
         log.resume(4)
         for step in range(5, 10):
             log.log(step, {"actor/entropy": 1.0 / step, "critic/score/mean": step / 7})
+
     assert without_time(resumed) == without_time(straight)
 
 
@@ -141,6 +146,7 @@ def test_a_crash_while_truncating_loses_nothing(
     monkeypatch.setattr(os, "replace", power_cut)
     with pytest.raises(DiskError, match="power cut"):
         log.resume(2)
+
     assert path.read_bytes() == before
 
 
@@ -150,14 +156,17 @@ def test_a_file_torn_at_any_byte_reads_as_its_whole_rows_and_can_be_continued(
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "m.jsonl"
     write_steps(path, 1, 4)
-    whole, data = without_time(path), path.read_bytes()
+    whole = without_time(path)
+    data = path.read_bytes()
     cut %= len(data) + 1
     path.write_bytes(data[:cut])
     survived = without_time(path)
     assert survived == whole[: len(survived)]
     assert len(survived) >= data[:cut].count(b"\n")
+
     with MetricsLog(path) as log:
         log.log(9, {"a": 1.0})
+
     assert without_time(path) == [*survived, {"step": 9, "a": 1.0}]
 
 

@@ -32,13 +32,17 @@ def test_only_whole_lines_are_read_and_each_one_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     table = MetricsTable(path)
     assert not table.read_more()
+
     path.write_bytes(b'{"step": 1, "a": 2.0}\n{"step": 2, "a"')
     table.read_more()
     assert (table.num_rows, table.last_step) == (1, 1)
+
     with path.open("ab") as file:
         file.write(b": null}\n")
+
     table.read_more()
     assert table.num_rows == 2
+
     rows, values = table.series("a")
     assert list(rows) == [0, 1]
     assert values[0] == 2.0
@@ -50,6 +54,7 @@ def test_a_file_that_was_replaced_is_read_no_further(tmp_path: Path, change: str
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     table = read(path)
+
     if change == "shorter":
         path.write_text('{"step": 9}\n')
     elif change == "another":
@@ -57,6 +62,7 @@ def test_a_file_that_was_replaced_is_read_no_further(tmp_path: Path, change: str
         os.replace(tmp_path / "new", path)
     else:
         path.unlink()
+
     assert not table.read_more()
     assert table.is_replaced
     assert table.num_rows == 2
@@ -87,6 +93,7 @@ def test_lines_stand_by_step_tokens_and_hours(tmp_path: Path) -> None:
     run = Run(table, 3)
     assert list(places(run, "step")) == [1, 2, 3]
     assert list(places(run, "tokens")) == [10, 10, 15]
+
     hours = list(places(run, "time"))
     assert hours[:2] == [0, 1]
     assert hours[2] < 24, "a pause of days is a run that was stopped"

@@ -42,11 +42,13 @@ def test_a_whole_run_gives_four_pictures_at_150_dpi(
 @pytest.mark.slow
 def test_pictures_without_data_are_left_out(tmp_path: Path, rows: list[MetricsRow]) -> None:
     assert plots.write_plots([], {}, tmp_path) == []
+
     evaluations = [row for row in rows if "training/global_step" not in row]
     assert [path.name for path in plots.write_plots(evaluations, {}, tmp_path)] == [
         "learning_curve.png",
         "throughput.png",
     ]
+
     only_norm: list[MetricsRow] = [{"step": 1, "actor/grad_norm": 1.0}]
     assert [path.name for path in plots.write_plots(only_norm, {}, tmp_path)] == [
         "optimisation.png"
@@ -82,8 +84,10 @@ def test_the_curve_holds_the_held_out_points_and_both_reference_levels(
     ]
     held_out = lines["held-out, greedy"]
     assert list(zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)) == greedy
+
     levels = {tuple(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 2}
     assert {(0.06, 0.06), (0.78, 0.78)} <= levels
+
     texts = " ".join(text.get_text() for text in axes.texts)
     for part in (
         "before\n",
@@ -93,6 +97,7 @@ def test_the_curve_holds_the_held_out_points_and_both_reference_levels(
         "before the cold start 2%",
     ):
         assert part in texts, part
+
     assert axes.get_title(loc="right").startswith("held-out success")
 
 
@@ -136,6 +141,7 @@ def test_two_environments_are_told_apart() -> None:
 def test_times_of_one_step_in_two_rows_are_added(rows: list[MetricsRow]) -> None:
     figure = Figure()
     assert plots._throughput(figure, rows, {})
+
     heights = {
         container.get_label(): {
             round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in container
@@ -185,6 +191,7 @@ def test_a_step_without_an_update_has_no_speed(rows: list[MetricsRow]) -> None:
     ]
     figure = Figure()
     assert plots._throughput(figure, idle, {})
+
     line = next(line for line in figure.axes[1].lines if line.get_label() == "trainer")
     assert math.isnan(dict(zip(line.get_xdata(), line.get_ydata(), strict=True))[20])
 

@@ -81,6 +81,7 @@ def test_peaks_are_of_the_innermost_phase():
     assert peaks == {"prepare": 1100, "plan": 1500, "other": 1070}, (
         "what is held on entering a phase and on leaving it counts, too"
     )
+
     on_gpu = {
         phase.name: phase.peak_bytes for phase in read_profile([*TRACE, *held], gpu=True).phases
     }

@@ -88,6 +88,7 @@ class Page(HTMLParser):
             self.scripts.append(data)
         elif where[-1:] != ["script"]:
             self.text += data
+
         if where == ["figcaption", "b"]:
             self.captions.append(data)
 
@@ -112,10 +113,12 @@ def test_the_page_tells_the_whole_run(
         "3,840 came in", "dropped: zero-variance", "update_actor", "Best attempt", "steps: 60",
     ):  # fmt: skip
         assert part in page.text, part
+
     titles = [text for text in page.captions if text]
     assert titles[:3] == ["Success on held-out tasks", "Success in training", "Reward in training"]
     for one in ("Gradient norm before clipping", "Tokens of a completion", "Tokens a second"):
         assert one in titles
+
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plots", "report.html"]
     assert len(list((tmp_path / "plots").iterdir())) == 4
 
@@ -125,12 +128,14 @@ def checked(text: str) -> Page:
     page = Page(text)
     tags = {tag for tag, _ in page.tags}
     assert not tags & {"link", "iframe", "object", "base", "form", "img", "embed"}
+
     for tag, attributes in page.tags:
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             assert name not in ("src", "style", "srcdoc", "action"), (tag, name)
             if name == "href":
                 assert (value or "").startswith("#")
+
     policy = next(
         attributes["content"] or ""
         for _, attributes in page.tags
@@ -141,6 +146,7 @@ def checked(text: str) -> Page:
         (program,) = programs
         digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
+
     return page
 
 
@@ -180,10 +186,12 @@ def test_words_that_are_no_text_are_shown_as_what_they_are(tmp_path: Path) -> No
         encoding="utf-8"
     )
     page = checked(text)
+
     assert len(text) < 400_000, "a message of 5 MB is cut"
     assert "further characters" in page.text
     for raw in ("\x1b", "\u202e", "\x00"):
         assert raw not in text
+
     assert "␛[31mred ⟨RLO⟩desrever" in page.text
 
 
@@ -229,6 +237,7 @@ def test_worlds_are_drawn_and_rewards_taken_apart(tmp_path: Path) -> None:
         "floor",
         "hole",
     ]
+
     for part in ("format", "0.25", "judge", "−0.5", "It went too far.", "look", '"at": 3'):
         assert part in page.text, part
 
@@ -297,6 +306,7 @@ def test_a_report_is_made_from_the_files_alone(
     late = [
         (attempt(f"l{index}", reward), "eval", 60) for index, reward in enumerate((0.2, 1.0, 0.8))
     ]
+
     train = [
         (attempt("trained", 1.0), "train", 60),
         (attempt("broken", 0.0, status="failed", error="server hung"), "train", 59),
@@ -306,6 +316,7 @@ def test_a_report_is_made_from_the_files_alone(
     path = report_from_run(folder, decode)
     text = Page(path.read_text(encoding="utf-8")).text
     assert path == folder / "report.html"
+
     captions = {
         "A typical attempt at step 0": "e1", "Best attempt at step 60": "l1",
         "A typical attempt at step 60": "l2",
@@ -357,6 +368,7 @@ def test_a_run_draws_its_report_beside_its_event_loop_and_does_not_wait_for_ever
 
     assert run_coroutine(made()) > 3, "the loop goes on meanwhile"
     assert said[0] == "reporting" and "report.html" in said[-1]
+
     monkeypatch.setattr(report, "DEADLINE_S", 0.05)
     monkeypatch.setattr(report, "report_from_run", lambda *_: time.sleep(1.0))
     run_coroutine(made())

@@ -15,6 +15,7 @@ def test_a_log_has_a_line_for_each_beginning_and_end():
         view.started("ppo-0", "resumed")
         view.running({"ppo-0": (3.0, "step 1/4")})
         view.ended("ppo-0", "success 10.0% -> 60.0%", 31.0, ok=True)
+
     assert stream.getvalue().splitlines() == [
         "zoo: 3 runs, 1 of them finished already",
         "ppo-0: resumed",
@@ -29,6 +30,7 @@ def test_what_had_finished_and_runs_again_is_counted_once():
         for name in ("b", "c", "b"):
             view.started(name, "started")
             view.ended(name, "done", 1.0, ok=True)
+
     counted = [line.partition("(")[2] for line in stream.getvalue().splitlines() if "(" in line]
     assert counted == ["2 of 3)", "3 of 3)", "3 of 3)"]
 
@@ -47,6 +49,7 @@ def test_a_terminal_shows_the_runs_under_way_and_the_time_left(terminal, clock):
         view.ended("a-1", "failed", 999.0, ok=False)
         clock.now = 65.0
         shown = drawn(view, {"b-0": (5.0, "step 3/4 | reward 0.5"), "b-1": (15.0, "-- evaluating")})
+
     assert "zoo  2 of 6 ended" in shown
     assert "step 3/4 | reward 0.5" in shown
     assert "1m05s" in shown
@@ -67,9 +70,13 @@ def test_a_stream_without_unicode_gets_escapes_and_no_panel(terminal, monkeypatc
     log = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with SweepView("zoo", stream=log) as view:
         view.started("müll-0", "started")
+
     log.seek(0)
     assert log.read() == "m\\xfcll-0: started\n"
+
     monkeypatch.setattr(terminal, "encoding", "ascii", raising=False)
+
     with SweepView("zoo", stream=terminal) as view:
         view.started("a-0", "started")
+
     assert terminal.getvalue() == "a-0: started\n"

@@ -65,6 +65,7 @@ def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> No
     rows += [(attempt(f"e5-{n}"), "eval", 5) for n in range(3)]
     run = make([*rows, (attempt("d"), "doctor", 5)])
     assert main(["trajectories", "html", str(run), "--per-step", "4"]) == 0
+
     out = run / "trajectories_html"
     assert f"10 pages written: {out / 'index.html'}" in capsys.readouterr().out
     assert files(out) == sorted(
@@ -72,12 +73,15 @@ def test_every_fourth_step_and_the_last_one_have_pages(make: Make, capsys) -> No
         + [f"step_{step}/trajectory_s{step}-{n}.html" for step in (1, 7) for n in range(3)]
         + [f"step_5/trajectory_{name}.html" for name in ("s5-0", "s5-1", "e5-0", "e5-1")]
     )
+
     index = (out / "index.html").read_text(encoding="utf-8")
     links = [unquote(unescape(link)) for link in re.findall(r'href="(step_[^"]*)"', index)]
     assert sorted(links) == [name for name in files(out) if name != "index.html"]
+
     page = (out / "step_5" / "trajectory_s5-1.html").read_text(encoding="utf-8")
     for part in ('href="trajectory_s5-0.html"', 'href="trajectory_e5-0.html"', 'class="world"'):
         assert part in page
+
     assert main(["trajectories", "html", str(run), "--step", "6"]) == 0, "its own folder"
     assert files(out) == ["index.html", *(f"step_6/trajectory_s6-{n}.html" for n in range(3))]
 
@@ -89,6 +93,7 @@ def test_hostile_ids_and_words_are_names_and_text(make: Make, tmp_path: Path) ->
     out = tmp_path / "out"
     assert main(["trajectories", "html", str(run), "--out", str(out)]) == 0
     assert [path for path in tmp_path.iterdir() if path.name not in ("lake", "out")] == []
+
     names = [name for name in files(out) if name != "index.html"]
     assert len(names) == 2 and all(re.fullmatch(r"step_1/[a-z0-9._-]+", name) for name in names)
     for name in files(out):
@@ -123,10 +128,12 @@ def test_folders_with_other_things_and_wrong_steps_are_refused(
     assert main(["trajectories", "html", str(run), "--step", "9"]) == 2
     assert "no trajectory of step 9" in capsys.readouterr().err
     assert not (run / "trajectories_html").exists()
+
     (tmp_path / "else").mkdir()
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "step_1").symlink_to(tmp_path / "else", target_is_directory=True)
+
     assert main([*command[:-1], str(linked), "--overwrite"]) == 2
     assert "step_1 is a link" in capsys.readouterr().err
     assert files(tmp_path / "else") == []

@@ -78,6 +78,7 @@ def test_every_turn_shows_what_was_asked_said_and_paid(decode: Decode) -> None:
         "reward 0.9, 1 tokens, finished by length, version 4",
     ):
         assert part in text, part
+
     assert "said by the policy" not in text  # the completion is shown from its ids
 
 

@@ -50,7 +50,8 @@ def low(text):
 
 async def play(task, agents):
     """Each is to write other characters than the one before it."""
-    said, rewards = task.query, {}
+    said = task.query
+    rewards = {}
     for number, name in enumerate(agents.agents):
         reply = await agents[name].generate([{"role": "user", "content": said}])
         said = reply.text
@@ -82,27 +83,33 @@ def test_each_agent_plays_with_its_own_weights_and_those_chosen_are_trained(tmp_
     stored = trained.trajectories(split="train")
     assert {one.agent for one in stored} == set(AGENTS)
     assert len({one.group_id for one in stored}) == 3 * len(AGENTS)
+
     versions = {name: {} for name in AGENTS}
     for one in stored:
         drawn = {version for turn in one.turns for version in turn.versions}
         versions[one.agent].setdefault(step_of(one), set()).update(drawn)
+
     assert versions["critic"] == {1: {0}, 2: {0}, 3: {0}}
     assert versions["rival"] == {1: {0}, 2: {0}, 3: {1}}
     assert versions["first"] == {1: {0}, 2: {1}, 3: {1}}
+
     for name in ("solver", "writer", "twin"):
         assert versions[name] == {1: {0}, 2: {1}, 3: {2}}
 
     audit = trained.audit()
     assert not audit.violations
+
     dropped = {name for names in audit.reasons["dropped"].values() for name in names}
     never = {one.id for one in stored if one.agent in ("critic", "rival", "first")}
     assert never <= dropped and audit.trained == len(stored) - len(dropped)
+
     logged = set().union(*read_metrics(trained.dir / "metrics.jsonl"))
     assert {f"agents/{name}/critic/score/mean" for name in AGENTS} <= logged
     assert {"actor/grad_norm", "agents/writer/actor/grad_norm"} <= logged
 
     folder = trained.checkpoint_path("last") / "agents"
     assert [path.name for path in folder.iterdir()] == ["writer"]
+
     saved = load_file(folder / "writer" / "model.safetensors")
     now = policies.weights("writer")
     assert saved and all(torch.equal(value, now[name]) for name, value in saved.items())
@@ -149,11 +156,13 @@ def test_attempts_that_wait_for_the_trainer_are_of_one_version_each(tmp_path, po
     trained = run(tmp_path / "run", AGENTS, rollout=rollout)
     assert not policies.moved("critic")
     assert policies.moved("solver") and policies.moved("writer")
+
     versions = {name: [set(), set(), set()] for name in AGENTS}
     for one in trained.trajectories(split="train"):
         drawn = {version for turn in one.turns for version in turn.versions}
         versions[one.agent][step_of(one) - 1] |= drawn
     assert versions == {name: [{n} for n in numbers] for name, numbers in ALL_AGES.items()}
+
     audit = trained.audit()
     assert audit.ok, audit
     for name in AGENTS:
@@ -162,6 +171,7 @@ def test_attempts_that_wait_for_the_trainer_are_of_one_version_each(tmp_path, po
         )
         replay = trained.replay(one.id)
         assert replay.same, replay.line()
+
     again = run(tmp_path / "again", AGENTS, rollout=rollout)
     assert told(again) == told(trained)
     assert losses(again) == losses(trained) and len(losses(again)) == 3
@@ -173,15 +183,19 @@ def test_groups_that_come_as_they_finish_have_all_their_agents(tmp_path, policie
     more["trainer"] = SECTIONS["trainer"] | {"steps": 6, "groups_per_step": 2}
     trained = run(tmp_path / "run", AGENTS, **more)
     assert not policies.moved("critic")
+
     audit = trained.audit()
     assert audit.ok, audit
+
     of_group = {}
     for state in ("committed", "dropped"):
         for one in trained.trajectories(state=state, split="train"):
             assert state == "dropped" or one.agent in ("solver", "writer", "twin")
             of_group.setdefault(one.group_id.rpartition(":")[0], set()).add(one.agent)
+
     assert len(of_group) == 12
     assert all(agents == set(AGENTS) for agents in of_group.values())
+
     rows = [row for row in read_metrics(trained.dir / "metrics.jsonl") if "staleness/max" in row]
     assert rows and all(row["staleness/max"] <= 2 for row in rows)
 
@@ -192,6 +206,7 @@ def test_a_resumed_asynchronous_run_trains_on_the_same(tmp_path):
     whole = run(tmp_path / "whole", AGENTS, rollout=rollout)
     trainer = SECTIONS["trainer"] | {"steps": 2}
     run(tmp_path / "run", AGENTS, trainer=trainer, rollout=rollout)
+
     resumed = run(tmp_path / "run", AGENTS, resume=True, rollout=rollout)
     assert [one[0] for one in told(resumed)] == [one[0] for one in told(whole)]
     assert losses(resumed)[:2] == losses(whole)[:2]
@@ -227,8 +242,10 @@ def test_a_client_names_the_agent_as_its_model(tmp_path):
         heard["models"] = [model["id"] for model in models.json()["data"]]
         heard["unknown"] = ask("gpt-4o").status_code, ask("gpt-4o").json()["error"]["code"]
         assert ask("solver").status_code == ask("critic").status_code == 200
+
         own = policy["critic"]
         assert ask("gpt-4o", own.base_url, own.api_key).status_code == 200
+
         url = policy.session.reward_url
         posted = [
             httpx.post(url, json=body).status_code
@@ -240,6 +257,7 @@ def test_a_client_names_the_agent_as_its_model(tmp_path):
             )
         ]
         heard["posted"] = posted
+
         return {"solver": len(policy.session.posted), "critic": [0.0, 1.0]}
 
     agents = {"solver": {}, "critic": {"train": False}}
@@ -247,6 +265,7 @@ def test_a_client_names_the_agent_as_its_model(tmp_path):
     assert heard["models"] == ["solver", "critic"]
     assert heard["unknown"] == (404, "model_not_found")
     assert heard["posted"] == [200, 200, 400, 400]
+
     turns = {
         one.agent: [turn.reward for turn in one.turns]
         for one in trained.trajectories(split="train")
@@ -260,9 +279,11 @@ def test_a_remote_model_plays_one_of_them(tmp_path):
         asked = [{"role": "user", "content": task.query}]
         own = await policy["solver"].generate(asked)
         said = await policy["judge"].generate([*asked, own.message, *asked])
+
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             again = await client.chat.completions.create(model="judge", messages=asked)
             names = [model.id for model in (await client.models.list()).data]
+
         assert again.choices[0].message.content == said.text == "right"
         assert names == ["solver", "judge", "teacher"]
         assert policy.agents == ("solver", "judge")
@@ -272,6 +293,7 @@ def test_a_remote_model_plays_one_of_them(tmp_path):
         remote = {"teacher": {"base_url": server.base_url, "model": "m"}}
         agents = {"solver": {}, "judge": {"remote": "teacher"}}
         trained = run(tmp_path / "run", agents, judged, remote_models=remote)
+
     stored = trained.trajectories(split="train")
     assert {one.status for one in stored} == {"completed"}, stored[0].error
     assert {one.agent for one in stored} == {"solver"}
@@ -319,6 +341,7 @@ def test_processes_apart_refuse_several_policies(process, tmp_path):
     )
     with pytest.raises(ConfigError, match="agents: the engines of a run in several processes"):
         process(config)
+
     assert not (tmp_path / "run").exists()
 
 
@@ -364,19 +387,23 @@ def test_two_adapters_over_one_base_are_both_trained(tmp_path, policies):
     base = save_model(loaded.model, loaded.tokenizer, tmp_path / "base")
     lora = {"name": str(base), "lora": {"rank": 8}}
     more = LEARNING | {"trainer": LEARNING["trainer"] | {"learning_rate": 0.06, "steps": 40}}
+
     agents = {"solver": {}, "writer": {}}
     trained = run(tmp_path / "run", agents, each_for_itself, **more, model=lora)
     for name in agents:
         before, after = earned(trained, name)
         assert after > before + 0.2, name
         assert policies.moved(name) and all("lora_" in key for key in policies.moved(name))
+
     one, other = (dict(policies.models[name].named_parameters()) for name in agents)
     shared = {name for name, tensor in one.items() if tensor is other[name]}
     assert shared == {name for name in one if "lora_" not in name}
     assert any(not torch.equal(one[name], other[name]) for name in one if "lora_B" in name)
+
     last = trained.checkpoint_path("last")
     saved = load_file(last / "agents" / "writer" / "adapter_model.safetensors")
     assert all("lora_" in name for name in saved)
+
     again = run(
         tmp_path / "run",
         agents,

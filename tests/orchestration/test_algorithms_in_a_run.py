@@ -140,7 +140,8 @@ def reward_model(folder, config, num_labels: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_reward_model_takes_part(tmp_path, small_config, quiet_view):
-    folder, judge = tmp_path / "run", tmp_path / "judge"
+    folder = tmp_path / "run"
+    judge = tmp_path / "judge"
     reward_model(judge, small_config(tmp_path / "x", *SHORT))
     train(
         small_config(folder, *SHORT, f"reward_model.name={judge}", "algorithm.name=reinforce_pp"),
@@ -150,20 +151,26 @@ def test_a_reward_model_takes_part(tmp_path, small_config, quiet_view):
 
 
 def test_reward_models_that_do_not_fit_are_refused(tmp_path, small_config, quiet_view):
-    two, other = tmp_path / "two", tmp_path / "other"
+    two = tmp_path / "two"
+    other = tmp_path / "other"
     reward_model(two, small_config(tmp_path / "x", *SHORT), num_labels=2)
+
     with pytest.raises(ModelError, match="2 outputs per token"):
         train(small_config(tmp_path / "a", *SHORT, f"reward_model.name={two}"), view=quiet_view())
+
     lake = small_config(tmp_path / "y", *SHORT).model_dump(mode="json")
     coins = build_config(
         lake | {"environment": {"type": "coins"}, "agent": {"format": "plain", "max_turns": 1}}
     )
     reward_model(other, coins)
+
     with pytest.raises(ModelError, match="another vocabulary"):
         train(small_config(tmp_path / "b", *SHORT, f"reward_model.name={other}"), view=quiet_view())
+
     with pytest.raises(Exception, match="nowhere"):
         train(
             small_config(tmp_path / "c", *SHORT, "reward_model.name=./nowhere"),
             view=LiveView("x", stream=io.StringIO(), plain=True),
         )
+
     assert not (tmp_path / "c").exists(), "nothing was created"

@@ -60,10 +60,13 @@ def test_every_policy_keeps_the_bound(
     )
     run = train(config, view=quiet_view())
     assert run.audit().violations == []
+
     steps = trained_on(config.run_dir)
     assert sorted(steps) == list(range(1, config.trainer.steps + 1))
+
     names = Counter(name for found in steps.values() for name, _ in found)
     assert set(names.values()) == {1}
+
     ages = {
         step - 1 - version
         for step, found in steps.items()
@@ -71,9 +74,11 @@ def test_every_policy_keeps_the_bound(
         for version in versions
     }
     assert max(ages) <= 1 or policy in ("mask", "correct"), "those take tokens out, not attempts"
+
     rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "staleness/max" in row]
     assert len(rows) == config.trainer.steps
     assert max(row["staleness/max"] for row in rows) == 1, "the sampler was ahead of the trainer"
+
     if policy == "wait":
         of_its_own = {
             int(name.rpartition("@")[2].partition("#")[0]) == step
@@ -88,11 +93,14 @@ def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
     keys = (*PLAIN, "rollout.staleness=2", "checkpoint.every=3")
     with pytest.raises(KeyboardInterrupt):
         train(small_config(tmp_path / "run", *keys), view=quiet_view(step=1))
+
     before = trained_on(tmp_path / "run")
     run = train(small_config(tmp_path / "run", *keys), resume=True, view=quiet_view())
     assert run.audit().violations == []
+
     after = trained_on(tmp_path / "run")
     assert before.items() <= after.items(), "what was committed stays"
+
     names = {name for found in after.values() for name, _ in found}
     whole = train(small_config(tmp_path / "whole", *keys), view=quiet_view())
     assert names == {name for found in trained_on(whole.dir).values() for name, _ in found}
@@ -127,6 +135,7 @@ def test_a_step_that_was_reserved_gets_the_same_attempts_again(
 
     before = read_store(config.run_dir, reserved)
     assert len(before) > 1
+
     run = train(config, resume=True, view=quiet_view())
     assert [name for name, _ in trained_on(config.run_dir)[2]] == before
     assert run.audit().violations == []
@@ -195,6 +204,7 @@ def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
     monkeypatch.setattr(Trainer, "step", slow)
     run = train(config, view=quiet_view())
     assert {one.status for one in run.trajectories()} == {"completed"}
+
     rows = [
         row
         for row in read_metrics(config.run_dir / "metrics.jsonl")
@@ -214,6 +224,7 @@ def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
     ]:
         with pytest.raises(ConfigError, match=message):
             small_config(tmp_path / "run", *keys)
+
     apart = small_config(tmp_path / "run", "rollout.samplers=1")
 
     async def played(task, policy):
@@ -226,6 +237,7 @@ def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
             tasks=environment_tasks("frozen_lake", 1, "train", 0, 9),
             view=quiet_view(),
         )
+
     assert not (tmp_path / "run").exists()
 
 
@@ -239,4 +251,5 @@ def test_a_sampler_that_breaks_ends_the_run(tmp_path, small_config, quiet_view, 
     monkeypatch.setattr("agentevo.rollout.service.SamplerService.run", broken)
     with pytest.raises(EngineError, match="own defect"):
         train(config, view=quiet_view())
+
     assert Run(config).summary == {}

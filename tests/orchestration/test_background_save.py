@@ -21,7 +21,8 @@ from agentevo.training.checkpoint import Checkpoints
 
 
 def test_a_step_counts_when_its_files_are_there():
-    saved, go = [], threading.Event()
+    saved = []
+    go = threading.Event()
 
     def write() -> str:
         go.wait(30)
@@ -32,11 +33,13 @@ def test_a_step_counts_when_its_files_are_there():
         background.start(3, write)
         background.settle(wait=False)
         assert not saved
+
         go.set()
         for _ in range(3000):  # the event loop is told without anybody asking
             await asyncio.sleep(0.01)
             if saved:
                 break
+
         background.settle(wait=True)
 
     asyncio.run(run())
@@ -57,8 +60,10 @@ def test_a_failure_is_told_at_once_and_raised_before_the_next_step(error):
             await asyncio.sleep(0.01)
             if told:
                 break
+
         with pytest.raises(CheckpointError, match=str(error)):
             background.settle(wait=False)
+
         background.settle(wait=True)  # once
 
     asyncio.run(run())
@@ -75,7 +80,8 @@ def test_a_run_that_saves_in_the_background_is_the_same(
     keys = ("trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9")
     plain = train(small_config(tmp_path / "plain", *keys), view=quiet_view())
     config = small_config(tmp_path / "run", *keys, "checkpoint.background=true")
-    write, threads = Checkpoints._write, []
+    write = Checkpoints._write
+    threads = []
 
     def filling(self: Checkpoints, step: int, *given: Any) -> str:
         if step == 2:
@@ -90,18 +96,22 @@ def test_a_run_that_saves_in_the_background_is_the_same(
     monkeypatch.setattr(Checkpoints, "_write", filling)
     with pytest.raises(CheckpointError, match="No space left on device"):
         train(config, view=quiet_view())
+
     monkeypatch.undo()
     assert Checkpoints(config.run_dir / "checkpoints", 9).steps() == [1]
+
     monkeypatch.setattr(Checkpoints, "_write", late)
     run = train(config, resume=True, view=quiet_view())
     assert threads[-1].startswith("checkpoint")
     assert run.audit().violations == []
+
     ours, theirs = (Checkpoints(one.config.run_dir / "checkpoints", 9) for one in (run, plain))
     for step in set(ours.steps()) & set(theirs.steps()):
         found, expected = (
             load_file(folder.path(step) / "model.safetensors") for folder in (ours, theirs)
         )
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
     assert ours.steps()[-1] == 3
 
 

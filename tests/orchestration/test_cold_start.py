@@ -42,10 +42,12 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
                 if trained
             ]
             said.append(parts.tokenizer.decode(tokens).split("<|end|>")[:-1])
+
         return samples, said
 
     samples, said = with_parts(config, tmp_path, work)
     assert {answer for answers in said for answer in answers} <= {"Up", "Down", "Left", "Right"}
+
     names = [sample.trajectory_id for sample in samples]
     assert list(dict.fromkeys(names)) == [f"demonstration-{n}" for n in range(6)]
     if memory == "turn":
@@ -53,6 +55,7 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
         assert len(samples) > 6
     else:
         assert len(samples) == 6
+
     # on ice that does not slip the solver's actions lead to the goal when they are played again
     environment = make_environment(config)
     for index in range(6):
@@ -113,11 +116,13 @@ def test_a_model_that_can_already_speak_is_measured_before_its_cold_start_too(
     config = build_config(tree, ["trainer.steps=2", "checkpoint.every=1"])
     whole = train(config, view=quiet_view())
     assert whole.summary["eval"]["cold_start_before"] is not None
+
     before = outcome_of(config.run_dir)
     again = build_config(
         tree, ["trainer.steps=2", "checkpoint.every=1", f"run.dir={tmp_path / 'again'}"]
     )
     with pytest.raises(KeyboardInterrupt):
         train(again, view=quiet_view(step=1))
+
     train(again, resume=True, view=quiet_view())
     assert_same(outcome_of(again.run_dir), before)

@@ -27,8 +27,10 @@ class ScriptedAttempts:
     of the attempt beside it."""
 
     def __init__(self, rewards, greedy=lambda task: 0.0) -> None:
-        self._rewards, self._greedy = rewards, greedy
-        self.size, self.baseline = 0, False
+        self._rewards = rewards
+        self._greedy = greedy
+        self.size = 0
+        self.baseline = False
         self.asked: list[list[str]] = []
 
     async def round(self, step, tasks):
@@ -37,17 +39,20 @@ class ScriptedAttempts:
         for place, task in enumerate(tasks):
             rewards = self._rewards(place, step)
             assert len(rewards) == self.size
+
             found += [
                 _attempt(task, f"{task.id}/train@{step}", k, reward)
                 for k, reward in enumerate(rewards)
             ]
             if self.baseline:
                 found.append(_attempt(task, f"{task.id}/baseline@{step}", 0, self._greedy(place)))
+
         return Round(found)
 
 
 def _attempt(task: Task, group: str, number: int, reward: float | None) -> Trajectory:
-    size, version = 1 + number, int(group.rpartition("@")[2]) - 1
+    size = 1 + number
+    version = int(group.rpartition("@")[2]) - 1
     turn = Turn(
         index=0,
         prompt_ids=[1],
@@ -56,6 +61,7 @@ def _attempt(task: Task, group: str, number: int, reward: float | None) -> Traje
         versions=[version] * size,
         finish_reason="stop",
     )
+
     return Trajectory(
         id=f"{group}#{number}",
         task_id=task.id,
@@ -87,7 +93,9 @@ def collector(
     }
     tree |= {} if given is not None else {"environment": {"type": "coins"}}
     config = build_config(tree, needs_environment=given is None)
-    sampler.size, sampler.baseline = size, "baseline_rewards" in config.algorithm.needs
+    sampler.size = size
+    sampler.baseline = "baseline_rewards" in config.algorithm.needs
+
     return Collector(
         config,
         sampler,
@@ -107,7 +115,8 @@ def reasons(found) -> dict[str, set[str]]:
     return named
 
 
-ALIKE, DIFFERENT = [1.0, 1.0], [1.0, 0.0]
+ALIKE = [1.0, 1.0]
+DIFFERENT = [1.0, 0.0]
 
 
 def test_without_dynamic_sampling_there_is_one_round():
@@ -163,6 +172,7 @@ def test_rounds_are_bounded_and_the_step_trains_on_what_there_is(rounds):
     found = run(collector(sampler, {"dynamic_sampling": rounds}))
     assert len(sampler.asked) == found.metrics["rollout/rounds"] == rounds
     assert [t.task_id for t in found.kept] == ["train-0", "train-0"]
+
     nothing = run(
         collector(ScriptedAttempts(lambda place, step: ALIKE), {"dynamic_sampling": rounds})
     )
@@ -179,6 +189,7 @@ def test_a_group_of_one_is_not_informative_and_is_counted():
     assert reasons(found)["failed"] == {"train-0"}
     assert len({t.task_id for t in found.kept}) == 4
     assert found.metrics["group/of_one"] == 1
+
     plain = run(collector(sampler, {"name": "arpo"}, size=2))
     assert plain.metrics["group/of_one"] == 0
 
@@ -189,6 +200,7 @@ def test_how_many_groups_come_next(wanted, informative, uninformative):
     count = next_round(wanted, informative, sampled)
     missing = max(wanted - informative, 0)
     assert missing <= count <= wanted
+
     if informative and missing:
         expected = count * informative / sampled
         assert expected >= missing - 1e-9 or count == wanted
@@ -204,9 +216,11 @@ def test_given_tasks_refill_until_they_are_used_up():
     assert sorted(asked) == sorted(f"t{n}" for n in range(10)), "each once, none that is held out"
     assert [len(names) for names in sampler.asked] == [3, 3, 3, 1]
     assert found.metrics["rollout/rounds"] == 4
+
     again = ScriptedAttempts(lambda place, step: ALIKE)
     run(collector(again, {"dynamic_sampling": 50}, groups=3, given=12, held_out=2), step=2)
     assert again.asked == sampler.asked
+
     run(collector(again, {"dynamic_sampling": 50}, groups=3, given=12, held_out=2), step=3)
     assert again.asked[4:] != sampler.asked
 
@@ -220,6 +234,7 @@ def test_groups_below_the_usual_spread():
     one = collector(sampler, keys, groups=2)
     assert "below-usual-spread" not in reasons(run(one, 1))
     assert "below-usual-spread" not in reasons(run(one, 2))
+
     state = json.loads(json.dumps(one.state_dict()))
     found = run(one, 3)
     assert reasons(found) == {"below-usual-spread": {"train-4"}}, (
@@ -233,6 +248,7 @@ def test_groups_below_the_usual_spread():
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert run(resumed, 3) == found
+
     forgetful = collector(sampler, keys, groups=2)
     forgetful.load_state_dict({})
     assert reasons(run(forgetful, 3)) == {}
@@ -278,6 +294,7 @@ def test_a_full_batch_has_none_below_the_usual_spread():
     found = run(one, 2)
     assert reasons(found) == {"below-usual-spread": {"train-2"}, "surplus": {"train-2+1"}}
     assert {t.task_id for t in found.kept} == {"train-3", "train-2+0"}
+
     spread = fmean([0.2, 1.2, 0.8, 0.8]) * 0.5**0.5
     assert one.state_dict()["rlpr"]["mean"] == pytest.approx(spread)
 
@@ -332,12 +349,14 @@ def test_the_length_changes_rewards_after_the_filters():
     assert found.metrics["critic/score/mean"] == 0.75
     assert found.metrics["reward_parts/environment/mean"] == 0.75
     assert found.metrics["reward_parts/length/mean"] == pytest.approx(-0.15)
+
     soft = run(
         collector(sampler, {"length_shaping": "soft_overlong", "length_buffer": 4}, groups=2)
     )
     assert [t.reward for t in soft.kept] == pytest.approx([0.75, -0.5]), (
         "max_new_tokens times max_turns is 4"
     )
+
     remax = run(
         collector(
             sampler, {"name": "remax", "length_shaping": "linear", "length_weight": 0.1}, groups=2
@@ -375,9 +394,11 @@ def test_the_refilling_run_has_something_to_lose(whole):
     rows = [row for row in whole["metrics"] if "rollout/rounds" in row]
     assert len(rows) == 4
     assert max(row["rollout/rounds"] for row in rows) > 1
+
     found = {entry[9] for entry in whole["trajectories"].values()}
     assert {"zero-variance", "below-usual-spread"} <= found
     assert whole["state"]["source"]["rlpr"]["mean"] > 0
+
     refilled = [name for name in whole["trajectories"] if "+" in name]
     assert refilled
     assert all(name.startswith(f"train-{whole['trajectories'][name][6]}+") for name in refilled), (
@@ -412,6 +433,7 @@ def test_a_broken_step_is_collected_again(
     config = small_config(tmp_path / "run", *REFILLING)
     with pytest.raises(RuntimeError, match="power cut"):
         train(config, view=Breaking())
+
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)
 
@@ -438,6 +460,7 @@ def test_greedy_attempts_of_a_real_policy(tmp_path, small_config):
     assert {turn.temperature for t in found.kept for turn in t.turns} <= {1.0}
     assert {one.trajectory.id for one in stored} == {t.id for t in found.trajectories}
     assert counts["tasks/completed"] == len(greedy)
+
     again, *_ = asyncio.run(work("two.sqlite"))
     assert again.baselines == found.baselines
     assert [t.turns for t in again.trajectories] == [t.turns for t in found.trajectories]

@@ -41,6 +41,7 @@ def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(
     tasks, again = (source(num_tasks, per_step, held_out, seed) for _ in range(2))
     eval_ids = [task.id for task in tasks.held_out()]
     assert len(eval_ids) == max(1, min(held_out, num_tasks // 5))
+
     pool = num_tasks - len(eval_ids)
     for step in range(1, 8):
         ids = [task.id for task in tasks.train(step)]
@@ -52,6 +53,7 @@ def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(
 def test_rounds_are_shuffled_anew_and_leave_hardly_anyone_out():
     tasks = source(13, per_step=3, held_out=1)
     assert [task.id for task in tasks.held_out()] == ["t12"]
+
     rounds = [
         [task.id for step in range(4 * r + 1, 4 * r + 5) for task in tasks.train(step)]
         for r in range(6)

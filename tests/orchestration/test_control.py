@@ -42,6 +42,7 @@ def under_way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, 
     """A run's folder and its process, which has done a step."""
     place = tmp_path_factory.mktemp("controlled")
     (place / "small.yaml").write_text(yaml.safe_dump(SMALL))
+
     folder = place / "run"
     command = [sys.executable, "-m", "agentevo", "train", str(place / "small.yaml")]
     with (place / "out").open("w") as out:
@@ -73,6 +74,7 @@ def test_a_run_pauses_saves_resumes_and_stops_as_it_is_asked(
         return capsys.readouterr().out
 
     assert "paused after step" in command("pause")
+
     step = last_step(folder)
     until(lambda: read_moment(folder / NOW).phase == "paused")
     assert main(["top", str(folder), "--once"]) == 0
@@ -81,13 +83,16 @@ def test_a_run_pauses_saves_resumes_and_stops_as_it_is_asked(
     assert (folder / "checkpoints" / f"step-{step:06d}" / "checkpoint.json").is_file()
     assert last_step(folder) == step  # it still stands
     assert "it goes on" in command("resume")
+
     until(lambda: last_step(folder) > step + 1)
     session = read_session(folder)
     assert session is not None
+
     command("stop")
     assert process.wait(LONGEST_S) == 128 + signal.SIGTERM
     assert main(["control", str(folder), "stop"]) == 2  # nobody is there any more
     assert "nobody trains there" in capsys.readouterr().err
+
     # What was meant for the process that has ended doesn't stop the next one.
     ask(folder, "stop", id="left-behind-1", session=session.id, who="me")
     done = last_step(folder)
@@ -118,6 +123,7 @@ def test_ctrl_c_ends_a_pause_at_once(
         finally:
             process.kill()
             process.wait(LONGEST_S)
+
     session = read_session(folder)
     assert session is not None
     assert session.has_ended

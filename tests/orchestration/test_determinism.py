@@ -24,7 +24,8 @@ def play_slowly(seed, patch):
     """Attempts begin after a while of their own, and calls of the environment take as long as they
     like and are not waited for on the spot."""
     numbers = random.Random(seed)
-    step, run = FrozenLakeEnvironment.step, EnvironmentAgent.run
+    step = FrozenLakeEnvironment.step
+    run = EnvironmentAgent.run
 
     def slow_step(self, action):
         time.sleep(numbers.random() * 0.004)
@@ -49,6 +50,7 @@ def test_staleness_0_does_not_depend_on_how_long_tools_take(
             play_slowly(seed, patch)
             train(config, view=quiet_view())
         outcomes.append(outcome_of(config.run_dir))
+
     assert_same(*outcomes)
 
 
@@ -68,14 +70,21 @@ def test_wait_draws_the_same_tokens_whatever_comes_when(
     for seed in (1, 2):
         config = small_config(
             tmp_path / f"{seed}",
-            *("cold_start.episodes=8", "evaluation.every=0", "trainer.steps=5"),
-            *("algorithm.drop_zero_variance=false", "rollout.policy=wait", *keys),
+            "cold_start.episodes=8",
+            "evaluation.every=0",
+            "trainer.steps=5",
+            "algorithm.drop_zero_variance=false",
+            "rollout.policy=wait",
+            *keys,
         )
         with monkeypatch.context() as patch:
             play_slowly(seed, patch)
             train(config, view=quiet_view())
+
         runs.append((tokens_of(config.run_dir), plans_of(config.run_dir)))
+
     assert runs[0] == runs[1]
+
     versions = {
         (step, version)
         for turns, step in runs[0][0].values()

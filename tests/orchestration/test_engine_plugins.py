@@ -34,7 +34,9 @@ class OneByOne:
     """Completes one request after the other, without a cache, on weights of its own."""
 
     def __init__(self, model, tokenizer, section):
-        self.own, self.version, self.served = copy.deepcopy(model), NO_VERSION, []
+        self.own = copy.deepcopy(model)
+        self.version = NO_VERSION
+        self.served = []
         self.own.set_attn_implementation("sdpa")
         made.append(self)
 
@@ -52,12 +54,16 @@ class OneByOne:
     @torch.inference_mode()
     async def generate(self, prompt_ids, sampling, *, session=None, deadline_s, listen=None):
         random = np.random.Generator(np.random.Philox(key=sampling.seed & (2**64 - 1)))
-        ids, logprobs, reason = [], [], "length"
+        ids = []
+        logprobs = []
+        reason = "length"
         while len(ids) < sampling.max_new_tokens and reason == "length":
             logits = self.own(input_ids=torch.tensor([prompt_ids + ids])).logits[0, -1:]
             (token,), (logprob,) = draw(logits, [sampling], [float(random.random())])
-            ids, logprobs = [*ids, token], [*logprobs, logprob]
+            ids = [*ids, token]
+            logprobs = [*logprobs, logprob]
             reason = "stop" if token in sampling.stop_token_ids else "length"
+
         return Completion(
             ids=ids, logprobs=logprobs, versions=[self.version] * len(ids), finish_reason=reason
         )
@@ -79,7 +85,8 @@ class ThroughBytes:
     """Serialises the weights, as something that leaves the process would."""
 
     def __init__(self, model, engine, config, note):
-        self.model, self.engine = model, engine
+        self.model = model
+        self.engine = engine
         assert engine.model is not model, "the engine has weights of its own"
 
     def _weights(self):
@@ -109,6 +116,7 @@ def installed(monkeypatch):
     )
     for known in (engines, transports):
         monkeypatch.setattr(known, "_items", dict(known._items))
+
     made.clear()
 
 
@@ -143,12 +151,14 @@ def test_a_run_trains_with_an_engine_of_another_package(
     config = small_config(tmp_path / "run", *SHORT, "engine.type=one_by_one")
     found = attempts(train(config, view=quiet_view()))
     assert [name for name, _ in found] == [name for name, _ in embedded]
+
     for (_, turns), (_, theirs) in zip(found, embedded, strict=True):
         assert [(ids, versions) for ids, _, versions in turns] == [
             (ids, versions) for ids, _, versions in theirs
         ]
         for (_, logprobs, _), (_, others, _) in zip(turns, theirs, strict=True):
             assert np.allclose(logprobs, others, atol=1e-4)
+
     assert made[0].served == [0, 0, 1, 2, "closed"]
     assert {name for name, _ in LISTS["engines"]()} == {"one_by_one", "sglang", "torch", "vllm"}
 
@@ -213,6 +223,7 @@ def test_an_engine_that_can_not_sleep_or_share_is_refused_where_it_would_have_to
         )
         with pytest.raises(ConfigError, match=reason):
             train(config, view=quiet_view())
+
     assert [one.served[-1] for one in made] == ["closed", "closed"]
 
 
@@ -222,14 +233,17 @@ def test_the_embedded_engine_begins_with_weights_that_it_is_given(loaded):
     before = {name: one.clone() for name, one in trained_weights(loaded.model).items()}
     doubled = {name: 2 * one for name, one in before.items()}
     asyncio.run(engine.begin(7, doubled))
+
     assert engine.version == 7
     assert all(
         torch.equal(one, doubled[name]) for name, one in trained_weights(engine.model).items()
     )
+
     asyncio.run(engine.begin(3, before))
     assert engine.version == 3
     with pytest.raises(EngineError, match="missing"):
         asyncio.run(engine.begin(4, dict(list(before.items())[1:])))
+
     assert engine.version == 3
     assert all(
         torch.equal(one, before[name]) for name, one in trained_weights(engine.model).items()

@@ -50,6 +50,7 @@ class Sampler:
                         error=LATE if status == "failed" else None,
                     )
                 )
+
         return found
 
 
@@ -69,6 +70,7 @@ def test_greedy_and_sampled():
         evaluate(parts, 7, samples=2, players=Baselines(random=0.25, optimal=None))
     )
     found = evaluated.metrics
+
     assert [
         (one["label"], one["attempts"], one["temperature"], one["split"], one["step"])
         for one in parts.sampler.asked
@@ -136,11 +138,13 @@ def test_where_every_attempt_failed_there_is_neither_success_nor_reward():
 def test_reference_players_play_the_held_out_tasks_under_the_agents_limits():
     parts = parts_of(environment={"type": "frozen_lake", "max_actions": 20}, agent={"max_turns": 3})
     players = reference_players(parts)
+
     environment = make(parts.config.environment.model_copy(update={"max_actions": 3}))
     expected = []
     for task in TASKS:
         environment.reset(seed=task.seed)
         expected.append(environment.baselines(3))
+
     assert players.random == pytest.approx(sum(one.random for one in expected) / 4)
     assert players.optimal == pytest.approx(sum(one.optimal for one in expected) / 4)
     assert players.optimal < 0.9, "three actions are not enough for most maps"
@@ -163,7 +167,8 @@ class Broken(TextEnvironment):
 
 
 def test_reference_players_of_an_environment_that_breaks_are_unknown(monkeypatch):
-    parts, notes = parts_of(), []
+    parts = parts_of()
+    notes = []
     parts.note = notes.append
     monkeypatch.setattr("agentevo.orchestration.players.make", Broken)
     monkeypatch.setattr("agentevo.environments.make", Broken)

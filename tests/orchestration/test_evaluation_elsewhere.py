@@ -37,7 +37,8 @@ def played(engines, is_stopped=lambda: False):
 def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(
     engines, tmp_path, monkeypatch
 ):
-    folder, notes = tmp_path / "weights", []
+    folder = tmp_path / "weights"
+    notes = []
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engines.fed_by(sender.look_after)
     source = BroadcastSource(folder, torch.device("cpu"))
@@ -73,7 +74,9 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
             await played(engines, lambda: is_stopped and "begun" in looks)
         except StopAskedError:
             assert is_stopped
+
         assert looks[-1] == "over"
+
         before = len(looks)
         await asyncio.sleep(0.1)
         assert len(looks) == before

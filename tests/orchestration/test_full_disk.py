@@ -26,7 +26,8 @@ class FullDisk:
     """A file that takes half of the row with a mark, as a disk does that fills up."""
 
     def __init__(self, file: Any, mark: bytes) -> None:
-        self._file, self._mark = file, mark
+        self._file = file
+        self._mark = mark
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -56,8 +57,10 @@ def test_a_torn_row_is_mended(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="and resume"), log:
         log.log(2, {"reward": 0.5})
     assert not path.read_bytes().endswith(b"\n")
+
     with MetricsLog(path) as again:
         again.log(2, {"reward": 0.25})
+
     assert [row["reward"] for row in read_metrics(path)] == [0.5, 0.25]
 
 
@@ -123,7 +126,8 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = small_config(tmp_path / "run", "cold_start.episodes=8", "trainer.steps=2")
-    begin_at, committed = MetricsLog._begin_at, chain.HeadFile.committed
+    begin_at = MetricsLog._begin_at
+    committed = chain.HeadFile.committed
 
     def filling(self: MetricsLog, lines: list[bytes]) -> None:
         begin_at(self, lines)
@@ -140,9 +144,12 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
         monkeypatch.setattr(chain.HeadFile, "committed", full_after)
     else:
         monkeypatch.setattr("agentevo.runs.summary.write_atomic", no_room)
+
     with pytest.raises(DiskError, match="and resume"):
         train(config, view=quiet_view())
+
     monkeypatch.undo()
     assert run_module.HeadFile is chain.HeadFile
+
     run = train(config, resume=True, view=quiet_view())
     assert run.summary["steps"] == 2 and run.audit().violations == []

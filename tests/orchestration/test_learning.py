@@ -35,6 +35,7 @@ def test_success_rises(tmp_path, quiet_view):
     assert found["before"] < 0.3, "the cold start does not give the task away"
     assert found["after"] > found["before"] + 0.2
     assert found["after"] > found["random"] + 0.1
+
     rewards = [
         row["critic/score/mean"]
         for row in read_metrics(run.dir / "metrics.jsonl")

@@ -55,10 +55,12 @@ def test_checkpoints_hold_the_adapter_only_and_it_has_learnt(whole, base):
     assert json.loads((folder / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ] == str(base)
+
     weights = load_file(folder / "adapter_model.safetensors")
     assert all("lora_" in name for name in weights)
     assert any(bool(w.any()) for name, w in weights.items() if "lora_B" in name), "B started at 0"
     assert (folder / "tokenizer_config.json").is_file()
+
     state = torch.load(folder / "trainer.pt", weights_only=True)
     copied = state["roles"]["reference"]
     assert copied and all("lora_" in name for name in copied)
@@ -76,12 +78,15 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
 def test_evaluations_of_checkpoints(whole, base, lora_config, tmp_path, quiet_view):
     found = whole.eval(checkpoint="last", view=quiet_view())
     assert headline(found) == whole.summary["eval"]["after"]
-    config, last = lora_config(tmp_path / "none"), whole.checkpoint_path("last")
+
+    config = lora_config(tmp_path / "none")
+    last = whole.checkpoint_path("last")
     again = evaluate_model(config, checkpoint=last, view=quiet_view())
     before = evaluate_model(config, view=quiet_view())
     greedy = [key for key in found if "greedy" in key]
     assert [again[key] for key in greedy] == [found[key] for key in greedy]
     assert again != before, "the adapter is there"
+
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         whole.eval(checkpoint=str(tmp_path))
 
@@ -93,12 +98,14 @@ def test_a_run_goes_on_from_a_saved_adapter(whole, lora_config, tmp_path, quiet_
     )
     run = train(config, view=quiet_view())
     assert run.summary["eval"]["before"] == whole.summary["eval"]["after"]
+
     now, then = (
         load_file(folder / "adapter_model.safetensors")
         for folder in (run.checkpoint_path("last"), last)
     )
     assert now.keys() == then.keys()
     assert any(not torch.equal(now[name], then[name]) for name in now)
+
     reference = torch.load(run.checkpoint_path("last") / "trainer.pt", weights_only=True)["roles"][
         "reference"
     ]
@@ -122,14 +129,17 @@ def test_the_merge_command(of, whole, base, tmp_path, capsys):
     source = last if of == "checkpoint" else whole.dir
     assert main(["merge", str(source), str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     chosen = last if of == "checkpoint" else whole.checkpoint
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), chosen)
     ids = torch.tensor([[5, 9, 20, 31]])
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
     assert main(["merge", str(base), str(tmp_path / "other")]) == 2
     assert "holds no adapter" in capsys.readouterr().err
+
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert main(["merge", str(last), str(tmp_path / "full")]) == 2
@@ -153,9 +163,11 @@ def test_dropout_is_for_the_cold_start_alone(lora_config, tmp_path, quiet_view):
             next(row["actor/logprob_diff_max"] for row in rows if "actor/logprob_diff_max" in row)
             < 1e-4
         )
+
         found[dropout] = next(
             row["cold_start/loss_last"] for row in rows if "cold_start/loss_last" in row
         )
+
     assert found[0.0] != found[0.25]
 
 
@@ -185,8 +197,10 @@ def test_a_quantized_base_trains_and_is_resumed(tmp_path, lora_config, small_con
         if "actor/logprob_diff_max" in row
     )
     assert row["actor/logprob_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
+
     weights = load_file(run.checkpoint_path("last") / "adapter_model.safetensors")
     assert any(bool(w.any()) for name, w in weights.items() if "lora_B" in name)
+
     train(
         lora_config(tmp_path / "run", *overrides, "trainer.steps=2"), resume=True, view=quiet_view()
     )

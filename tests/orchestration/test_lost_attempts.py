@@ -81,9 +81,11 @@ def test_tasks_that_are_set_aside_are_told_once_with_their_error(opened):
             await poison(store, ["old"])
             await lost.look()
             assert lost.stats()["sampler/tasks_set_aside"] == 0, "an earlier life's"
+
             await poison(store, ["a", "b"])
             for _ in range(3):
                 await lost.look()
+
             assert lost.stats()["sampler/tasks_set_aside"] == 2
             assert notes == [
                 "1 task was set aside and will not be trained on, the last 'old' with: CUDA "
@@ -92,9 +94,11 @@ def test_tasks_that_are_set_aside_are_told_once_with_their_error(opened):
                 "error in b",
             ]
             assert await store.queue_again() == 3
+
             await lost.look()
             for lease in await store.lease_tasks("w", lease_s=60, limit=1):
                 assert await store.retry_task(lease, "again") == "poison"
+
             await lost.look()
             assert len(notes) == 3 and notes[-1].endswith("with: again"), (
                 "it was queued again in between"
@@ -124,8 +128,10 @@ def test_attempts_are_counted_once_however_many_came(opened):
             await store.write_trajectories(
                 [attempt("e", "t/eval@1", "failed")], split="eval", step=1
             )
+
             for _ in range(2):
                 await lost.look()
+
             found = lost.stats()
             assert (found["sampler/attempts_cancelled"], found["sampler/cancelled_tokens"]) == (
                 many,
@@ -151,9 +157,11 @@ def test_a_step_that_waits_while_every_task_is_set_aside_ends_the_run(opened):
             await lost.look()
             bound = IN_VAIN_STEPS * config.trainer.groups_per_step
             await poison(store, [f"new{i}" for i in range(bound - 1)])
+
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await stream.round(1, [Task(id="any")] * config.trainer.groups_per_step)
+
             await poison(store, ["straw"])
             with pytest.raises(
                 TrainingError,
@@ -183,11 +191,13 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
                 await store.write_trajectories(
                     [attempt(f"{group}#{i}", group) for i in range(2)], split="train", step=1
                 )
+
             found = await stream.round(1, [])
             assert [one.task_id for one in found.trajectories] == [
                 name for name in names[1:] for _ in range(2)
             ]
             assert len(notes) == 1 and names[0] in notes[0]
+
             await poison(store, [task.id for task in TaskSource(config, None).queued(2)])
             with pytest.raises(
                 TrainingError,
@@ -213,18 +223,21 @@ def test_a_step_whose_weights_served_though_it_trained_on_nothing_is_repeated_so
             _,
             stream,
         ):
-            size, groups = config.trainer.group_size, config.trainer.groups_per_step
+            size = config.trainer.group_size
+            groups = config.trainer.groups_per_step
             for k in range(groups):
                 members = [
                     attempt(f"{k}#{i}", f"{k}/train@3", versions=versions) for i in range(size)
                 ]
                 await store.write_trajectories(members, split="train", step=3)
+
             found = await stream.round(2, [Task(id="any")] * groups)
             assert (
                 found == Round([], last=True)
                 if repeated
                 else len(found.trajectories) == size * groups
             )
+
             again = await stream.round(3, [Task(id="any")] * groups)
             assert len(again.trajectories) == size * groups and not again.last
 
@@ -249,6 +262,7 @@ def test_a_greedy_attempt_is_no_group_of_its_own(opened):
                     attempt(f"{k}/baseline@1#0", f"{k}/baseline@1"),
                 ]
                 await store.write_trajectories(both, split="train", step=1)
+
             found = await stream.round(1, [Task(id="any")] * config.trainer.groups_per_step)
             names = [one.id for one in found.trajectories]
             assert len(names) == len(set(names)) == 2 * config.trainer.groups_per_step
@@ -271,6 +285,7 @@ def test_attempts_that_failed_in_an_earlier_life_do_not_end_this_one(opened):
             await fail("old")
             await lost.check()
             await fail("new")
+
             with pytest.raises(TrainingError, match=r"have all failed, .* with --resume goes on"):
                 await lost.check()
 

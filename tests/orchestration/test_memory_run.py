@@ -49,10 +49,12 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit(
     assert checkpointed
     with pytest.raises(KeyboardInterrupt):
         train(small_config(tmp_path / "parts", *BFLOAT16), view=quiet_view(step=1))
+
     train(small_config(tmp_path / "parts", *BFLOAT16), resume=True, view=quiet_view())
     whole = outcome_of(tmp_path / "whole")
     assert_same(outcome_of(tmp_path / "parts"), whole)
     assert {one.dtype for one in whole["weights"].values()} == {torch.bfloat16}
+
     masters = whole["trainer"]["optimization"]["masters"]
     assert {one.dtype for one in masters} == {torch.float32}
     assert not all(torch.equal(one, one.bfloat16().float()) for one in masters)
@@ -68,6 +70,7 @@ def test_supervised_training_is_the_same_with_less_kept(
         checkpointed.clear()
         run = sft(small_config(tmp_path / name, *SFT, *more), view=quiet_view())
         assert bool(checkpointed) == (name == "less")
+
         losses.append(
             [
                 row["sft/loss"]
@@ -75,6 +78,7 @@ def test_supervised_training_is_the_same_with_less_kept(
                 if "sft/loss" in row
             ]
         )
+
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -95,6 +99,7 @@ def test_a_run_keeps_its_optimizer(tmp_path, small_config, quiet_view):
         small_config(tmp_path / "run", "trainer.steps=1", "evaluation.every=0"), view=quiet_view()
     )
     assert Checkpoints(tmp_path / "run" / "checkpoints", 1).steps() == [1]
+
     pytest.importorskip("torchao")
     with pytest.raises(ConfigError, match=r"memory\.optimizer"):
         train(

@@ -37,10 +37,12 @@ def mixtures(
     """Every kind of these places that can be mixed, in as few runs as hold them."""
     kinds = [case for case in KINDS if case.place in places and can_be_mixed(case)]
     random.Random(7).shuffle(kinds)
+
     kinds.sort(key=lambda case: case.place)  # so that every run has as many of each place
     by_moment = defaultdict(list)
     for case in kinds:
         by_moment[case.moment].append(case)
+
     num_runs = -(-max(map(len, by_moment.values())) // most_at_once)
     return [
         Mixture(
@@ -76,11 +78,14 @@ def check(
     run, view = played(wanted, folder, plays=plays, **more)
     assert run.summary["steps"] == 2
     assert not NOW.cases, f"these did not happen: {[case.name for case in NOW.cases]}"
+
     failed = run.trajectories(status="failed")
     assert all(one.error for one in failed) and bool(failed) == (" failed: " in view.text)
+
     if resumes:
         resumed, _ = played(wanted, folder, plays=plays, resume=True, steps=3, **more)
         assert resumed.summary["steps"] == 3
+
     return len(failed)
 
 
@@ -144,5 +149,6 @@ def test_every_kind_alone(number, tmp_path, monkeypatch):
     case = KINDS[number]
     if not case.deed.hangs:  # a busy machine may take longer to raise than what hangs is given
         monkeypatch.setattr(environment_thread, "CLOSE_S", 30.0)
-    plays, resumes = case.place in ENVIRONMENT, number % 5 == 0
+    plays = case.place in ENVIRONMENT
+    resumes = number % 5 == 0
     assert check([case], tmp_path / "run", plays=plays, resumes=resumes) == case.num_failed

@@ -33,20 +33,25 @@ def test_what_no_process_has_whole_is_published_saved_and_resumed(key, tmp_path,
         "checkpoint.every=1", "checkpoint.keep_last=9", "checkpoint.background=true",
     )  # fmt: skip
     assert code == 0, said
+
     checkpoints = Checkpoints(run / "checkpoints", 9)
     assert checkpoints.steps()[-1] == 3
     for step in checkpoints.steps():
         files = checkpoints.verify(checkpoints.path(step)).files
         assert {"trainer/.metadata", "trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= set(files)
+
     head = read_head(run)
     assert head is not None
     assert 3 in head.checkpoints
+
     saved = AutoModelForCausalLM.from_pretrained(checkpoints.path(3))
     published = WeightsFolder(run / "weights").read(3)
     assert all(torch.equal(published[name], p) for name, p in saved.named_parameters())
     assert main(["audit", str(run)]) == 0
+
     for step in checkpoints.steps()[1:]:
         shutil.rmtree(checkpoints.path(step))
+
     code, said = launched(run, 1, *APART[:2], "trainer.steps=4", "--resume")
     assert code == 0, said
     assert "committed steps after it are done again" in said
@@ -66,14 +71,17 @@ def test_what_changed_is_all_that_is_published_of_weights_in_parts(tmp_path):
         "checkpoint.every=1", "checkpoint.keep_last=9",
     )  # fmt: skip
     assert code == 0, said
+
     versions = WeightsFolder(run / "weights")
     chains = {n: versions._manifest(n, None).chain for n in versions.versions()}
     assert [len(chains[n]) for n in range(4)] == [0, 1, 2, 3]
     assert versions._manifest(3, None).grids
+
     saved = AutoModelForCausalLM.from_pretrained(Checkpoints(run / "checkpoints", 9).path(3))
     published = versions.read(3)
     assert all(torch.equal(published[name], p) for name, p in saved.named_parameters())
     assert main(["audit", str(run)]) == 0
+
     code, said = launched(run, 1, *APART[:2], *delta, "trainer.steps=4", "--resume")
     assert code == 0, said
     assert not versions._manifest(4, None).chain
@@ -90,6 +98,7 @@ def test_weights_in_parts_are_sent_over_a_process_group(tmp_path):
     assert not list((run / "weights").rglob("*.safetensors"))
     assert '"version":3' in (run / "weights" / "latest.json").read_text()
     assert main(["audit", str(run)]) == 0
+
     code, said = launched(
         run, 1, *APART[:2], "rollout.transport=broadcast", "trainer.steps=4", "--resume"
     )

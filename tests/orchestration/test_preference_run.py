@@ -94,14 +94,17 @@ def test_every_attempt_is_trained_on_once_or_has_a_reason(sampled):
         ("dropped", "no-pair"),
         ("dropped", "zero-variance"),
     }
+
     rows = updates(sampled)
     assert sum(row["preference/num_pairs"] for row in rows) * 2 == states["committed", None]
     assert sum(row["rollout/dropped/no-pair"] for row in rows) == states["dropped", "no-pair"]
     assert all(one.trained_step == one.step for one in found if one.state == "committed")
+
     kept = {one.trajectory.group_id: [] for one in found if one.state == "committed"}
     for one in found:
         if one.trajectory.group_id in kept:
             kept[one.trajectory.group_id].append((one.trajectory.reward, one.state))
+
     for members in kept.values():
         rewards = [reward for reward, _ in members]
         assert {reward for reward, state in members if state == "committed"} == {
@@ -123,8 +126,10 @@ def test_a_clean_stop_and_a_resume(
     train(small_config(tmp_path / "whole", *settings), view=quiet_view())
     with pytest.raises(KeyboardInterrupt):
         train(small_config(tmp_path / "parts", *settings), view=quiet_view(step=2))
+
     train(small_config(tmp_path / "parts", *settings), resume=True, view=quiet_view())
-    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
+    one = outcome_of(tmp_path / "parts")
+    other = outcome_of(tmp_path / "whole")
     assert_same(one["trainer"], other["trainer"])
     assert_same(one["weights"], other["weights"])
     assert_same(one["metrics"], other["metrics"])
@@ -153,6 +158,7 @@ def pair_file(tmp_path):
                 "rejected": [{"role": "assistant", "content": wrong}],
             }
         )
+
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     return path
@@ -172,13 +178,17 @@ def test_it_learns_from_a_file_without_sampling(
     found = run.summary["eval"]
     assert found["before"] <= 0.7 and found["after"] >= 0.9, found
     assert stored(run.dir) == []
+
     rows = updates(run.dir)
     assert [row["preference/num_pairs"] for row in rows] == [16.0 if name == "dpo" else 32.0] * 12
     assert not any("engine/generated_tokens" in row for row in rows)
+
     with pytest.raises(KeyboardInterrupt):
         train(config("parts"), view=quiet_view(step=5))
+
     train(config("parts"), resume=True, view=quiet_view())
-    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
+    one = outcome_of(tmp_path / "parts")
+    other = outcome_of(tmp_path / "whole")
     assert_same(one["weights"], other["weights"])
     assert_same(one["metrics"], other["metrics"])
 
@@ -198,6 +208,7 @@ def test_it_learns_from_another_runs_store(sampled, tmp_path, small_config, quie
     assert len(rows) == 4
     assert all(row["preference/num_pairs"] > 3 for row in rows)
     assert stored(run.dir) == []
+
     other = small_config(
         tmp_path / "other",
         "algorithm.name=dpo",
@@ -220,7 +231,9 @@ def test_what_is_missing_is_said_before_anything_is_created(tmp_path, small_conf
     ):
         with pytest.raises(ConfigError, match=said):
             train(small_config(tmp_path / "run", *base, *settings), view=quiet_view())
+
     assert not (tmp_path / "run").exists()
+
     unsolved = build_config(
         {
             "environment": {"type": "gymnasium", "id": "CartPole-v1"},

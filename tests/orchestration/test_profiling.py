@@ -76,13 +76,16 @@ def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
         "store",
     ):
         assert float(table[name][0]) >= 0, name
+
     assert table["profile"] == ["of", "steps", "2", "to", "3"]
     assert int(table["sampling"][2]) == 2
     assert int(table["backward"][2]) >= 4, "two steps of two minibatches"
     assert int(table["evaluation"][2]) == 1, "after step 2"
+
     profile = run.summary["profile"]
     assert profile["steps"] == [2, 3]
     assert sum(phase["share"] for phase in profile["phases"]) == pytest.approx(1)
+
     rows = [
         row
         for row in read_metrics(run.dir / "metrics.jsonl")
@@ -90,10 +93,12 @@ def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     ]
     assert profile["seconds"] >= 0.9 * sum(row["timing_s/step"] or 0 for row in rows)
     assert all(phase["peak_bytes"] > 0 for phase in profile["phases"])
+
     with gzip.open(run.dir / "profile" / "trace.json.gz", "rt") as file:
         assert any(
             event.get("name") == "agentevo::sampling" for event in json.load(file)["traceEvents"]
         )
+
     assert "table.txt" in stream.getvalue()
     assert "<h2>Profile</h2>" in (run.dir / "report.html").read_text(encoding="utf-8")
     assert run.summary["eval"] == plain.summary["eval"], "a profile changes no result"
@@ -108,6 +113,7 @@ def test_every_step_says_how_much_of_the_device_it_used(small_config: SmallConfi
         row for row in read_metrics(run.dir / "metrics.jsonl") if row.get("trainer/distinct_tokens")
     ]
     assert rows
+
     for row in rows:
         assert 0 < row["perf/mfu"] < row["perf/mfu_logical"]
         assert row["perf/tokens_per_s_distinct"] == pytest.approx(
@@ -132,6 +138,7 @@ def test_supervised_training_is_profiled(tmp_path: Path):
     table = _table(run.dir)
     assert {"data", "plan", "forward", "backward", "optimizer"} <= set(table)
     assert run.summary["profile"]["steps"] == [3]
+
     row = read_metrics(run.dir / "metrics.jsonl")[3]
     assert row["perf/mfu"] and row["perf/tokens_per_s_distinct"]
 
@@ -188,6 +195,7 @@ def test_a_step_that_fails_ends_the_profile(tmp_path: Path):
         profiling.step(1),
     ):
         raise ZeroDivisionError
+
     assert not torch.autograd._profiler_enabled()
     assert "profile of step 1" in notes[0]
 
@@ -222,8 +230,16 @@ def test_steps_are_marked_for_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for number in range(1, 5):
             with profiler.step(number):
                 cuda.calls.append(f"step {number}")
+
     assert cuda.calls == [
-        *["step 1", "start", "ranges", "step 2", "step 3", "no ranges", "stop", "step 4"]
+        "step 1",
+        "start",
+        "ranges",
+        "step 2",
+        "step 3",
+        "no ranges",
+        "stop",
+        "step 4",
     ]
     assert lines == ["steps 2 to 3 are marked for Nsight Systems"]
     assert list(tmp_path.iterdir()) == [] and profiler.summary == {}
@@ -234,6 +250,7 @@ def test_a_mark_that_fails_or_a_run_that_does_leaves_nothing_open(
 ) -> None:
     section = ProfileSection(enabled=True, nsight=True, after=0, steps=3)
     cuda = Cuda(monkeypatch)
+
     profiler, _ = marked(section, tmp_path)
     with pytest.raises(ValueError, match="broken"), profiler, profiler.step(1):
         raise ValueError("broken")
@@ -246,6 +263,7 @@ def test_a_mark_that_fails_or_a_run_that_does_leaves_nothing_open(
     profiler, lines = marked(section, tmp_path)
     with profiler, profiler.step(1):
         pass
+
     assert cuda.calls[-2:] == ["start", "stop"]
     assert "the run goes on: RuntimeError: no NVTX" in lines[0]
 

@@ -23,6 +23,7 @@ def heard(store: distributed.Store, stop_signals: list[int], *, tell: int | None
             deadline = time.monotonic() + WITHIN_S
             while not stop_signals and time.monotonic() < deadline:
                 time.sleep(0.01)
+
     return notes
 
 
@@ -56,6 +57,7 @@ def test_sigterm_is_told_while_the_main_thread_waits_and_if_it_came_before():
             if not is_early:
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
             assert told.wait(WITHIN_S)
+
         assert signal.getsignal(signal.SIGTERM) == before
 
 

@@ -95,6 +95,7 @@ def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path
     keys = [f"trainer.parallel.{size}" for size in sizes]
     code, said = launched(tmp_path / "run", 2, *keys)
     assert code == 0, said
+
     code, said = launched(tmp_path / "run", 1, "trainer.steps=3", "--resume")
     assert code == 0, said
     assert single.norms == rows(tmp_path / "run", "actor/grad_norm")
@@ -127,7 +128,9 @@ def test_conversations_and_preferences_are_trained_by_several(tmp_path):
         code, said = launched(folder, processes, *given, *words, command="sft")
         assert code == 0, said
         norms.append((rows(folder, "actor/grad_norm"), rows(folder, "sft/eval/loss")))
+
     assert norms[1] == tuple(pytest.approx(column, rel=1e-3) for column in norms[0])
+
     words = ["algorithm.name=dpo", "algorithm.pairs=demonstrations", "trainer.parallel.tensor=2"]
     code, said = launched(tmp_path / "dpo", 2, *words)
     assert code == 0, said
@@ -168,7 +171,8 @@ DEATHS = {
 def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path):
     """Killed while samples are prepared, in an update, while a checkpoint is saved; or one that
     raises; each time the run is resumed."""
-    file, folder = tmp_path / "dying.py", tmp_path / "run"
+    file = tmp_path / "dying.py"
+    folder = tmp_path / "run"
     file.write_text(textwrap.dedent(DYING))
     words = [f"import=[{file}]", f"trainer.parallel.{key}=2", "trainer.steps=3"]
     words += ["trainer.micro_batch_tokens=64"] if key == "pipeline" else []
@@ -178,12 +182,15 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path)
         code, said = launched(folder, 2, *words, *resumed, DIES=death)
         assert code != 0, said
         assert time.monotonic() - started < 400, said  # and not as long as a collective waits
+
         if death.startswith("raise"):
-            first, others = "process 1 of 2: ValueError: words of its own", "process 1 of 2 failed"
+            first = "process 1 of 2: ValueError: words of its own"
+            others = "process 1 of 2 failed"
             assert said.index(first) < said.index(others), said
             assert "words of its own" in (folder / "logs" / "rank-1.log").read_text()
         else:
             assert "is gone without a word" in said, said
+
     code, said = launched(folder, 2, *words, "--resume")
     assert code == 0, said
     assert single.norms == rows(folder, "actor/grad_norm")
@@ -201,7 +208,8 @@ def test_what_fails_on_the_first_process_ends_all(tmp_path):
 
 @pytest.mark.slow
 def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_path):
-    folder, deadline = tmp_path / "run", time.monotonic() + 400
+    folder = tmp_path / "run"
+    deadline = time.monotonic() + 400
 
     def until(find):
         while not (found := find()):
@@ -225,6 +233,7 @@ def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_pat
         assert asked("resume") == "it goes on"
         assert "stops after this step" in asked("stop")
         text = running.communicate(timeout=200)[0]  # the others end with it
+
     assert "stopped cleanly" in text  # its code is SIGTERM's, which the launcher calls a failure
     assert list((folder / "checkpoints").glob("step-*"))
 

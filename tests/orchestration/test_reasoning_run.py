@@ -34,6 +34,7 @@ def model(request, tmp_path_factory) -> tuple[str, Path]:
         bos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+
     return request.param, folder
 
 
@@ -69,9 +70,11 @@ def test_a_tool_agent_is_trained_on_policy(model, tmp_path, quiet_view):
     rows = read_metrics(done.dir / "metrics.jsonl")
     differences = [row["actor/logprob_diff_max"] for row in rows if "actor/logprob_diff_max" in row]
     assert len(differences) == 2 and max(differences) < 1e-4, "trained on what was sampled"
+
     tokenizer = tokenizer_with(TEMPLATES[name])
     trajectories = done.trajectories()
     assert {trajectory.status for trajectory in trajectories} == {"completed"}
+
     for trajectory in trajectories:
         assert [turn.parent for turn in trajectory.turns] == [None, 0, 1]
         prompts = [tokenizer.decode(turn.prompt_ids) for turn in trajectory.turns]
@@ -91,6 +94,7 @@ def test_rows_with_and_without_thoughts_are_learned(model, tmp_path, quiet_view)
         [asked, {"role": "assistant", "content": "<think>\nso\n</think>\n\nONE"}],
         2 * [asked, {"role": "assistant", "content": "ONE"}],
     ]  # fmt: skip
+
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 8))
     config = config_of(
@@ -103,5 +107,6 @@ def test_rows_with_and_without_thoughts_are_learned(model, tmp_path, quiet_view)
     rows_read = read_metrics(done.dir / "metrics.jsonl")
     losses = [row["sft/loss"] for row in rows_read if "sft/loss" in row]
     assert losses[-1] < 0.7 * losses[0]
+
     (account,) = done.summary["data"].values()
     assert (account["used"], account["left_out"]) == (24, {})

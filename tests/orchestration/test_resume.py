@@ -88,10 +88,12 @@ def test_a_clean_stop_and_a_resume(
     config = small_config(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(**interruption))
+
     stopped = json.loads((config.run_dir / "summary.json").read_text())
     assert stopped["steps"] == interruption.get(
         "step", {"step 3": 3, "before": 0, "step 2": 1}.get(interruption.get("phase", "  ")[1])
     )
+
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)
 
@@ -113,7 +115,8 @@ def test_a_resume_of_a_finished_run_changes_nothing(
 ):
     config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
     train(config, view=quiet_view())
-    before, told = outcome_of(config.run_dir), io.StringIO()
+    before = outcome_of(config.run_dir)
+    told = io.StringIO()
     train(config, resume=True, view=LiveView("test", stream=told, plain=True))
     assert_same(outcome_of(config.run_dir), before)
     assert "1 step is committed and trainer.steps=1 is no more, so nothing" in told.getvalue()
@@ -129,7 +132,9 @@ def test_a_finished_run_can_be_made_longer(
     train(small_config(tmp_path / "long", *constant), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant, "trainer.steps=2"), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant), resume=True, view=quiet_view())
-    grown, long = outcome_of(tmp_path / "grown"), outcome_of(tmp_path / "long")
+
+    grown = outcome_of(tmp_path / "grown")
+    long = outcome_of(tmp_path / "long")
     assert_same(grown["weights"], long["weights"])
     assert_same(grown["trainer"], long["trainer"])
     assert_same(grown["records"], long["records"])
@@ -147,6 +152,7 @@ def test_evaluations_do_not_change_what_is_learned(
             view=quiet_view(),
         )
         found.append(outcome_of(folder))
+
     assert_same(found[0]["weights"], found[1]["weights"])
     assert_same(found[0]["records"], found[1]["records"])
 
@@ -181,9 +187,12 @@ def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, asse
     train(config("whole"), agent=counter, tasks=tasks, view=quiet_view())
     with pytest.raises(KeyboardInterrupt):
         train(config("parts"), agent=counter, tasks=tasks, view=quiet_view(step=2))
+
     train(config("parts"), agent=counter, tasks=tasks, resume=True, view=quiet_view())
-    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
-    one["summary"].pop("name"), other["summary"].pop("name")
+    one = outcome_of(tmp_path / "parts")
+    other = outcome_of(tmp_path / "whole")
+    one["summary"].pop("name")
+    other["summary"].pop("name")
     assert_same(one, other)
     assert sum("actor/grad_norm" in row for row in one["metrics"]) == 4
 
@@ -210,11 +219,13 @@ def test_torn_checkpoints_cost_time_only(
     config = small_config(tmp_path / "run", "checkpoint.keep_last=3")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(step=3))
+
     found = sorted((config.run_dir / "checkpoints").glob("step-*"))
     assert [path.name for path in found] == ["step-000002", "step-000003"]
     for path in found if torn == "all" else found[-1:]:
         weights = path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-7])
+
     resumed = quiet_view()
     train(config, resume=True, view=resumed)
     assert_same(outcome_of(config.run_dir), whole)
@@ -233,23 +244,30 @@ KEPT = (
 @pytest.mark.parametrize("lost", ["all", "some"])
 def test_a_store_that_has_lost_steps_costs_no_checkpoint(lost, tmp_path, small_config, quiet_view):
     config = small_config(tmp_path / "run", *KEPT)
-    folder, store = config.run_dir / "checkpoints", config.run_dir / "store.sqlite"
+    folder = config.run_dir / "checkpoints"
+    store = config.run_dir / "store.sqlite"
+
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(step=1))
+
     older = store.read_bytes()
     train(config, resume=True, view=quiet_view())
     for path in config.run_dir.glob("store.sqlite*"):
         path.unlink()
+
     if lost == "some":
         store.write_bytes(older)
+
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     end = 0 if lost == "all" else 1
     message = rf"a checkpoint of step 3, but the store .* ends at step {end}: .*restore the store"
     with pytest.raises(CheckpointError, match=message):
         train(config, resume=True, view=quiet_view())
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
     for path in list(folder.glob("step-00000[23]")):  # as the message says
         shutil.rmtree(path)
+
     (config.run_dir / "head.json").unlink()
     if lost == "some":
         run = train(config, resume=True, view=quiet_view())
@@ -261,7 +279,8 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same, monkeypatch
 ):
     """What a kill between the two leaves; it is no sign of a store that has lost steps."""
-    config, commit = small_config(tmp_path / "run"), TrainingRun._commit
+    config = small_config(tmp_path / "run")
+    commit = TrainingRun._commit
 
     async def killed(self, *arguments):
         if self.progress.step == 2:
@@ -271,8 +290,10 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(
     monkeypatch.setattr(TrainingRun, "_commit", killed)
     with pytest.raises(RuntimeError, match="power cut"):
         train(config, view=quiet_view())
+
     monkeypatch.undo()
     assert Checkpoints(config.run_dir / "checkpoints", 1).steps() == [2]
+
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)
 
@@ -283,7 +304,8 @@ def test_a_checkpoint_that_can_not_be_read_now_is_kept(
 ):
     config = small_config(tmp_path / "run", *KEPT, "trainer.steps=1")
     train(config, view=quiet_view())
-    victim, opened = config.run_dir / "checkpoints" / "step-000001" / name, Path.open
+    victim = config.run_dir / "checkpoints" / "step-000001" / name
+    opened = Path.open
     before = sorted(victim.parent.iterdir())
 
     def refused(path, *args, **kwargs):
@@ -296,8 +318,10 @@ def test_a_checkpoint_that_can_not_be_read_now_is_kept(
         CheckpointError, match=rf"step-000001/{name} can't be read now \(Too many open files\)"
     ):
         train(config, resume=True, view=quiet_view())
+
     monkeypatch.undo()
     assert sorted(victim.parent.iterdir()) == before
+
     train(config, resume=True, view=quiet_view())
 
 
@@ -305,12 +329,14 @@ def test_a_step_that_comes_out_differently_is_told_of(tmp_path, small_config, qu
     config = small_config(tmp_path / "run", *KEPT, "trainer.steps=1")
     before = train(config, view=quiet_view()).summary["warnings"]
     shutil.rmtree(config.run_dir / "checkpoints")
+
     with sqlite3.connect(config.run_dir / "store.sqlite") as store:
         (record,) = store.execute("SELECT record FROM steps WHERE step = 1").fetchone()
         tree = json.loads(record)
         tree["metrics"]["actor/grad_norm"] *= 2
         tree["chain"] = link(1, tree, "")
         store.execute("UPDATE steps SET record = ? WHERE step = 1", (json.dumps(tree),))
+
     HeadFile(config.run_dir).committed(End(1, tree["chain"]))
     again = train(config, resume=True, view=quiet_view()).summary["warnings"]
     told = [
@@ -326,6 +352,7 @@ def test_a_plan_that_no_longer_fits_the_store_is_not_done_again(tmp_path, small_
     config = small_config(tmp_path / "run", "checkpoint.every=0", "evaluation.every=0")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(step=1))
+
     shutil.rmtree(config.run_dir / "checkpoints")
     with sqlite3.connect(config.run_dir / "store.sqlite") as store:
         store.execute("UPDATE trajectories SET reward = reward + 1 WHERE trained_step = 1")
@@ -396,6 +423,7 @@ def test_a_run_that_is_killed_three_times(
             words, env=environment(), capture_output=True, text=True, timeout=250
         )
         assert ended.returncode == -signal.SIGKILL, ended.stderr
+
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)
     assert [
@@ -426,8 +454,10 @@ def test_ctrl_c_at_the_command(whole, tmp_path, small_config, quiet_view, outcom
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=250)
+
     assert process.returncode == 130, errors
     assert "stopped cleanly" in errors
     assert Path(config.run_dir / "summary.json").is_file()
+
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)

@@ -46,9 +46,11 @@ def killed(
         patch.setattr(run_module, "commit", power_cut)
         with pytest.raises(RuntimeError, match="power cut"):
             train(small_config(folder, *OVERRIDES), view=quiet_view())
+
     shutil.rmtree(folder / "checkpoints")
     for left in folder.glob("store.sqlite-*"):
         left.unlink()
+
     return folder
 
 
@@ -118,6 +120,7 @@ def test_what_a_resume_does_not_refuse_changes_nothing(
     store = folder / "store.sqlite"
     untouched = Path(shutil.copytree(killed, tmp_path / "untouched"))
     assert resumable(folder, small_config)
+
     harmless: list[tuple[str, str, str, Any]] = []
     refused = set()
     for table, conditions in rows_of(store).items():
@@ -128,23 +131,30 @@ def test_what_a_resume_does_not_refuse_changes_nothing(
                         harmless.append((table, where, column, other))
                     else:
                         refused.add((table, column))
+
     for column in ("group_id", "task_id", "attempt", "success", "truncated", "metrics", "reward"):
         assert ("trajectories", column) in refused, column
+
     for table, columns in NO_PART.items():
         kept = {(table, column) for column in columns - {"history"}}  # "[]" and more is no JSON
         assert not kept & refused
+
     database = sqlite3.connect(store, isolation_level=None)
     keys: dict[tuple[str, str, str], Any] = {}
     for table, where, column, other in harmless:
         if column in ("seq", "trajectory_seq", "id", "step"):  # other rows are found by these
             continue
         keys.setdefault((table, where, column), other)
+
     for (table, where, column), other in keys.items():
         database.execute(f"UPDATE {table} SET {column} = ? WHERE {where}", (other,))
+
     database.close()
     train(small_config(folder, *OVERRIDES), resume=True, view=quiet_view())
     train(small_config(untouched, *OVERRIDES), resume=True, view=quiet_view())
-    one, other = outcome_of(folder), outcome_of(untouched)
+
+    one = outcome_of(folder)
+    other = outcome_of(untouched)
     for name in ("step", "weights", "trainer", "metrics"):
         assert_same(one[name], other[name])
 
@@ -160,6 +170,7 @@ def test_group_ids_that_were_moved_are_refused_and_named(
         "UPDATE trajectories SET group_id = group_id || 'x' WHERE trained_step = 1 AND attempt > 1"
     )
     database.close()
+
     config = small_config(folder, *OVERRIDES)
     with pytest.raises(CheckpointError, match=r"step 1 can't be done again.*changed was 'train-"):
         asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))
@@ -186,6 +197,7 @@ def test_a_run_of_an_older_version_is_refused_with_a_clear_sentence(
     database.execute("UPDATE steps SET record = json_remove(record, '$.chain')")
     database.close()
     (folder / "head.json").unlink()
+
     config = small_config(folder, *OVERRIDES)
     with pytest.raises(CheckpointError, match="recorded by an older version of AgentEvo"):
         asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))

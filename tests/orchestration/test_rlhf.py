@@ -39,6 +39,7 @@ def test_a_policy_learns_what_comparisons_say_is_better(tmp_path):
         for thing in THINGS
         for other in THINGS
     ]
+
     questions = [
         {"id": f"{thing} {n}", "query": f"a {thing} please", "answer": "here is"}
         for n in range(3)
@@ -70,6 +71,7 @@ def test_a_policy_learns_what_comparisons_say_is_better(tmp_path):
         )
     )
     assert judged["rm/eval/accuracy"] == 1
+
     run = agentevo.train(
         "single_turn",
         {"train": rows(tmp_path, "questions.jsonl", questions)},
@@ -87,11 +89,13 @@ def test_a_policy_learns_what_comparisons_say_is_better(tmp_path):
         run={"dir": str(tmp_path / "ppo")},
         tracking=QUIET,
     )
-    shares, rewards = [], []
+    shares = []
+    rewards = []
     for step in (0, 8):
         attempts = run.trajectories(split="eval", step=step)
         assert all(one.status == "completed" for one in attempts)
         shares.append(sum(one.success for one in attempts) / len(attempts))
         rewards.append(sum(one.reward for one in attempts) / len(attempts))
+
     assert shares[0] < 0.8 and shares[1] > 0.9, shares
     assert rewards[1] > rewards[0] + 0.2, rewards

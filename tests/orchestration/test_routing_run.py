@@ -67,6 +67,7 @@ def mixture(tmp_path_factory):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = Qwen3MoeForCausalLM(config)
+
     nudged(model, 1.0).save_pretrained(folder)
     return str(folder)
 
@@ -105,6 +106,7 @@ def test_killed_and_resumed_bit_for_bit(moe_config, tmp_path, quiet_view, outcom
     assert len(rows) == 2
     assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in rows)
     assert all("actor/router_mismatch" in row for row in rows)
+
     recorded = records(whole)
     assert len(recorded) == 2 * 2 * 4
     assert {(r.layers, r.top_k, r.num_experts) for t in recorded.values() for r in t} == {(2, 2, 4)}
@@ -121,9 +123,11 @@ def test_killed_and_resumed_bit_for_bit(moe_config, tmp_path, quiet_view, outcom
         timeout=250,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
+
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), outcome_of(whole.run_dir))
     assert records(config) == recorded
+
     main_code = run_cli("audit", str(whole.run_dir))
     assert main_code == 0
 
@@ -152,6 +156,7 @@ def test_engines_and_samplers_of_their_own(moe_config, tmp_path, quiet_view):
     train(config, view=quiet_view())
     recorded = records(config)
     assert recorded and all(rows is not None for turns in recorded.values() for rows in turns)
+
     rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "actor/lr" in row]
     assert len(rows) == 2 and all("actor/router_mismatch" in row for row in rows)
 

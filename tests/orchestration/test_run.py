@@ -26,14 +26,15 @@ from agentevo.types import Message, Task
 def run(tmp_path_factory, small_config, quiet_view) -> Run:
     """Four steps, evaluated after each, one checkpoint and the best kept, with a report."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    options = (
+    config = small_config(
+        folder,
         "evaluation.every=1",
         "checkpoint.every=1",
         "checkpoint.keep_last=1",
         "tracking.report=true",
         "tracking.tensorboard=true",
     )
-    return train(small_config(folder, *options), view=quiet_view())
+    return train(config, view=quiet_view())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -56,21 +57,25 @@ def test_the_folder_of_a_run(run):
 
 
 def test_the_summary(run):
-    summary, rows = run.summary, read_metrics(run.dir / "metrics.jsonl")
+    summary = run.summary
+    rows = read_metrics(run.dir / "metrics.jsonl")
     evaluations = [
         row["val-core/frozen_lake/success/greedy"]
         for row in rows
         if "val-core/frozen_lake/success/greedy" in row
     ]
     assert len(evaluations) == 5
+
     found = summary["eval"]
     assert (found["before"], found["after"], found["n"]) == (evaluations[0], evaluations[-1], 3)
     assert 0 <= found["random"] < found["optimal"] == 1.0
     assert set(found["sampled"]) == {"before", "after"}
     assert summary["steps"] == 4
     assert summary["wall_s"] > sum(row.get("timing_s/step") or 0.0 for row in rows)
+
     in_steps = sum(row.get("engine/generated_tokens") or 0.0 for row in rows)
     assert summary["tokens"]["generated"] > in_steps > 0, "evaluations generate tokens too"
+
     demonstrated = next(row["cold_start/tokens"] for row in rows if "cold_start/tokens" in row)
     assert summary["tokens"]["trained"] == demonstrated + sum(
         row.get("trainer/trained_tokens") or 0.0 for row in rows
@@ -92,6 +97,7 @@ def test_every_step_says_what_came_in_and_what_was_dropped(run):
             "perf/throughput",
             "num_turns/mean",
         } <= set(row)
+
         if row["rollout/dropped"] < 12:
             assert {"actor/entropy", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"} <= set(
                 row
@@ -108,6 +114,7 @@ def test_what_is_in_the_store(run):
         assert {version for turn in trajectory.turns for version in turn.versions} <= {step - 1}, (
             "sampled from what the step before left"
         )
+
     committed = run.trajectories(state="committed")
     dropped = run.trajectories(state="dropped")
     assert len(committed) + len(dropped) == 48
@@ -130,6 +137,7 @@ def test_the_newest_checkpoint_and_the_best_are_kept(run):
     assert run.checkpoint == checkpoints.path(best)
     assert run.checkpoint_path("last") == checkpoints.path(4)
     assert AutoModelForCausalLM.from_pretrained(run.checkpoint).config.hidden_size == 32
+
     with pytest.raises(CheckpointError):
         run.checkpoint_path("step-9")
 
@@ -205,7 +213,9 @@ def test_a_run_that_is_being_trained_is_left_alone(resume, tmp_path, small_confi
                 resume=resume,
                 view=quiet_view(),
             )
+
         assert snapshot(folder) == before
+
     assert (
         train(small_config(folder, "trainer.steps=2"), resume=True, view=quiet_view()).summary[
             "steps"
@@ -262,11 +272,13 @@ def test_agents_that_fail_cost_their_attempts_and_never_the_run(tmp_path, quiet_
     config = agent_config(tmp_path / "run", agent={"timeout_s": 2.0})
     done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
     assert done.summary["steps"] == 3
+
     failed = done.trajectories(status="failed")
     reasons = {trajectory.task_id: trajectory.error for trajectory in failed}
     assert reasons["t1"] == "ValueError: broken"
     assert reasons["t2"].startswith("RequestTooLongError: the conversation has 2")
     assert "agent.timeout_s=2 s" in reasons.get("t3", "agent.timeout_s=2 s")
+
     rows = [row for row in read_metrics(done.dir / "metrics.jsonl") if "rollout/in" in row]
     assert sum(row.get("rollout/dropped/failed", 0.0) for row in rows) == len(
         [t for t in failed if "train@" in t.id]
@@ -289,6 +301,7 @@ def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(
         match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout",
     ):
         train(config, agent=agent, tasks=TASKS, view=quiet_view())
+
     assert Run(config).trajectories() == []
 
 
@@ -300,6 +313,7 @@ def test_an_agent_function_needs_tasks(tmp_path, quiet_view):
         train(agent_config(tmp_path / "run"), agent=agent, view=quiet_view())
     with pytest.raises(ConfigError, match="at least 2 are needed"):
         train(agent_config(tmp_path / "run"), agent=agent, tasks=TASKS[:1], view=quiet_view())
+
     assert not (tmp_path / "run").exists()
 
 

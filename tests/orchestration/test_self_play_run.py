@@ -85,12 +85,15 @@ def losses(run):
 def test_questions_are_proposed_solved_and_paid_for_and_the_store_has_all_of_it(tmp_path):
     run = play(tmp_path)
     assert run.audit().ok
+
     stored = run.trajectories(split="train")
     proposals = {one.id: one for one in stored if one.agent == "proposer"}
+
     solved = {}
     for one in stored:
         if one.agent == "solver":
             solved.setdefault(one.task_id, []).append(one)
+
     assert len(proposals) == 3 * 8 and solved
     assert len({one.group_id for one in proposals.values()}) == 3 * 2
     for one in proposals.values():
@@ -98,16 +101,21 @@ def test_questions_are_proposed_solved_and_paid_for_and_the_store_has_all_of_it(
         if "invalid" in row:
             assert one.reward == -1.0
             continue
+
         attempts = solved[row["task"]]
         assert len({attempt.group_id for attempt in attempts}) == 1 and len(attempts) == 4
+
         p = sum(attempt.success for attempt in attempts) / 4
         assert row["solved"] == 4 * p and row["query"] == f"Say {row['answer']}"
+
         worth = max(0.0, 1 - 2 * abs(p - 0.5) - row["repeats"] / 4)
         assert one.reward == pytest.approx(worth)
+
     logged = read_metrics(run.dir / "metrics.jsonl")[1]
     assert {"selfplay/valid", "selfplay/success_rate", "selfplay/at_edge"} <= logged.keys()
     assert {"selfplay/distinct", "selfplay/difficulty", "selfplay/held_out"} <= logged.keys()
     assert logged["train/success"] == logged["agents/solver/train/success"]
+
     replays = run.replays(6)
     assert all(one.same for one in replays)
     assert any(one.played for one in replays)
@@ -141,6 +149,7 @@ def test_a_run_that_is_broken_off_within_a_step_goes_on_bit_for_bit(tmp_path, mo
     monkeypatch.setattr(Sampler, "write", broken)
     with pytest.raises(StoreError, match="the machine goes"):
         play(tmp_path)
+
     monkeypatch.undo()
     resumed = play(tmp_path, resume=True)
     assert told(resumed) == told(whole)
@@ -156,6 +165,7 @@ def test_no_held_out_question_is_trained_on(tmp_path):
     stored = run.trajectories(split="train")
     asked = {json.loads(one.files["question.json"]).get("held_out") for one in stored if one.files}
     assert True in asked
+
     reasons = run.audit().reasons["dropped"]
     never = {" ".join(one.split()).casefold() for one in held_out}
     for one in stored:
@@ -165,6 +175,7 @@ def test_no_held_out_question_is_trained_on(tmp_path):
             assert row["query"].casefold() in never
         elif one.agent == "solver":
             assert one.turns[0].messages[0].text.casefold() not in never
+
     logged = [row for row in read_metrics(run.dir / "metrics.jsonl") if "selfplay/held_out" in row]
     assert sum(row["selfplay/held_out"] for row in logged) == len(reasons["held-out"])
 
@@ -189,4 +200,5 @@ def test_a_proposer_may_stay_as_it_is_or_have_weights_of_its_own(tmp_path, propo
     else:
         assert versions == {0, 1, 2} and not proposals <= set().union(*reasons.values())
         assert (run.checkpoint_path("last") / "agents" / "proposer").is_dir()
+
     assert run.eval()

@@ -66,8 +66,10 @@ def test_the_solver_is_imitated(tmp_path, small_config, quiet_view):
     losses = [row["sft/loss"] for row in rows if "sft/loss" in row]
     assert len(losses) == 10  # 24 episodes, 5 of them held out; 19 in batches of 4, twice
     assert losses[0] > 3.0 and losses[-1] < 0.5 * losses[0]
+
     held_out = [(row["step"], row["sft/eval/loss"]) for row in rows if "sft/eval/loss" in row]
     assert [step for step, _ in held_out] == [0, 4, 8, 10]
+
     summary = run.summary
     assert summary["data"] == {
         "demonstrations": {"rows": 24, "used": 24, "shortened": 0, "left_out": {}}
@@ -100,22 +102,28 @@ def test_a_torn_checkpoint_is_passed_over(
 ):
     apart = [*SFT, "checkpoint.every=2", "checkpoint.keep_last=9"]
     sft(small_config(tmp_path / "whole", *apart), view=quiet_view())
+
     config = small_config(tmp_path / "cut", *apart)
     with pytest.raises(KeyboardInterrupt):
         sft(config, view=quiet_view(step=5))
+
     folder = tmp_path / "cut" / "checkpoints"
     for step in (4, 5):
         weights = folder / f"step-{step:06d}" / "model.safetensors"
         content = bytearray(weights.read_bytes())
         content[-1] ^= 1
         weights.write_bytes(bytes(content))
+
     sft(config, resume=True, view=quiet_view())
     assert_same(outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut"))
     (folder / "step-000010" / "trainer.pt").write_bytes(b"")
+
     for path in folder.glob("step-00000*"):
         (path / "state.json").write_text("{}")
+
     sft(config, resume=True, view=quiet_view())
-    whole, again = outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut")
+    whole = outcome_of(tmp_path / "whole")
+    again = outcome_of(tmp_path / "cut")
     assert_same(whole["weights"], again["weights"])  # every step replayed from the first weights
 
 
@@ -169,9 +177,11 @@ def test_files_of_which_some_rows_are_bad(tmp_path, quiet_view):
     assert {one["where"]: one["reason"] for one in told} == {
         f"{path}:{n}": reason for n, reason in enumerate(reasons, start=5)
     }
+
     account = run.summary["data"]["train"]
     assert (account["rows"], account["used"]) == (15, 8)
     assert account["left_out"]["wrong_roles"] == {"count": 2, "first": [f"{path}:8", f"{path}:10"]}
+
     (row,) = [row for row in read_metrics(run.dir / "metrics.jsonl") if "data/train/rows" in row]
     assert row["data/train/left_out"] == 7.0
     assert run.summary["held_out"]["conversations"] == 2
@@ -182,6 +192,7 @@ def test_files_of_which_some_rows_are_bad(tmp_path, quiet_view):
     )
     assert "rows.jsonl:8" in (run.dir / "report.html").read_text()
     assert (run.dir / "plots" / "supervised.png").is_file()
+
     with pytest.raises(ConfigError, match="this run has none"):
         run.eval()
 
@@ -229,10 +240,12 @@ def test_best_attempts_of_a_run_are_learnt_token_by_token(tmp_path, small_config
         == len(attempts) - sum(one["count"] for one in account["left_out"].values())
         > 0
     )
+
     tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
     tokenizer.add_tokens(["another"])
     for path in sorted((source.dir / "checkpoints").glob("step-*")):
         tokenizer.save_pretrained(path)
+
     with pytest.raises(ConfigError, match=r"data\.best_of: .* another tokenizer"):
         sft(small_config(tmp_path / "other", f"data.best_of={source.dir}"), view=quiet_view())
 

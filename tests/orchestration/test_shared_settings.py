@@ -37,7 +37,8 @@ def test_what_an_agent_sets_changes_no_number_and_no_folder(
     """Gradients, inference mode and autocast, the default device, and the current folder."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run, outcomes = EnvironmentAgent.run, []
+    run = EnvironmentAgent.run
+    outcomes = []
     modes = []
 
     async def rude_run(self, task, policy):
@@ -64,6 +65,8 @@ def test_what_an_agent_sets_changes_no_number_and_no_folder(
             train(config, view=quiet_view())
             while modes:
                 modes.pop().__exit__(None, None, None)
+
         outcomes.append(outcome_of(tmp_path / "runs" / name))
+
     assert_same(*outcomes)
     assert not list(elsewhere.iterdir())

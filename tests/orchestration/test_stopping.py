@@ -61,11 +61,18 @@ def test_a_held_out_loss_stops_between_its_batches(
     """The pass that is under way comes to its end, and no other begins."""
     config = small_config(
         tmp_path / "run",
-        *("data.demonstrations=12", "data.eval_share=0.5", "sft.batch_conversations=12"),
-        *("sft.micro_batch_tokens=256", "cold_start.episodes=0", "evaluation.every=0"),
-        *("evaluation.samples=0", "evaluation.tasks=1"),
+        "data.demonstrations=12",
+        "data.eval_share=0.5",
+        "sft.batch_conversations=12",
+        "sft.micro_batch_tokens=256",
+        "cold_start.episodes=0",
+        "evaluation.every=0",
+        "evaluation.samples=0",
+        "evaluation.tasks=1",
     )
-    view, passes, compute = Phases(), [], supervised.all_logits
+    view = Phases()
+    passes = []
+    compute = supervised.all_logits
 
     def all_logits(*words: Any, **more: Any) -> Any:
         if view.seen[-1] == f"evaluating {which}":
@@ -77,8 +84,10 @@ def test_a_held_out_loss_stops_between_its_batches(
     monkeypatch.setattr(supervised, "all_logits", all_logits)
     with pytest.raises(KeyboardInterrupt):
         sft(config, view=view)
+
     assert len(passes) == 1
     assert counts(config.run_dir)["steps"] == 0
+
     run = sft(config, resume=True, view=quiet_view())
     assert run.summary["steps"] == 1 and run.audit().violations == []
 
@@ -93,11 +102,14 @@ def test_ctrl_c_while_steps_are_done_again_stops_before_the_next_one(
     run = train(config, view=quiet_view())
     summary = (config.run_dir / "summary.json").read_text()
     shutil.rmtree(config.run_dir / "checkpoints")
+
     view = Phases(at="doing again step 2 (2/3)")
     with pytest.raises(KeyboardInterrupt):
         train(config, resume=True, view=view)
+
     assert not any(phase.startswith(("doing again step 3", "saving")) for phase in view.seen)
     assert (config.run_dir / "summary.json").read_text() == summary
+
     run = train(config, resume=True, view=quiet_view())
     assert run.checkpoint_path("last").name == "step-000003" and run.audit().violations == []
 
@@ -144,8 +156,10 @@ def test_sigterm_ends_a_run_as_cleanly_as_ctrl_c(tmp_path, small_config, quiet_v
     )
     with pytest.raises(SystemExit) as ended:
         train(config, view=Terminated())
+
     assert ended.value.code == 143
     assert (config.run_dir / "checkpoints" / "step-000001" / "checkpoint.json").is_file()
+
     run = train(config, resume=True, view=quiet_view())
     assert run.summary["steps"] == 2 and run.audit().violations == []
 
@@ -160,6 +174,7 @@ def test_a_trainer_whose_model_can_t_be_loaded_leaves_no_folder(
     monkeypatch.setattr(checks, "load_policy", torn)
     with pytest.raises(ModelError):
         learn(config)
+
     assert not config.run_dir.exists()
 
 
@@ -182,5 +197,6 @@ def test_a_second_ctrl_c_prints_no_traceback(tmp_path):
     process.send_signal(signal.SIGINT)
     wait_for("stopping")
     process.send_signal(signal.SIGINT)
+
     assert process.wait() == 130
     assert "Traceback" not in out.read_text() and "Error" not in out.read_text(), out.read_text()

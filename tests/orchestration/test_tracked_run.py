@@ -68,6 +68,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     information.mkdir(parents=True)
     (folder / "their_trackers.py").write_text(MODULE)
     (information / "METADATA").write_text("Name: their-trackers\nVersion: 1.0\n")
+
     points = [f"{name} = their_trackers:{name.title()}" for name in ("kept", "raises", "hangs")]
     (information / "entry_points.txt").write_text("\n".join(["[agentevo.trackers]", *points, ""]))
     monkeypatch.syspath_prepend(str(folder))
@@ -89,12 +90,14 @@ def test_a_run_and_its_resumed_run(tmp_path: Path, small_config) -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         train(small_config(folder, *options), view=InterruptingView(step=2))
+
     stream = io.StringIO()
     view = LiveView("test", stream=stream, plain=True)
     train(small_config(folder, *options), view=view, resume=True)
     told = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
     mine = [one for one in told if "step" in one]
     assert [one["step"] for one in mine] == [0, 1, 2, 3], "each committed step, once"
+
     for row in mine:
         logged: dict[str, float | None] = {}
         for one in read_metrics(folder / "metrics.jsonl"):
@@ -102,12 +105,16 @@ def test_a_run_and_its_resumed_run(tmp_path: Path, small_config) -> None:
         assert row["metrics"] == {
             key: value for key, value in logged.items() if key not in ("step", "time")
         }
+
     assert len(mine[1]["tables"][0]) == 2
+
     begins = [one for one in told if "begin" in one and one["begin"] == told[0]["begin"]]
     assert [one["resumed"] for one in begins] == [False, True]
     assert begins[0]["config"]["trainer"]["steps"] == 3
+
     ends = [one["end"] for one in told if "end" in one]
     assert set(ends) == {"stopped", "finished"}
+
     warnings = [line for line in stream.getvalue().splitlines() if "WARNING tracker" in line]
     assert len(warnings) == 2, "one for each that is broken"
     assert sorted(line.split()[2] for line in warnings) == ["hangs:", "raises:"]

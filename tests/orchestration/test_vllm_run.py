@@ -52,6 +52,7 @@ def test_a_run_with_vllm_learns_and_its_audit_is_clean(tmp_path, quiet_view):
 
     assert run.audit().violations == []
     assert set(range(12)) <= read_store(run.config.run_dir, versions) <= set(range(13))
+
     rows = [row for row in read_metrics(run.dir / "metrics.jsonl") if "critic/score/mean" in row]
     rewards = [row["critic/score/mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1

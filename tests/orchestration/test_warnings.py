@@ -34,13 +34,16 @@ def test_a_step_records_its_own_warnings_and_a_resume_puts_them_together(
     config = small_config(tmp_path / "run", "cold_start.episodes=0", "evaluation.every=0")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(step=3))
+
     for name in lost:
         shutil.rmtree(config.run_dir / "checkpoints" / name)
+
     train(config, resume=True, view=quiet_view())
 
     async def recorded(store):
         return [step.record["progress"]["warnings"] for step in await store.steps()]
 
     assert read_store(config.run_dir, recorded) == [[f"step {step}: odd"] for step in (1, 2, 3, 4)]
+
     *of_steps, _, _ = json.loads((config.run_dir / "summary.json").read_text())["warnings"]
     assert of_steps == [f"step {step}: odd" for step in (1, 2, 3, 4)], "then those of the end"

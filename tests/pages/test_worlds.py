@@ -18,11 +18,14 @@ def kinds(text: str, legend: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def test_the_same_sign_is_a_hole_in_one_world_and_a_target_in_another() -> None:
-    lake, room = make(FrozenLakeConfig()), make(SokobanConfig())
-    of_lake, of_room = legend_of([lake.instructions]), legend_of([room.instructions])
+    lake = make(FrozenLakeConfig())
+    room = make(SokobanConfig())
+    of_lake = legend_of([lake.instructions])
+    of_room = legend_of([room.instructions])
     assert (of_lake["O"], of_room["O"]) == ("hole", "goal")
     assert (of_lake["X"], of_room["X"]) == ("lost", "box")  # the player in a hole
     assert (of_lake["√"], of_room["√"], of_room["S"]) == ("done", "done", "player")
+
     grid = "P_O\n__G\n___"
     assert kinds(f"{lake.instructions}\n{grid}")["O"] == "hole"
     assert kinds(grid, of_lake)["O"] == "hole"  # a later message, which has no legend

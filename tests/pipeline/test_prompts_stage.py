@@ -72,8 +72,10 @@ def test_prompts_and_weights_take_turns(tree: Any, tmp_path: Path) -> None:
     run_pipeline(build_pipeline(tree), resume=False, choice=None, view=view)
     summaries = sorted(tmp_path.glob("run/**/first/summary.json"))
     assert len(summaries) == 1 and json.loads(summaries[0].read_text())["method"] == "phrases"
+
     (again,) = tmp_path.glob("run/**/again/optimize.json")
     settings = json.loads(again.read_text())
     assert "rl" in settings["model"] and settings["agent"]["texts"]["system"]
+
     (config,) = tmp_path.glob("run/**/rl/config.yaml")
     assert "system:" in config.read_text()

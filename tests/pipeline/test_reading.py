@@ -46,7 +46,12 @@ def test_stages_come_in_the_order_in_which_they_wait_and_each_model_is_measured(
     ).plan
     ids = [one.id for one in plan.instances]
     assert ids == [
-        *("start@held_out", "warm", "rl", "warm@held_out", "rl@held_out", "sample"),
+        "start@held_out",
+        "warm",
+        "rl",
+        "warm@held_out",
+        "rl@held_out",
+        "sample",
     ] or ids.index("warm") < ids.index("rl") < ids.index("sample")
     assert {"start@held_out", "warm@held_out", "rl@held_out"} < set(ids)
     assert "sample@held_out" not in ids
@@ -73,6 +78,7 @@ def test_rounds_follow_one_another_and_refer_to_the_round_before():
     assert {"loop.1.rl", "loop.1.rl@held_out", "loop.1.sample"} <= needs["loop.2.rl"]
     assert needs["loop.2.sample"] >= {"loop.2.rl"}
     assert needs["last"] == {"loop.1.rl", "loop.2.rl", "loop.3.rl"}
+
     last = plan.by_id["last"]
     found = plan.targets(Reference("stages", ("loop", "rl"), "checkpoint"), last)
     assert found == ["loop.3.rl", "loop.2.rl", "loop.1.rl"]
@@ -80,8 +86,15 @@ def test_rounds_follow_one_another_and_refer_to_the_round_before():
 
 def test_words_of_the_command_line_go_to_the_pipeline_its_stages_and_their_recipes():
     stages = {"warm": SFT, "loop": {"repeat": 2, "stages": {"rl": {}}}}
-    words = ("seed=7", "held_out.tasks=5", "warm.sft.epochs=2", "loop.repeat=3")
-    config = pipeline_of(stages, *words, "loop.rl.trainer.steps=4", "warm.take=best").config
+    config = pipeline_of(
+        stages,
+        "seed=7",
+        "held_out.tasks=5",
+        "warm.sft.epochs=2",
+        "loop.repeat=3",
+        "loop.rl.trainer.steps=4",
+        "warm.take=best",
+    ).config
     assert (config.seed, config.held_out and config.held_out.tasks) == (7, 5)
     assert config.stages["warm"].config["sft"] == {"epochs": 2}
     assert config.stages["warm"].take == "best"
@@ -147,6 +160,7 @@ def test_held_out_tasks_that_another_stage_trains_on_are_refused(tmp_path: Path)
     said = [("user", "what is  105 + 1?"), ("assistant", "106")]
     messages = [{"role": role, "content": content} for role, content in said]
     leaky.write_text(json.dumps({"messages": messages}))
+
     common = {
         "model": {**LAKE["model"], "tiny": {**LAKE["model"]["tiny"], "tokenizer": "byte"}},
         "rewards": ["exact_match"],
@@ -154,9 +168,11 @@ def test_held_out_tasks_that_another_stage_trains_on_are_refused(tmp_path: Path)
     }
     stages = {"rl": {}}
     build_pipeline({"config": common, "stages": stages}, where="p.yaml")
+
     taught = {"warm": {"kind": "sft", "config": {"data": {"train": str(leaky)}}}, **stages}
     with pytest.raises(ConfigError, match=r"trains on 1 task that .* holds out"):
         build_pipeline({"config": common, "stages": taught}, where="p.yaml")
+
     for more in ({"rl": {}}, {"rl": {}, "again": {}, "third": {}}):
         with pytest.raises(ConfigError) as caught:
             build_pipeline(
@@ -164,6 +180,7 @@ def test_held_out_tasks_that_another_stage_trains_on_are_refused(tmp_path: Path)
             )
         (line,) = str(caught.value).splitlines()  # not one for each stage that has them
         assert line.startswith("p.yaml: stages.warm: trains on 1 task that ")
+
     swapped = {"rl": {}, "more": {"config": {"tasks": {"train": other, "eval": own}}}}
     with pytest.raises(ConfigError, match="trains on 20 tasks"):
         build_pipeline({"config": common, "stages": swapped}, where="p.yaml")
@@ -199,7 +216,9 @@ def test_values_of_the_wrong_kind_are_refused_in_plain_words():
     ):
         stage = {"kind": "evaluate", "options": options}
         assert f"p.yaml: stages.s: {words}" in refusal(stage)
+
     assert refusal({"repeat": "x"}).startswith("p.yaml: stages.s.repeat: got 'x'; needs a whole")
+
     grouped = {"repeat": 2, "stages": {"inner": {"needs": 3}}}
     assert "p.yaml: stages.s.stages.inner.needs: got 3; needs a list of texts" in refusal(grouped)
     assert "p.yaml: parallel: got 'many'; needs a whole number" in refusal({}, parallel="many")
@@ -209,9 +228,11 @@ def test_references_stand_for_values_within_texts_and_alone():
     tree = {"a": ["${round}", "x${round}/${stages.rl.folder}"], "b": "${model.name}"}
     found = replaced(tree, lambda one: 3 if one.scope == "round" else "F")
     assert found == {"a": [3, "x3/F"], "b": "${model.name}"}
+
     fallback = parsed("previous.rl.checkpoint|stages.warm.checkpoint").fallback
     assert fallback == Reference("stages", ("warm",), "checkpoint")
     assert parsed("previous.checkpoint|tiny").fallback == "tiny"
+
     for wrong in ("stages.a", "previous.a.b.c", "stages..x", "stage.file", "stages.a.b|"):
         with pytest.raises(ReferenceProblem):
             parsed(wrong)

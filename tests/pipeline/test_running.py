@@ -66,14 +66,19 @@ def ran(log: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     run(folder, chain(log))
+
     assert ran(log) == ["a", "b", "c"]
     assert (folder / "stages/c/f").read_text() == "cba"
+
     state = read_state(folder)
     assert state.status == "finished"
+
     used = state.stages["c"].inputs[0]
     assert (used.stage, used.sha256) == ("b", state.stages["b"].outputs["file"].sha256)
+
     run(folder, chain(log), resume=True)
     assert ran(log) == ["a", "b", "c"]
 
@@ -94,34 +99,43 @@ def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Pa
 
 @pytest.mark.slow
 def test_only_from_and_skip(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     run(folder, chain(log), choice=Choice(only=("a",)))
+
     assert ran(log) == ["a"]
     assert read_state(folder).stages["b"].status == "waiting"
+
     run(folder, chain(log), resume=True)
     run(folder, chain(log), resume=True, choice=Choice(start="b"))
     assert ran(log) == ["a", "b", "c", "b", "c"]
+
     fresh = tmp_path / "q"
     stages = chain(log) | {"c": program(log, "C", "${stages.b.file|stages.a.file}")}
     run(fresh, stages, choice=Choice(skip=("b",)))
     assert ran(log)[5:] == ["a", "C"]
+
     with pytest.raises(ConfigError, match="did you mean a"):
         run(folder, chain(log), resume=True, choice=Choice(only=("aa",)))
 
 
 def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     stages = chain(log) | {"d": program(log, "d")}
     stages["b"] = program(log, "b", code="print('no such luck'); raise SystemExit(3)")
     with pytest.raises(AgentEvoError, match=r"1 stage failed(.|\n)*exit code 3(.|\n)*no such luck"):
         run(folder, stages)
     assert ran(log) == ["a", "d"]
+
     state = read_state(folder)
     assert (state.status, state.stages["b"].status) == ("failed", "failed")
     assert state.stages["c"].why == "waits for b"
+
     stages["b"] = program(log, "b", "${stages.a.file}")
     run(folder, stages, resume=True)
     assert ran(log) == ["a", "d", "b", "c"]
+
     nothing = {"a": program(log, "x", code="pass")}
     with pytest.raises(AgentEvoError, match="has not made"):
         run(tmp_path / "q", nothing)
@@ -130,7 +144,8 @@ def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_pa
 
 
 def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     stages = {
         "grow": {"repeat": 3, **program(log, "r${round}", "${previous.file|seed}")},
         "never": {"when": "${stages.grow.rows} > 5", **program(log, "never")},
@@ -139,6 +154,7 @@ def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: P
     with pytest.raises(AgentEvoError, match=r"grow\.3 has no rows"):
         run(folder, stages)
     assert (folder / "stages/end/f").read_text() == "endr3r2r1seed"
+
     del stages["never"]
     stages["end"]["when"] = "${round} > 3"
     with pytest.raises(ConfigError, match="only a repeated stage has rounds"):
@@ -147,30 +163,36 @@ def test_rounds_build_on_one_another_and_conditions_leave_stages_out(tmp_path: P
 
 @pytest.mark.slow
 def test_a_budget_of_time_stops_and_more_of_it_goes_on(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     slow = program(log, "a", code=f"import time; time.sleep(0.5); {ADD}")
     stages = {"a": slow, "b": program(log, "b", "${stages.a.file}")}
     shown = run(folder, stages, budget={"hours": 1e-6})
     assert "hours of the budget are used" in shown
     assert read_state(folder).status == "over budget"
     assert "b" not in ran(log)
+
     run(folder, stages, resume=True, budget={"hours": 1})
     assert ran(log) == ["a", "b"]
 
 
 def test_each_seed_has_a_folder_and_a_folder_has_one_pipeline(tmp_path: Path):
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     run(folder, {"a": program(log, "a")}, seeds=[3, 5], parallel=2)
+
     assert ran(log) == ["a", "a"]
     assert [read_state(folder / f"seed-{n}").seed for n in (3, 5)] == [3, 5]
     assert "Means over 2 seeds (3, 5)" in (folder / "table.md").read_text()
     assert "report of" in (folder / "report.html").read_text()
+
     with pytest.raises(ConfigError, match="holds a pipeline already"):
         run(folder, {"a": program(log, "a")})
     with pytest.raises(ConfigError, match="was begun with seeds"):
         run(folder, {"a": program(log, "a")}, resume=True)
     with pytest.raises(ConfigError, match="no pipeline to resume"):
         run(tmp_path / "none", {"a": program(log, "a")}, resume=True)
+
     (folder / "seed-3/pipeline.json").write_text("{")
     with pytest.raises(ConfigError, match="can't be read"):
         run(folder, {"a": program(log, "a")}, resume=True, seeds=[3, 5])
@@ -189,27 +211,35 @@ def test_after_kills_at_any_moment_every_stage_has_been_run_to_its_end_once(tmp_
     """The runner is killed again and again; a stage that it leaves behind ends by itself."""
     import yaml
 
-    log, folder = tmp_path / "log", tmp_path / "p"
+    log = tmp_path / "log"
+    folder = tmp_path / "p"
     stages = {"s": {"repeat": 6, **program(log, "s${round}", "${previous.file|x}")}}
     file = tmp_path / "tree.yaml"
     file.write_text(yaml.safe_dump({"dir": str(folder), "held_out": None, "stages": stages}))
-    began, kills, more = time.monotonic(), 0, list[str]()
+
+    began = time.monotonic()
+    kills = 0
+    more = list[str]()
     while time.monotonic() - began < DEADLINE_S:
         words = [sys.executable, "-c", MAIN, str(file), *more]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         before = len(ran(log))
         while process.poll() is None and len(ran(log)) == before:
             time.sleep(0.02)
+
         time.sleep(0.05 * (kills % 3))  # in a program, at its end, between two
         if kills < 4 and process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             kills += 1
+
         _, said = process.communicate(timeout=DEADLINE_S)
         more = ["--resume"]
         if process.returncode == 0:
             break
         assert process.returncode < 0 or b"under way" in said, said.decode()
+
         time.sleep(0.2)
+
     assert kills
     assert (folder / "stages/s.6/f").read_text() == "s6s5s4s3s2s1x"
     assert ran(log) == [f"s{n}" for n in range(1, 7)]

@@ -140,11 +140,13 @@ def test_a_server_answers_who_needs_it_and_ends_before_what_does_not(tmp_path: P
     }
     with pytest.raises(AgentEvoError, match=r"late: failed with exit code 1(.|\n)*ProcessLookup"):
         run(folder, stages)
+
     state = read_state(folder / "p")
     assert [state.stages[one].status for one in ("judge", "one", "two")] == ["finished"] * 3
     assert (folder / "p/stages/two/f").read_text() == f"200 {state.stages['judge'].says['url']}"
     assert len(pids(folder)) == 1
     assert "AGENTEVO_KEY_" in (folder / "p/pipeline.json").read_text()
+
     secret = (folder / "p/stages/judge/serving/secret").read_text()
     assert secret not in (folder / "p/pipeline.json").read_text()
 
@@ -155,11 +157,13 @@ def test_it_is_started_again_for_a_stage_that_is_run_again_and_for_no_other(tmp_
     run(tmp_path, stages)
     run(tmp_path, stages, resume=True)
     assert len(pids(tmp_path)) == 1, "nothing needs it any more"
+
     key = (tmp_path / "p/stages/judge/serving/secret").read_text()
     (tmp_path / "p/stages/two/f").unlink()
     shown = run(tmp_path, stages, resume=True)
     assert len(pids(tmp_path)) == 2 and "one: started" not in shown
     assert (tmp_path / "p/stages/judge/serving/secret").read_text() == key
+
     port = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{port.getsockname()[1]}/v1"
     stages["judge"]["options"] = {"start_s": 30}
@@ -176,13 +180,17 @@ def test_what_does_not_answer_is_told_with_its_log(tmp_path: Path) -> None:
     stages: dict[str, Any] = {"judge": {"kind": "fake_serve"}, "one": asks()}
     with pytest.raises(AgentEvoError, match=r"judge: exit code 1(.|\n)*no weights there"):
         run(tmp_path / "dies", stages, "dies")
+
     state = read_state(tmp_path / "dies/p")
     assert state.stages["one"].why == "waits for judge" and state.stages["judge"].why
+
     run(tmp_path / "dies", stages, resume=True)
     assert read_state(tmp_path / "dies/p").status == "finished"
+
     stages["judge"]["options"] = {"start_s": 4}
     with pytest.raises(AgentEvoError, match=r"judge: has not answered within 4 s"):
         run(tmp_path / "hangs", stages, "hangs")
+
     (pid,) = pids(tmp_path / "hangs")
     assert is_gone(pid)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -197,6 +205,7 @@ def test_one_that_dies_stops_who_asks_it_and_both_go_on(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(AgentEvoError, match=r"1 stage failed(.|\n)*judge: exit code 7"):
         run(tmp_path, stages)
+
     assert time.monotonic() - began < 25
     assert read_state(tmp_path / "p").stages["one"].status == "stopped"
     run(tmp_path, {**stages, "one": asks()}, resume=True)
@@ -227,9 +236,11 @@ def test_a_pipeline_that_ends_leaves_no_server(tmp_path: Path, how: int) -> None
     (pid,) = pids(tmp_path)
     process.send_signal(how)
     process.communicate(timeout=DEADLINE_S)
+
     if how == signal.SIGKILL:  # what was under way goes on to its end, with what it needs
         assert not is_gone(pid)
         until((tmp_path / "p/stages/one/f").exists, "its server has gone before the stage")
+
     until(lambda: is_gone(pid), "the server lives on")
     time.sleep(0.2)
     said = start(tmp_path, stages, "resume").communicate(timeout=DEADLINE_S)[0]
@@ -246,10 +257,12 @@ def test_one_that_is_kept_serves_until_ctrl_c_and_again(tmp_path: Path) -> None:
         until(lambda: len(pids(tmp_path)) == number, "no server")  # noqa: B023
         time.sleep(1.0)
         assert process.poll() is None and not is_gone(pids(tmp_path)[-1])
+
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=DEADLINE_S)[0]
         assert process.returncode == 0 and "serving until Ctrl-C" in said
         assert is_gone(pids(tmp_path)[-1])
+
         (tmp_path / "p/table.md").unlink()
 
 
@@ -273,6 +286,7 @@ def test_a_model_that_a_stage_made_judges_in_a_later_one(tmp_path: Path) -> None
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = [{"id": f"t{n}", "query": f"Say {n}.", "answer": str(n)} for n in range(6)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+
     asked = {"base_url": "${stages.judge.url}", "model": "judge", "api_key": "${stages.judge.key}"}
     judged = {"name": "llm_judge", "models": ["judge"], "uncalibrated": True}
     tiny = {"tokenizer": "byte", "hidden_size": 32, "num_layers": 1, "context_length": 8192}
@@ -294,6 +308,7 @@ def test_a_model_that_a_stage_made_judges_in_a_later_one(tmp_path: Path) -> None
             "config": {"remote_models": {"judge": asked}, "rewards": [judged]},
         },
     }
+
     config = {
         "model": {"name": "tiny", "tiny": tiny},
         "agent": {"type": "single_turn"},
@@ -306,8 +321,10 @@ def test_a_model_that_a_stage_made_judges_in_a_later_one(tmp_path: Path) -> None
     run(tmp_path, stages, config=config)
     state = read_state(tmp_path / "p")
     assert state.stages["rated"].numbers["reward"] == 0.25
+
     recipe = (tmp_path / "p/recipes/rated.yaml").read_text()
     assert "${env:AGENTEVO_KEY_" in recipe
+
     secret = (tmp_path / "p/stages/judge/serving/secret").read_text().strip()
     kept = [one for one in (tmp_path / "p").rglob("*") if one.is_file() and one.name != "secret"]
     assert not [one for one in kept if secret.encode() in one.read_bytes()]

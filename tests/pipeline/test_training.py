@@ -78,12 +78,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert time.monotonic() - began < DEADLINE_S
         time.sleep(0.05)
     assert process.poll() is None, process.communicate()[0].decode()
+
     own = read_state(folder).stages["spin.1"]
     assert (own.status, own.starts) == ("running", 1)
     for child in subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split():
         os.kill(int(child), signal.SIGKILL)
+
     process.kill()
     process.wait(timeout=DEADLINE_S)
     run = subprocess.run(
@@ -111,12 +113,15 @@ def test_each_model_is_measured_and_its_lineage_kept(whole: Path):
     for name in ("start", "warm", "spin.1", "spin.2"):
         numbers = state.stages[f"{name}@held_out"].numbers
         assert 0 <= numbers["success_low"] <= numbers["success"] <= numbers["success_high"] <= 1
+
     gained = state.stages["spin.2@held_out"].numbers
     successes = [state.stages[f"spin.{n}@held_out"].numbers["success"] for n in (1, 2)]
     assert gained["gain"] == pytest.approx(successes[1] - successes[0])
+
     used = {(one.stage, one.key): one.sha256 for one in state.stages["spin.2"].inputs}
     assert used["spin.1", "checkpoint"] == state.stages["spin.1"].outputs["checkpoint"].sha256
     assert used["warm", "checkpoint"] == state.stages["warm"].outputs["checkpoint"].sha256
+
     page = (whole / "report.html").read_text()
     assert "Lineage" in page
     assert used["warm", "checkpoint"][:10] in page
@@ -137,8 +142,10 @@ def test_a_stage_that_samples_trains_on_nothing_and_keeps_every_attempt(whole: P
         return len(kept), len([one async for one in store.trajectories(trained_step=1)])
 
     assert read_store(whole / "stages/sample", count) == (2 * 4 * 4, 0)
+
     summary = json.loads((whole / "stages/sample/summary.json").read_text())
     assert not [text for text in summary["warnings"] if "trained on no token" in text]
+
     rows = (whole / "stages/best/rows.jsonl").read_text().splitlines()
     assert len(rows) == state.stages["best"].numbers["rows"] > 0
 
@@ -150,6 +157,7 @@ def test_a_change_runs_what_it_touches_again_and_nothing_else(whole: Path):
     overrides = ["best.options.per_task=2"]
     pipeline = build_pipeline(tree, overrides)
     run_pipeline(pipeline, resume=True, view=SweepView("p", stream=stream, plain=True))
+
     state = read_state(whole)
     assert "best: is run again: options.per_task" in stream.getvalue()
     assert {name for name, one in state.stages.items() if one.starts > 1} == {"best", "spin.1"}

@@ -51,7 +51,8 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
         )
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
         store = await open_store(f"sqlite:///{tmp_path}/store.sqlite")
-        agent, notes = OutsideAgent(config.agent.timeout_s), []
+        agent = OutsideAgent(config.agent.timeout_s)
+        notes = []
         listener = socket.create_server(("127.0.0.1", 0))
         gateway = Gateway(config.gateway, model="policy", timeout_s=60.0, listener=listener)
         sampler = Sampler(config, engine, chat, agent, store, 256, gateway=gateway)
@@ -65,6 +66,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
         gateway.in_front = routes
         base = await asyncio.to_thread(lambda: gateway.base)
         routes.bridge = gateway.bridged()
+
         try:
             async with httpx.AsyncClient(
                 base_url=base, headers=secret.header(), timeout=60

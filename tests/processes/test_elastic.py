@@ -28,7 +28,8 @@ class Run:
     """Each process has a folder of its own; they meet in the store and under weights.url."""
 
     def __init__(self, folder):
-        self.folder, self.processes = folder, {}
+        self.folder = folder
+        self.processes = {}
         self.overrides = [
             f"store.url=sqlite:///{folder / 'store.sqlite'}",
             f"rollout.weights.url=file://{folder / 'bucket'}",
@@ -82,6 +83,7 @@ class Run:
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINE_SECRET", secrets.token_hex(32))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
     run = Run(tmp_path)
     try:
         yield run
@@ -96,7 +98,8 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     come meanwhile go on."""
     trainer = run.start("trainer", "learn")
     first = run.start("first", "serve", "--tls")
-    leaving, killed = run.start("leaving", "sample"), run.start("killed", "sample")
+    leaving = run.start("leaving", "sample")
+    killed = run.start("killed", "sample")
     run.wait(lambda: run.step() >= 2, "the first engine serves")
 
     run.stop_trainer()  # the run does not end while they start
@@ -107,6 +110,7 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     leaving.send_signal(signal.SIGTERM)
     killed.send_signal(signal.SIGKILL)
     assert first.wait(timeout=60) == 0 and leaving.wait(timeout=60) == 0, run.logs()
+
     run.resume_trainer()
     before = run.step()
     run.wait(lambda: run.step() >= before + 2, "the second engine and the newcomer alone")
@@ -116,10 +120,12 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     run.wait(lambda: run.serving("third"), "the third engine joins")
     second.send_signal(signal.SIGKILL)
     assert run.step() < STEPS
+
     run.resume_trainer()
     assert trainer.wait(timeout=300) == 0, run.logs()
     assert newcomer.wait(timeout=60) == 0, run.logs()
     assert int(re.search(r"stopped after (\d+) group", run.log("newcomer"))[1]) > 0
+
     left = {path.name.rpartition("-")[0] for path in (run.folder / "bucket/engines").iterdir()}
     assert len(left) == 2, "the one that was killed and the one that serves"
     assert main(["audit", str(run.folder / "trainer")]) == 0, capsys.readouterr().out

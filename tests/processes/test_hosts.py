@@ -34,7 +34,8 @@ class Machines:
     """The hosts with their servers, and what is started there."""
 
     def __init__(self, hosts, folder):
-        self.hosts, self.folder = hosts, folder
+        self.hosts = hosts
+        self.folder = folder
         self.password = secrets.token_hex(8)
         self.certificate = new_certificate([hosts.addresses["store"]])
         self.database = PostgreSQLOnHost(hosts, "store", self.certificate, self.password)
@@ -71,6 +72,7 @@ class Machines:
             log=self.folder / "s3.log",
             environment={},
         )
+
         make = "import s3fs; s3fs.S3FileSystem().mkdir('weights')"
         deadline = time.monotonic() + 120
         while subprocess.run(
@@ -81,6 +83,7 @@ class Machines:
         ).returncode:
             assert time.monotonic() < deadline, (self.folder / "s3.log").read_text()
             time.sleep(1)
+
         return "s3://weights/run"
 
     def command(self, *words):
@@ -158,6 +161,7 @@ class Machines:
 def machines(tmp_path):
     if reason := why_not() or PostgreSQL.why_not():
         pytest.skip(reason)
+
     pytest.importorskip("moto.server", reason="make hosts installs moto and s3fs")
     pytest.importorskip("s3fs", reason="make hosts installs moto and s3fs")
     with Hosts("store", "trainer", "engine", "sampler", "other") as hosts:
@@ -174,6 +178,7 @@ def test_hosts_that_are_slow_cut_off_and_come_back(machines):
     engine, and then the trainer, are cut off and come back."""
     hosts = machines.hosts
     hosts.slow("sampler")
+
     trainer = machines.start("trainer", "learn")
     engine = machines.serve("engine")
     sampler = machines.start("sampler", "sample")
@@ -181,27 +186,34 @@ def test_hosts_that_are_slow_cut_off_and_come_back(machines):
     everybody = (trainer, engine, sampler, other)
     machines.wait_for_step(2, *everybody)
     assert machines.listening("engine") == {f"{hosts.addresses['engine']}:8000"}
+
     for quiet in ("trainer", "sampler", "other"):
         assert machines.listening(quiet) == set()
+
     hosts.cut("other")
     machines.wait_for_step(4, *everybody)
     hosts.cut("engine")
     time.sleep(CUT_S)
     assert machines.step() < STEPS
+
     hosts.heal("engine")
     machines.wait_for_step(machines.step() + 3, *everybody)
     machines.wait_until_forgotten("other")
     hosts.cut("trainer")
     time.sleep(CUT_S)
     assert machines.step() < STEPS
+
     hosts.heal("trainer")
     assert trainer.wait(timeout=300) == 0, machines.logs()
     assert sampler.wait(timeout=120) == 0, machines.logs()
     assert engine.poll() is None and other.poll() is None, machines.logs()
+
     hosts.heal("other")
     assert other.wait(timeout=180) == 0, machines.logs()
+
     engine.terminate()
     assert engine.wait(timeout=60) == 0
+
     code, said = machines.audit()
     assert code == 0, said
     assert json.loads((machines.run("trainer") / "summary.json").read_text())["steps"] == STEPS

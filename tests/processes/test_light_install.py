@@ -57,7 +57,9 @@ def test_a_sampler_without_torch_samples_from_an_engine(light, run):
         finally:
             sampler.send_signal(signal.SIGTERM)
             printed, _ = sampler.communicate(timeout=60)
+
     assert sampler.returncode == 0, printed
+
     (first, *_) = groups()
     assert first.status == "completed"
 
@@ -87,7 +89,9 @@ def test_a_gateway_without_torch_brings_attempts_that_a_trainer_trains_on(
         "model.tiny.context_length=512",
     )
     ensure_run_folder(config)
-    recipe, key = str(config.run_dir / "config.yaml"), RunSecret(config.run_dir / "gateway")
+    recipe = str(config.run_dir / "config.yaml")
+
+    key = RunSecret(config.run_dir / "gateway")
     trainer = subprocess.Popen([sys.executable, "-m", "agentevo", "learn", recipe])
     gateway = light.start("-u", "-m", "agentevo", "gateway", recipe)
     try:
@@ -102,8 +106,10 @@ def test_a_gateway_without_torch_brings_attempts_that_a_trainer_trains_on(
         for process in (gateway, trainer):
             process.terminate()
         printed, _ = gateway.communicate(timeout=60)
+
     assert gateway.returncode == 0, printed
     assert "torch" not in printed
+
     trained = read_store(config.run_dir, lambda store: store.summaries(trained_step=1))
     assert [row.reward for row in trained] == rewards == [1.0, 0.0]
     assert load_run(config.run_dir).audit().ok

@@ -23,6 +23,7 @@ def test_an_engine_with_a_folder_of_its_own_serves_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+
     shared = [
         *RECIPE,
         f"store.url=sqlite:///{tmp_path / 'store.sqlite'}",
@@ -44,20 +45,24 @@ def test_an_engine_with_a_folder_of_its_own_serves_a_run(tmp_path, monkeypatch):
         assert sampler.wait(timeout=60) == 0
         assert json.loads((tmp_path / "here" / "summary.json").read_text())["steps"] == 2
         assert start("learn", *shared, here, "trainer.steps=3").wait(timeout=60) == 2
+
         trainer = start("learn", *shared, here, "trainer.steps=3", "--resume")
         wait_for(
             lambda: "steps: 3" in (tmp_path / "bucket" / "config.yaml").read_text(),
             "the run has three steps",
         )
         sampler = start("sample", *shared, elsewhere, "trainer.steps=3")
+
         assert trainer.wait(timeout=300) == 0
         assert sampler.wait(timeout=60) == 0
         assert engine.poll() is None
+
         engine.terminate()
         assert engine.wait(timeout=60) == 0
     finally:
         for process in (engine, sampler, trainer):
             process.kill()
+
     assert json.loads((tmp_path / "here" / "summary.json").read_text())["steps"] == 3
     assert not (tmp_path / "here" / "engines").exists()
     assert not (tmp_path / "there" / "weights").exists()

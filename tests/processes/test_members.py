@@ -31,6 +31,7 @@ def test_a_command_that_said_no_error_is_told_by_the_end_of_its_log(tmp_path):
         lines = why_failed("rl", "killed by signal 9", file).splitlines()
         assert lines[0] == f"rl: killed by signal 9; the end of {file}:"
         assert lines[1:] == [f"    step {number}" for number in range(12, 20)]
+
     file.write_text("")
     assert why_failed("rl", "killed", file) == f"rl: killed; the end of {file}:"
     assert last_lines(file, 1) == ""

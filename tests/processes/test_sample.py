@@ -33,10 +33,12 @@ def test_conversations_are_encoded_as_the_trainers(saved, tmp_path):
                 }
             }
         )
+
     loaded = load_policy(config)
     if saved:
         for weights in (tmp_path / "model").glob("*.safetensors"):  # they are not read
             weights.write_bytes(b"none")
+
     chat, length = conversation(config)
     expected = ChatFormat(loaded.tokenizer, loaded.model.generation_config)
     assert (chat.end_ids, chat.end_of_turn_id) == (expected.end_ids, expected.end_of_turn_id)
@@ -54,7 +56,9 @@ class Service:
     stopping = False
 
     def __init__(self, error=None, deaf=False):
-        self.error, self.deaf, self.ended = error, deaf, ""
+        self.error = error
+        self.deaf = deaf
+        self.ended = ""
 
     async def run(self, stop):
         try:
@@ -87,7 +91,8 @@ def test_it_ends_with_the_runs_last_step(tmp_path):
 
 
 def test_with_a_parent_it_waits_to_be_stopped(tmp_path):
-    service, begun = Service(), time.monotonic()
+    service = Service()
+    begun = time.monotonic()
     serve(tmp_path, service, commit=True, ends=False, stop=lambda: time.monotonic() > begun + 0.5)
     assert service.ended == "asked" and time.monotonic() >= begun + 0.5
 

@@ -49,8 +49,10 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
         process = engines.start("early")
         wait_for(lambda: bool(engines.log("early")), "the engine has started")
         assert "waiting for the first weights" in engines.log("early")[0]
+
         time.sleep(0.2)
         assert names(run) == []
+
         run.write(7)
         wait_for(lambda: names(run) == ["early"], "it has announced itself")
 
@@ -64,6 +66,7 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
         found = asyncio.run(work())
         assert set(found.versions) == {7}
         assert found.ids == run.expected(7, LONG[:1])[0]
+
         engines.signal("early", signal.SIGTERM)
         process.join(30)
         assert process.exitcode == 0
@@ -79,6 +82,7 @@ def test_an_engine_that_ends_in_the_middle_costs_time_only(number, run, engines)
     that it would have given."""
     for name in ("a", "b"):
         engines.start(name, step_s=STEP_S)
+
     wait_for(lambda: names(run) == ["a", "b"], "both are there")
 
     async def work():
@@ -95,9 +99,11 @@ def test_an_engine_that_ends_in_the_middle_costs_time_only(number, run, engines)
             )
         )
         assert {one.open for one in client._known.values()} == {2}
+
         engines.signal("a", number)
         found = await asyncio.gather(*tasks)
         await until(lambda: client.stats()["engine/engines"] == 1)
+
         if number == signal.SIGSTOP:
             engines.signal(
                 "a", signal.SIGCONT
@@ -107,12 +113,14 @@ def test_an_engine_that_ends_in_the_middle_costs_time_only(number, run, engines)
                     client.stats()["engine/engines"] == 2 and client.stats()["engine/running"] == 0
                 )
             )
+
         await client.close()
         return found
 
     found = asyncio.run(work())
     assert [one.ids for one in found] == run.expected(0, LONG)
     assert all(one.versions == [0] * 100 for one in found)
+
     if number == signal.SIGTERM:
         wait_for(lambda: engines.processes["a"].exitcode == 0, "it has ended")
         assert names(run) == ["b"]
@@ -140,6 +148,7 @@ def test_new_weights_come_while_it_works(in_flight, small_config, tmp_path):
         async def work():
             client = run.client()
             await client.refresh()
+
             staged = WeightsFolder(
                 run.folder / "staged"
             )  # written elsewhere, torn, and moved into place: as a reader may find it
@@ -151,6 +160,7 @@ def test_new_weights_come_while_it_works(in_flight, small_config, tmp_path):
             (run.folder / "staged" / "latest.json").rename(run.folder / "weights" / "latest.json")
             await until(lambda: client.stats()["engine/refused_publishes"] >= 1)
             assert client.version == 0
+
             tasks = [
                 asyncio.create_task(client.generate(PROMPT, one, deadline_s=100)) for one in LONG
             ]
@@ -158,20 +168,24 @@ def test_new_weights_come_while_it_works(in_flight, small_config, tmp_path):
             run.write(2)
             found = await asyncio.gather(*tasks)
             await until(lambda: client.version == 2)
+
             later = await client.generate(PROMPT, SHORT, deadline_s=60)
             run.write(1)  # a trainer that went back to a checkpoint
             await asyncio.sleep(0.3)
             await client.refresh()
             assert client.version == 2
+
             stats = client.stats()
             await client.close()
             return found, later, stats
 
         found, later, stats = asyncio.run(work())
         log = engines.log("a")
+
     assert later.versions == [2] * 4
     assert (stats["engine/publishes"], stats["engine/refused_publishes"]) == (2, 1)
     assert sum("is not what was written" in line for line in log) == 1, log
+
     if in_flight == "finish":
         assert [one.ids for one in found] == run.expected(0, LONG)
         assert all(one.versions == [0] * 100 for one in found)
@@ -207,13 +221,16 @@ def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_ove
         await until(lambda: running() == 1)
         task.cancel()
         await until(lambda: running() == 0)
+
         doomed = run.client()
         cut = asyncio.create_task(
             doomed.generate(PROMPT, SamplingParams(max_new_tokens=500), deadline_s=100)
         )
         await until(lambda: running() == 1)
+
         for one in doomed._known.values():
             one.connection.abandon("its process dies")
+
         await until(lambda: running() == 0)
         cut.cancel()
         await asyncio.gather(cut, return_exceptions=True)
@@ -221,6 +238,7 @@ def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_ove
 
         task = asyncio.create_task(client.generate(PROMPT, LONG[0], deadline_s=100))
         await until(lambda: running() == 1 and client.stats()["engine/generated_tokens"] > 0)
+
         headers = RunSecret(run.folder / "engines").header()
         async with httpx.AsyncClient(
             base_url=announcement.url, trust_env=False, headers=headers
@@ -231,11 +249,13 @@ def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_ove
                 and state["stats"]["engine/kv_tokens"] == 0
                 and state["stats"]["engine/waiting"] == 1
             )
+
             await asyncio.sleep(0.2)
             assert (await http.get("/state")).json()["stats"]["engine/steps"] == state["stats"][
                 "engine/steps"
             ]
             assert not (await http.post("/wake")).json()["asleep"]
+
         found = await task
         await client.close()
         return found
@@ -272,6 +292,7 @@ def test_what_is_wrong_is_said_before_anything_is_created(
             )
             == 2
         )
+
     assert problem in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -285,6 +306,7 @@ def test_what_is_wrong_is_said_before_anything_is_created(
 def test_it_encrypts_where_other_machines_reach_it(given, encrypts, run):
     if encrypts:
         pytest.importorskip("cryptography")
+
     answers: list[object] = []
 
     async def ask(announced: Announcement) -> Completion:
@@ -311,6 +333,7 @@ def test_it_encrypts_where_other_machines_reach_it(given, encrypts, run):
     meeting.start()
     serve(run.config, name="a", note=lines.append, **given)
     meeting.join()
+
     announced, answer = answers
     assert announced.url.startswith("https://" if encrypts else "http://")
     assert bool(announced.certificate) == encrypts == (run.folder / "engines/tls.pem").exists()
@@ -342,9 +365,11 @@ def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(
     monkeypatch.setattr("agentevo.inference.directory.ENDING_S", 0.2)
     first = engines.start("a")
     wait_for(lambda: names(run) == ["a"], "it is there")
+
     with pytest.raises(ConfigError, match="an engine named a is running: give another --name"):
         serve(run.config, name="a")
     assert [one.pid for one in run.directory.living(5.0)] == [first.pid]
+
     engines.signal("a", signal.SIGKILL)
     first.join(30)
     second = engines.start("a")
@@ -357,7 +382,8 @@ def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(
 def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
     """It would answer with errors, at once, and be asked all the more: three in a row, not three at
     all."""
-    steps, real = [], TorchEngine._step
+    steps = []
+    real = TorchEngine._step
 
     def step(engine):
         steps.append(len(steps))
@@ -376,6 +402,7 @@ def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
                     client.generate(PROMPT, SHORT, deadline_s=20), return_exceptions=True
                 )
             )
+
         await client.close()
 
     asking = threading.Thread(target=lambda: asyncio.run(ask()))
@@ -384,6 +411,7 @@ def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
         EngineError, match=r"3 steps have failed one after the other.*device-side assert"
     ):
         serve(run.config, name="a")
+
     asking.join()
     assert [isinstance(one, Completion) for one in answers] == [
         False,

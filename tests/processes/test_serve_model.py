@@ -43,9 +43,11 @@ def test_a_usual_client_gets_answers_of_the_checkpoint(trained):
         greedy = client.chat.completions.create(**asked, temperature=0, logprobs=True)
         said = [*ASK, first.choices[0].message.model_dump(), {"role": "user", "content": "again"}]
         longer = client.chat.completions.create(**asked | {"messages": said}, **more)
+
         with httpx.Client(base_url=base) as http:
             wrong = http.get("/v1/models", headers={"Authorization": f"Bearer {key[:-1]}x"})
             posted = http.post(f"/s/{key}/reward", json={"reward": 1.0})
+
         names = [model.id for model in client.models.list()]
         return first, same, greedy, longer, wrong.status_code, posted.status_code, names
 
@@ -53,6 +55,7 @@ def test_a_usual_client_gets_answers_of_the_checkpoint(trained):
     assert first.choices[0].token_ids == same.choices[0].token_ids
     assert first.choices[0].versions == [3] * len(first.choices[0].token_ids)
     assert {token.logprob for token in greedy.choices[0].logprobs.content} == {0.0}
+
     known = len(first.prompt_token_ids) + len(first.choices[0].token_ids)
     assert longer.usage.prompt_tokens_details.cached_tokens == known
     assert longer.prompt_token_ids[:known] == first.prompt_token_ids + first.choices[0].token_ids
@@ -75,6 +78,7 @@ def test_beyond_this_machine_it_encrypts_with_a_certificate_that_usual_clients_c
     base, answer = served(trained, work, host="0.0.0.0", name="mine")
     assert base.startswith("https://")
     assert answer["usage"]["output_tokens"] <= 3
+
     private, public = (
         trained.run_dir / "serving" / name for name in ("tls.pem", "certificate.pem")
     )

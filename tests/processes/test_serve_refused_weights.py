@@ -36,9 +36,11 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
 
     assert asyncio.run(look(3)) == [True, False, False]
     assert (engine.version, engine.verified) == (0, 1), "what is served already is not read again"
+
     unfit = copy.deepcopy(run.model)
     unfit.get_input_embeddings().weight.data.fill_(float("nan"))
     sha256 = run.weights.write(1, unfit, keep=3)
+
     assert asyncio.run(look(5)) == [False] * 5
     assert (engine.version, engine.verified) == (0, 2)
     assert (
@@ -50,10 +52,12 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     assert asyncio.run(look(3)) == [False] * 3
     assert engine.verified == 3, "they were written again, so they were looked at again"
     assert len(notes) == 2, "with the same outcome, of which nothing more is to be said"
+
     run.write(1)
     assert asyncio.run(look(2)) == [True, False]
     assert (engine.version, follower.stats()["engine/refused_publishes"]) == (1, 2)
     assert notes[2:] == ["serving version 1"]
+
     (run.folder / "weights" / "latest.json").write_text("{")
     assert asyncio.run(look(3)) == [False] * 3
     assert len(notes) == 4 and "latest.json can't be read" in notes[3]
@@ -71,8 +75,10 @@ def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same
 
     monkeypatch.setattr(WeightsFolder, "read", bad)
     assert not asyncio.run(follower.look())
+
     monkeypatch.setattr(WeightsFolder, "read", real)
     assert not asyncio.run(follower.look()), "not at once"
+
     monkeypatch.setattr("agentevo.processes.serve.AGAIN_S", 0.0)
     assert asyncio.run(follower.look())
     assert engine.version == 0

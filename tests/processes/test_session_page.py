@@ -18,6 +18,7 @@ def test_the_page_has_the_session_routes_with_the_forms_of_their_answers(doors):
             await asked(door, session)
             path = f"/sessions/{session['id']}"
             await door.http.post(f"{path}/reward", json={"reward": 0.5})
+
             answers = {
                 ("/sessions/{session}/end", "post"): await door.http.post(f"{path}/end"),
                 ("/sessions/{session}", "get"): await door.http.get(path),
@@ -39,6 +40,7 @@ def test_the_page_has_the_session_routes_with_the_forms_of_their_answers(doors):
         if "$ref" in schema:
             schema = page["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
             assert set(schema["required"]) <= set(answer) <= set(schema["properties"])
+
         assert schema["type"] == "object"
         assert route["security"] == [{"bearer": []}]
 
@@ -69,8 +71,14 @@ def test_schemathesis_finds_no_500_and_no_other_form_of_answer(doors, tmp_path):
             url = str(door.http.base_url.join("/openapi.json"))
             key = door.http.headers["authorization"]
             return await schemathesis_run.found(
-                *(program, url, "--max-examples", "25", "--include-path-regex", "^/(sessions|st)"),
-                *("-H", f"Authorization: {key}"),
+                program,
+                url,
+                "--max-examples",
+                "25",
+                "--include-path-regex",
+                "^/(sessions|st)",
+                "-H",
+                f"Authorization: {key}",
                 checks=f"{schemathesis_run.CHECKS},response_schema_conformance",
                 cwd=tmp_path,
             )

@@ -24,9 +24,11 @@ def test_a_group_of_sessions_is_what_a_trainer_finds(doors):
             again = [*ASK["messages"], said, {"role": "user", "content": "Go on."}]
             await asked(door, first, again)
             await asked(door, second)
+
             for turn, reward in ((0, 0.25), (1, 0.5)):
                 body = {"turn": turn, "reward": reward}
                 await door.http.post(first["reward_url"], json=body)
+
             one = (await door.http.post(f"/sessions/{first['id']}/end")).json()
             mine = await door.http.get(f"/sessions/{first['id']}/trajectory")
             before = await door.store.ready_groups("train", size=2, limit=9)
@@ -44,15 +46,18 @@ def test_a_group_of_sessions_is_what_a_trainer_finds(doors):
     assert (one["is_written"], one["turns"], before) == (False, 2, [])
     assert [turn["reward"] for turn in mine["turns"]] == [0.25, 0.5]
     assert (two["state"], two["is_written"]) == ("completed", True)
+
     trajectories = [row.trajectory for row in rows]
     assert [trajectory.reward for trajectory in trajectories] == [0.75, 1.5]
     assert trajectories[1].reward_parts == {"right": 1.0, "short": 0.5}
     assert {row.step for row in rows} == {4}  # the engine serves version 3
     assert [turn.parent for turn in trajectories[0].turns] == [None, 0]
+
     for turn, stored in zip(exported["turns"], trajectories[0].turns, strict=True):
         assert turn["completion_ids"] == list(stored.completion_ids)
         assert turn["logprobs"] == pytest.approx(list(stored.logprobs))
         assert turn["versions"] == list(stored.versions)
+
     assert (late.status_code, used.status_code) == (409, 401)
     assert task.metadata == {"size": 4}
 
@@ -85,6 +90,7 @@ def test_a_session_that_nobody_ends_expires_and_fails(doors):
                     rows := await door.store.summaries(split="train")
                 ):
                     await asyncio.sleep(0.02)
+
             used = await door.http.get(f"{session['base_url']}/models", headers=bearer(session))
             state = (await door.http.get(f"/sessions/{session['id']}")).json()
             return rows, used.status_code, state
@@ -99,8 +105,10 @@ def test_a_session_that_nobody_ends_expires_and_fails(doors):
 def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward(doors):
     async def work():
         async with doors(["left", EngineUnavailableError("gone")]) as door:
-            failed, broken = await opened(door), await opened(door)
+            failed = await opened(door)
+            broken = await opened(door)
             await asked(door, failed)
+
             said = {"error": "the page did not load", "reward": 1.0}
             first = await door.http.post(f"/sessions/{failed['id']}/end", json=said)
             url = f"{broken['base_url']}/chat/completions"
@@ -119,7 +127,8 @@ def test_what_an_agent_says_of_its_failure_and_what_an_engine_fails_is_no_reward
 def test_keys_open_what_is_theirs_alone(doors):
     async def work():
         async with doors(["left"]) as door:
-            mine, other = await opened(door), await opened(door)
+            mine = await opened(door)
+            other = await opened(door)
             path = f"/sessions/{other['id']}"
             async with httpx.AsyncClient(base_url=door.http.base_url) as stranger:
                 none = [
@@ -133,6 +142,7 @@ def test_keys_open_what_is_theirs_alone(doors):
                     (await stranger.post("/sessions", headers=bearer(mine))).status_code,
                     (await stranger.get(path, headers=bearer(other))).status_code,
                 ]
+
             stats = (await door.http.get("/stats")).json()
             return none, theirs, stats
 
@@ -205,9 +215,11 @@ def test_the_runs_own_tasks_are_handed_out_once_each(doors):
             sessions = [await opened(door, next=True) for _ in range(4)]
             full = await door.http.post("/sessions", json={"next": True})
             both = await door.http.post("/sessions", json={"next": True, "task": TASK})
+
             for session in sessions:
                 await asked(door, session)
                 await door.http.post(f"/sessions/{session['id']}/end")
+
             groups = await door.store.ready_groups("train", size=2, limit=9)
             rows = [row.trajectory async for row in door.store.trajectories(split="train")]
             known = [one.task.id async for one in door.store.tasks()]
@@ -236,8 +248,14 @@ def test_after_the_last_step_no_task_is_left_to_begin(doors):
     tasks = [Task(id=f"t{n}", query=f"{n} ?") for n in range(4)]
 
     async def work():
-        overrides = ("trainer.steps=1", "trainer.groups_per_step=1", "trainer.minibatches=1")
-        async with doors([], *overrides, "evaluation.tasks=1", tasks=tasks) as door:
+        async with doors(
+            [],
+            "trainer.steps=1",
+            "trainer.groups_per_step=1",
+            "trainer.minibatches=1",
+            "evaluation.tasks=1",
+            tasks=tasks,
+        ) as door:
             first = await opened(door, next=True)
             await door.store.commit_step(1, {})
             second = await opened(door, next=True)
@@ -267,6 +285,7 @@ def test_a_group_s_name_serves_once_whatever_the_weights_and_the_task(doors):
             for session in sessions:
                 await asked(door, session)
                 await door.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
+
             door.engine.version += 1
             bodies = [{"task": TASK, "group": "g1"}, {"task": {"id": "other"}, "group": "g1"}]
             again = [await door.http.post("/sessions", json=body) for body in bodies]
@@ -343,6 +362,7 @@ def test_a_wrong_reward_is_refused_when_it_is_posted(doors):
                 await door.http.post(session["reward_url"], json={"rewards": rewards})
                 for rewards in (many, {f"other {name}": 0.0 for name in many})
             ]
+
             half = {"rewards": {"right": 1.0}, "reward": 1e300}
             end = await door.http.post(session["end_url"], json=half)
             state = (await door.http.get(f"/sessions/{session['id']}")).json()
@@ -365,6 +385,7 @@ def test_a_turn_s_reward_is_of_the_turn_that_its_client_received(doors):
             own = door.sessions.find(session["id"])
             own.policy.conversation.discard(0)
             await asked(door, session)
+
             body = {"turn": 0, "reward": 0.5}
             first = await door.http.post(session["reward_url"], json=body)
             none = await door.http.post(session["reward_url"], json=body | {"turn": 1})

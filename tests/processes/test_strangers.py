@@ -65,12 +65,14 @@ def strangers(port: int, again_s: float) -> Iterator[None]:
 async def tokens_per_s(client, seconds: float) -> float:
     """With 16 requests at once."""
     params = SamplingParams(max_new_tokens=32)
-    tokens, begun = 0, time.monotonic()
+    tokens = 0
+    begun = time.monotonic()
     while time.monotonic() - begun < seconds:
         completions = await asyncio.gather(
             *(client.generate(PROMPT, params, deadline_s=60) for _ in range(16))
         )
         tokens += sum(len(one.ids) for one in completions)
+
     return tokens / (time.monotonic() - begun)
 
 
@@ -89,6 +91,7 @@ def test_connections_that_are_half_open_slow_no_engine(again_s, least, run):
         async def measure() -> list[float]:
             client = run.client()
             await tokens_per_s(client, 1.0)
+
             rates = []
             for _ in range(3):
                 rates.append(await tokens_per_s(client, 3.0))
@@ -99,10 +102,12 @@ def test_connections_that_are_half_open_slow_no_engine(again_s, least, run):
                     await late.close()
                     rates.append(await tokens_per_s(client, 3.0))
                     assert psutil.Process(pid).num_fds() < 2 * admission.MAX_STRANGERS + 100
+
             await client.close()
             return rates
 
         rates = asyncio.run(measure())
+
     ratio = sum(rates[1::2]) / sum(rates[::2])
     print(f"ratio half_open_vs_none_again_{again_s:g}_s {ratio:.3f} (tokens/s: {rates})")
     assert ratio > least, rates

@@ -86,6 +86,7 @@ def test_who_is_killed_is_replaced_however_often_and_soon(name, start, notes):
     )
     with start(sampler=f"exec {sys.executable} -S -c '{program}'") as children:
         replaced(children, notes)
+
     assert all(
         "sampler-0 ended (signal " in note and note.endswith("is started again") for note in notes
     )
@@ -156,7 +157,8 @@ def test_failures_before_a_good_life_are_forgotten(start, notes, tmp_path, monke
 def test_what_keeps_a_child_from_being_started_is_told_once_and_waited_for(
     start, notes, monkeypatch
 ):
-    real, refused = subprocess.Popen, []
+    real = subprocess.Popen
+    refused = []
 
     def popen(command, **options):
         if refused and len(refused) < 5:
@@ -174,6 +176,7 @@ def test_what_keeps_a_child_from_being_started_is_told_once_and_waited_for(
             lambda: len(refused) == 5 and engine.process not in (None, first), "it is there again"
         )
         children.check()
+
     assert [note for note in notes if "can't be started" in note] == [notes[1]], notes
     assert "engine-0" in notes[1] and "Resource temporarily unavailable" in notes[1]
 
@@ -191,6 +194,7 @@ def test_nobody_looking_after_them_is_a_failure(small_config, tmp_path):
     children = Supervisor(small_config(tmp_path / "run", "rollout.samplers=1"), closed)
     for child in children._children:
         child.command = ["/bin/sh", "-c", "kill -9 $$"]
+
     with children:
         assert "not looked after any more: ValueError: I/O operation on closed file" in failure(
             children

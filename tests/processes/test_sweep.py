@@ -92,6 +92,7 @@ def test_each_member_is_a_run_of_its_own(whole):
         assert json.loads((folder / name / "summary.json").read_text())["steps"] == 1
         assert "step 1/1" in (folder / "logs" / f"{name}.log").read_text()
         assert f"{name}: started\n" in shown
+
     assert "(4 of 4)" in shown
 
 
@@ -99,6 +100,7 @@ def test_each_member_is_a_run_of_its_own(whole):
 def test_the_table_is_that_of_the_runs(whole):
     folder, table, _ = whole
     assert table == (folder / "table.md").read_text()
+
     rows = json.loads((folder / "table.json").read_text())
     assert [(row["run"], [run["seed"] for run in row["runs"]]) for row in rows] == [
         ("plain", [0, 1]),
@@ -114,6 +116,7 @@ def test_the_table_is_that_of_the_runs(whole):
         assert row["after"] == pytest.approx(
             {"mean": sum(after) / 2, "std": statistics.stdev(after)}
         )
+
     assert [line.split(" | ")[0] for line in table.splitlines()[2:4]] == ["| plain", "| leave"]
 
 
@@ -153,19 +156,23 @@ def test_what_can_not_be_is_refused_and_nothing_changes(whole, overrides, resume
 def test_folders_that_are_no_sweep_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no sweep to resume"):
         run_sweep(sweep_in(tmp_path / "s"), resume=True, view=quiet()[0])
+
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="not empty and not a sweep"):
         run_sweep(sweep_in(tmp_path / "s", "run.overwrite=true"), view=quiet()[0])
+
     (tmp_path / "s" / "config.yaml").touch()
     with pytest.raises(ConfigError, match="holds a run already: give another"):
         run_sweep(sweep_in(tmp_path / "s"), view=quiet()[0])
+
     assert (tmp_path / "s" / "thesis.txt").exists()
 
 
 @pytest.mark.slow
 def test_a_member_that_fails_is_told_with_its_reason_and_resume_tries_it_again(tmp_path):
-    folder, page = tmp_path / "sweep", tmp_path / "page.md"
+    folder = tmp_path / "sweep"
+    page = tmp_path / "page.md"
     page.write_text("Ours:\n<!-- table -->\nold\n<!-- /table -->\nEnd.\n")
     run_sweep(sweep_in(folder, "sweep.seeds=[0]", "sweep.only=leave"), view=quiet()[0])
     thesis = folder / "plain-0" / "thesis.txt"
@@ -176,6 +183,7 @@ def test_a_member_that_fails_is_told_with_its_reason_and_resume_tries_it_again(t
     view, stream = quiet()
     with pytest.raises(AgentEvoError) as caught:
         run_sweep(sweep, resume=True, view=view)
+
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("1 of 2 runs failed")
     assert lines[1].startswith("plain-0: failed with exit code 2: ") and len(lines) == 2
@@ -219,13 +227,16 @@ def test_ctrl_c_stops_the_runs_after_their_step_and_resume_goes_on_from_there(tm
     while not (log.is_file() and "step      3/" in log.read_text()):
         assert time.monotonic() < deadline, process.poll()
         time.sleep(0.1)
+
     with pytest.raises(ConfigError, match="runs of this sweep are under way"):
         run_sweep(sweep_in(folder, *long), resume=True, view=quiet()[0])
+
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
     assert "plain-0: stopped" in out
     assert not (folder / "plain-1").exists()
+
     stopped_at = json.loads((folder / "plain-0" / "summary.json").read_text())["steps"]
     assert stopped_at >= 3
 
@@ -240,5 +251,6 @@ def test_ctrl_c_stops_the_runs_after_their_step_and_resume_goes_on_from_there(tm
         resume=True,
         view=view,
     )
+
     assert "plain-0: resumed" in stream.getvalue()
     assert f"resuming after step {stopped_at} " in log.read_text()

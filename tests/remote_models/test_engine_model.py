@@ -38,18 +38,23 @@ def asked(model, messages=ASKED, **options):
 
 def test_a_local_model_answers_is_logged_and_kept_until_its_weights_change(folder, tmp_path):
     model = RemoteModel("j", section(folder, cache=True, budget={"requests": 3}), tmp_path)
-    first, again = asked(model), asked(model)
+    first = asked(model)
+    again = asked(model)
     assert first.text and first.text == again.text and again.is_cached and not first.is_cached
     assert 0 < first.usage.completion_tokens <= 12 < first.usage.prompt_tokens
+
     sampled = RemoteModel("k", section(folder, temperature=1.0))
     one, same, other = (asked(sampled, seed=seed).text for seed in (1, 1, 2))
     assert one == same != other
+
     model.close()
     with pytest.raises(RemoteModelError, match="the run has ended"):
         asked(model, [{"role": "user", "content": "And now?"}])
+
     os.utime(folder / "model.safetensors", (1, 1))
     newer = RemoteModel("j", section(folder, cache=True), tmp_path)
     assert not asked(newer).is_cached
+
     lines = [json.loads(line) for line in (tmp_path / "j.jsonl").read_text().splitlines()]
     assert [line["state"] for line in lines] == ["begun", "completed", "cached", "completed"]
     for one in (sampled, newer):
@@ -84,6 +89,7 @@ def test_it_stands_in_for_a_server_that_is_away(folder):
             ask_in_order(models, list(sections), "?", read, until=float("inf"), attempt="a")
         )
         models.close()
+
     assert found.model == "local" and found.value
 
 
@@ -112,8 +118,10 @@ def test_kept_answers_stay_within_their_limit_and_may_be_shared(tmp_path):
         first, other = (RemoteModel("j", sections, tmp_path / run) for run in ("one", "two"))
         for number in range(20):
             asked(first, [{"role": "user", "content": str(number)}])
+
         assert asked(other, [{"role": "user", "content": "19"}]).is_cached
         assert not asked(other, [{"role": "user", "content": "0"}]).is_cached
+
         kept = sum(path.stat().st_size for path in (tmp_path / "shared").glob("*/*.json"))
         assert 2**18 < kept <= 2**20 + 2**18
         for one in (first, other):

@@ -73,6 +73,7 @@ def test_agents_ask_a_remote_model_beside_the_policy(agent, tmp_path, monkeypatc
             },
             **SECTIONS | {"tracking": {"report": True, "tensorboard": False}},
         )
+
     attempts = run.trajectories(split="train")
     assert len(attempts) == 4
     for attempt in attempts:
@@ -80,17 +81,22 @@ def test_agents_ask_a_remote_model_beside_the_policy(agent, tmp_path, monkeypatc
         assert len(attempt.turns) == 1
         assert [turn.messages[-1].text for turn in attempt.remote_turns] == ["right"]
         assert attempt.metrics["remote_cost"] == pytest.approx(4.0)
+
     num_asked = len(server.received)
     again = run.replay(attempts[0].id)
     assert again.same, again.line()
+
     if agent is client:
         assert "asks through the gateway" in again.line()
     else:
         assert (again.played, again.remote_turns) == (True, 1)
         assert again.replayed_reward == attempts[0].reward
+
     assert len(server.received) == num_asked, "a remote model is not asked again"
+
     other = Run(run.config, agent=asks_otherwise, tasks=run._tasks).replay(attempts[0].id)
     assert "asks the remote model teacher with other messages" in other.line()
+
     other = Run(run.config, agent=does_not_ask, tasks=run._tasks).replay(attempts[0].id)
     assert "the agent asked remote models 0 times, the record has 1" in other.line()
 
@@ -98,13 +104,16 @@ def test_agents_ask_a_remote_model_beside_the_policy(agent, tmp_path, monkeypatc
     (row,) = told["asked"]
     assert (row["model"], row["role"], row["answers"]) == ("teacher", "agent", num_asked)
     assert told["budget_left"] == {"teacher": {"requests": 100 - num_asked}}
+
     page = (tmp_path / "run/report.html").read_text()
     assert f"Left of the budgets: teacher: {100 - num_asked} requests." in page
     assert 'aria-label="Remote turn 0"><header><b>teacher</b>' in page
     assert {headers["authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+
     lines = (tmp_path / "run/remote_models/teacher.jsonl").read_text().splitlines()
     assert [json.loads(line)["state"] for line in lines].count("completed") == num_asked
     assert {json.loads(line).get("attempt") for line in lines} >= {one.id for one in attempts}
+
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
 
@@ -129,6 +138,7 @@ def test_a_missing_key_is_refused_before_anything_is_created(tmp_path, monkeypat
             remote_models={"teacher": teacher},
             **SECTIONS,
         )
+
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,15 +199,19 @@ def test_a_judge_says_the_reward_and_what_it_does_not_judge_has_none(tmp_path):
             remote_models={"judge": judge},
             **SECTIONS | {"trainer": {"steps": 1, "groups_per_step": 2, "group_size": 4}},
         )
+
     assert server.received[0]["response_format"]["json_schema"]["schema"] == VERDICT.schema
     assert len(server.received) == 6
+
     attempts = run.trajectories()
     assert sorted(one.reward for one in attempts if one.status == "completed") == [0.5, 0.5, 1, 1]
+
     reasons = [one.error for one in attempts if one.status == "failed"]
     assert any("the judge is ill" in reason for reason in reasons)
     assert any("JSONDecodeError" in reason for reason in reasons)
     assert any("budget.requests=6" in reason for reason in reasons)
     assert len(reasons) == len(attempts) - 4
+
     (row,) = run.summary["remote_models"]["asked"]
     assert (row["answers"], row["failed_requests"]) == (5, 1)
     assert run.summary["remote_models"]["budget_left"] == {"judge": {"requests": 0}}

@@ -76,9 +76,11 @@ def test_a_chat_completion_is_asked_and_read(tmp_path):
                 "sampling": SamplingOverrides(temperature=0.5, stop_strings=("x",), seed=2**40 + 7),
             },
         )
+
     assert reply.message == Message(
         "assistant", "", (ToolCall("add", '{"a": 1}', "x1"),), reasoning="Hm."
     )
+
     (body,) = server.received
     ids = [call["id"] for call in body["messages"][2]["tool_calls"]]
     assert [m.get("tool_call_id") for m in body["messages"][3:]] == ids
@@ -89,6 +91,7 @@ def test_a_chat_completion_is_asked_and_read(tmp_path):
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
     assert server.paths == ["/v1/chat/completions"]
     assert reply.cost == pytest.approx((600 * 1.0 + 400 * 0.5 + 100 * 10.0) / 1e6)
+
     (line,) = log_of(tmp_path)
     assert (line["model"], line["role"], line["status"]) == ("teacher", "judge", 200)
     assert (line["prompt_tokens"], line["cached_tokens"], line["cost"]) == (1000, 400, reply.cost)
@@ -121,10 +124,12 @@ def test_anthropics_messages_are_asked_and_read():
     with RemoteServer(gives(answer)) as server:
         options = {"tools": [TOOL], "tool_choice": "required"}
         reply = asked(server, messages=history, api="anthropic", options=options)
+
     assert reply.message.text == "I add."
     assert reply.message.reasoning == "Hm."
     assert reply.message.tool_calls == (ToolCall("add", '{"a": 1}', "x1"),)
     assert (reply.usage.prompt_tokens, reply.usage.cached_tokens) == (25, 20)
+
     (body,) = server.received
     assert server.paths == ["/v1/messages"]
     assert server.headers[0]["x-api-key"] == KEY
@@ -147,6 +152,7 @@ def test_anthropic_gets_the_tools_that_a_history_names_where_the_request_has_non
     with RemoteServer(gives(answer), gives(answer)) as server:
         asked(server, messages=history, api="anthropic")
         asked(server, messages=QUESTION, api="anthropic")
+
     called, free = server.received
     assert [tool["name"] for tool in called["tools"]] == ["add"]
     assert called["tools"][0]["input_schema"]["type"] == "object"
@@ -177,6 +183,7 @@ def test_what_may_pass_is_asked_again(fault, status, tmp_path):
         is_slow = fault is trickles or "sleeps" in fault.__qualname__
         reply = asked(server, tmp_path, timeout_s=0.5 if is_slow else 60.0, max_tries=20)
     assert reply.text == "fine"
+
     first, *_, last = log_of(tmp_path)
     assert (first["state"], first.get("status", 0), last["state"]) == (
         "failed",
@@ -227,6 +234,7 @@ def test_a_retry_after_holds_the_other_calls_back_too():
         closing(RemoteModel("teacher", section(server, max_at_once=1))) as remote,
     ):
         asyncio.run(both(remote))
+
     assert server.times[1] - server.times[0] >= 0.4
 
 
@@ -240,13 +248,16 @@ def test_no_call_outlives_its_deadline_and_no_more_than_max_at_once_are_under_wa
         with closing(RemoteModel("teacher", section(server, max_at_once=3))) as remote:
             replies = asyncio.run(many(remote))
         assert server.most_at_once == 3
+
     assert {reply.text for reply in replies} == {"hello"}
+
     began = time.monotonic()
     with (
         RemoteServer(sleeps(0.4)) as server,
         closing(RemoteModel("t", section(server, max_at_once=1, deadline_s=0.6))) as remote,
     ):
         late = asyncio.run(many(remote))
+
     assert {type(one) for one in late[1:]} == {RemoteModelError}
     assert time.monotonic() - began < 20
 
@@ -280,6 +291,7 @@ def test_a_budget_is_never_exceeded_however_many_ask_at_once(tmp_path):
             first = asyncio.run(many(remote))
         with closing(RemoteModel("teacher", settings, tmp_path)) as remote:  # the run goes on
             second = asyncio.run(many(remote))
+
     answered = [one for one in first if not isinstance(one, Exception)]
     refused = [one for one in first if isinstance(one, BudgetExceededError)]
     assert len(answered) + len(refused) == 40
@@ -297,6 +309,7 @@ def test_requests_and_money_end_too_and_repeated_requests_count(budget, num, tmp
     with RemoteServer(fails(500)) as server:
         if "cost" in budget:
             server.answers = [gives(chat(usage=(1000, 1000)))]  # 0.003 each
+
         settings = section(server, budget=budget, price=price, max_tries=9, max_new_tokens=1000)
 
         async def several(remote):
@@ -307,6 +320,7 @@ def test_requests_and_money_end_too_and_repeated_requests_count(budget, num, tmp
             work = several(remote)
             with pytest.raises(BudgetExceededError, match=r"raise remote_models\.teacher\.budget"):
                 asyncio.run(work)
+
     assert len(server.received) == num
 
 
@@ -315,19 +329,24 @@ def test_a_request_that_broke_off_or_was_killed_counts_with_the_most_that_it_can
 ):
     with RemoteServer(breaks_off, gives(chat())) as server:
         asked(server, tmp_path, budget={"tokens": 10_000}, max_new_tokens=100)
+
     begun, broken, *_ = log_of(tmp_path)
     assert begun["state"] == "begun"
     assert broken["tokens"] == begun["tokens"] > 100
     assert broken["is_estimated"]
+
     path = tmp_path / "teacher.jsonl"
     orphan = {**begun, "id": "of a killed process", "tokens": 9_800}
     path.write_text(path.read_text() + json.dumps(orphan) + "\n" + '{"half a li')
+
     with RemoteServer() as server, pytest.raises(BudgetExceededError):
         asked(server, tmp_path, budget={"tokens": 10_000}, max_new_tokens=100)
+
     assert server.received == []
     assert path.read_text().endswith('{"half a li')
     with RemoteServer() as server:
         asked(server, tmp_path, budget={"tokens": 20_000}, max_new_tokens=100)
+
     assert json.loads(path.read_text().splitlines()[-1])["state"] == "completed"
 
 
@@ -343,8 +362,11 @@ def test_the_cache_answers_what_was_asked_before_by_its_seed(tmp_path):
         return asked(server, tmp_path, cache=True, options={"seed": seed})
 
     with RemoteServer(gives(chat("one")), gives(chat("two"))) as server:
-        first, again, other = ask(server, 1), ask(server, 1), ask(server, 2)
+        first = ask(server, 1)
+        again = ask(server, 1)
+        other = ask(server, 2)
         assert len(server.received) == 2
+
     assert (first.text, again.text, other.text) == ("one", "one", "two")
     assert again.is_cached
     assert again.cost == 0.0
@@ -358,9 +380,11 @@ def test_totals_are_by_model_and_role(tmp_path):
         with closing(models):
             for role in ("judge", "judge", "teacher"):
                 asyncio.run(models["teacher"].generate(QUESTION, role=role))
+
             rows = {row["role"]: row for row in models.totals()}
             with pytest.raises(UnknownNameError, match="did you mean 'teacher'"):
                 models["techer"]
+
             assert models.account() == [
                 "remote model teacher, asked by judge: 2 answers (0 from the cache), 0 failed "
                 "requests, 28 tokens, cost 8",
@@ -368,6 +392,7 @@ def test_totals_are_by_model_and_role(tmp_path):
                 "requests, 14 tokens, cost 4",
                 "remote model teacher: left of its budget: 158 tokens",
             ]
+
     assert RemoteModels({"other": section(None)}, tmp_path / "none").account() == []
     assert not (tmp_path / "none").exists()
     assert rows["judge"]["requests"] == 2
@@ -381,9 +406,11 @@ def test_a_key_that_is_not_there_and_what_cannot_be_asked_are_refused(monkeypatc
             asked(server, messages=[])
         with pytest.raises(BadRequestError, match="min_p"):
             asked(server, api="anthropic", options={"sampling": SamplingOverrides(min_p=0.1)})
+
         monkeypatch.delenv("REMOTE_KEY")
         with pytest.raises(ConfigError, match="REMOTE_KEY is not set"):
             asked(server)
+
         assert server.received == []
 
 
@@ -426,5 +453,6 @@ def test_a_call_that_is_given_up_is_accounted_for(tmp_path):
         closing(RemoteModel("teacher", section(server), tmp_path)) as remote,
     ):
         asyncio.run(give_up(remote))
+
     (line,) = log_of(tmp_path)
     assert line["completion_tokens"] == 4

@@ -153,7 +153,9 @@ def box_by_counting(text):
     begin = begin + 7 if begin >= 0 else text.rfind("\\fbox{") + 6 if "\\fbox{" in text else None
     if begin is None:
         return None
-    depth, place = 1, begin
+
+    depth = 1
+    place = begin
     while place < len(text):
         if text[place] == "\\":
             place += 2
@@ -162,6 +164,7 @@ def box_by_counting(text):
         if depth == 0:
             return text[begin:place].strip()
         place += 1
+
     return None
 
 
@@ -229,6 +232,7 @@ def test_a_hostile_text_takes_no_longer_than_another(piece):
     text = piece * (LONG // len(piece))
     for place in ("auto", "answer", "boxed", "hashes", "number", "json:a"):
         find_answer(text, place)
+
     readings(text)
     f1(text, "a")
     squad_normalised(text)
@@ -258,21 +262,28 @@ def squad_by_characters(text):
 
 @given(WORDS, WORDS)
 def test_f1_is_squads(first, second):
-    stated, right = " ".join(first), "  ".join(second)
+    stated = " ".join(first)
+    right = "  ".join(second)
     assert squad_normalised(stated) == squad_by_characters(stated)
-    mine, gold = squad_by_characters(stated).split(), squad_by_characters(right).split()
-    left, shared = list(gold), 0
+
+    mine = squad_by_characters(stated).split()
+    gold = squad_by_characters(right).split()
+    left = list(gold)
+    shared = 0
     for word in mine:
         if word in left:
             left.remove(word)
             shared += 1
+
     if not mine or not gold:
         expected = float(mine == gold)
     elif shared == 0:
         expected = 0.0
     else:
-        precision, recall = shared / len(mine), shared / len(gold)
+        precision = shared / len(mine)
+        recall = shared / len(gold)
         expected = 2 * precision * recall / (precision + recall)
+
     assert f1(stated, right) == pytest.approx(expected)
     assert f1(stated, right) == f1(right, stated)
 

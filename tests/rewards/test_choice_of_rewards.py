@@ -159,6 +159,7 @@ def test_a_reward_may_be_listed_twice_under_labels():
     short, long = scored(config.rewards, [said("4"), said("it is 4", "b")], task())
     assert short.reward_parts == {"numeric": 1.0, "short": 0.0, "long": 0.0}
     assert long.reward_parts == {"numeric": 0.0, "short": -1.0, "long": 0.0}
+
     own = scored(config.rewards, [said("it is 4")], task(scorer="short"))[0]
     assert own.reward_parts == {"short": -1.0}
 
@@ -215,7 +216,8 @@ class Judge:
     """A remote model with one answer, or a failure."""
 
     def __init__(self, answer):
-        self.answer, self.asked = answer, []
+        self.answer = answer
+        self.asked = []
 
     async def generate(self, messages, *, role="", attempt=""):
         self.asked.append((messages[0]["content"], role, attempt))
@@ -225,17 +227,20 @@ class Judge:
 
 
 def test_judges_are_asked_in_order_until_one_gives_a_score():
-    away, vague = Judge(RemoteModelError("503", 503)), Judge("<score>good</score>")
+    away = Judge(RemoteModelError("503", 503))
+    vague = Judge("<score>good</score>")
     fine = Judge("It says {so}: <score>0</score>, no: <score> 0.75 </score>")
     judges = {"away": away, "vague": vague, "fine": fine}
     config = named("llm_judge", models=list(judges))
     reply = said("<answer>four {braces}</answer>")
     judged = scored([config], [reply], task(answer=None), judges)[0]
     assert (judged.status, judged.reward, judged.success) == ("completed", 0.75, False)
+
     ((asked, *who),) = fine.asked
     assert asked == question(config, task(answer=None), "four {braces}")
     assert who == ["judge", "a"] and '\n"four {braces}"\n--- ' in asked
     assert "<question>\n2 + 2?\n" in asked and "(none)" in asked
+
     failed = scored(
         [config.model_copy(update={"models": ("away", "vague", "gone")})], [reply], task(), judges
     )[0]
@@ -245,7 +250,8 @@ def test_judges_are_asked_in_order_until_one_gives_a_score():
 
 
 def test_why_a_score_is_what_it_is_is_kept_with_the_calls_of_its_attempt():
-    ended, calls = [], AttemptCalls(None, "a")
+    ended = []
+    calls = AttemptCalls(None, "a")
     calls.listen = ended.append
     judge = Judge("So: <score>1</score>")
     scoring = Scoring([named("llm_judge"), named("exact_match")], models={"judge": judge})
@@ -266,6 +272,7 @@ def test_a_judge_that_hangs_leaves_time_for_the_next():
     judge = make_reward(config)
     models = {"hanging": Hanging(), "fine": Judge("<score>1</score>")}
     assert asyncio.run(judge.score(said("4"), task(), models)).value == 1.0
+
     models["fine"] = Judge("none")
     with pytest.raises(NoScoreError, match=r"hanging: no answer within its share of timeout_s, 0"):
         asyncio.run(judge.score(said("4"), task(), models))
@@ -284,6 +291,7 @@ def test_a_row_for_agentrls_judge_says_what_is_missing():
         Scoring([]).check([row], needed=True)
     with pytest.raises(ConfigError, match=r"add remote_models.mine"):
         Scoring([named("llm_judge", models="mine")]).check([], needed=False)
+
     judge = Judge("<score>1</score>")
     Scoring([], models={"judge": judge}).check([row], needed=True)
     assert scored([], [said("4")], row, {"judge": judge})[0].reward == 1.0
@@ -324,6 +332,7 @@ def test_agentrls_template_and_its_words_are_read_as_they_are():
         (judged,) = scored([config], [said("4")], task(), {"judge": judge})
         assert judged.reward == score
         assert judge.asked[0][0].startswith("2 + 2? / 4 / ---")
+
     (failed,) = scored([config], [said("4")], task(), {"judge": Judge("who knows")})
     assert failed.status == "failed" and "neither correct nor incorrect" in failed.error
 
@@ -356,6 +365,7 @@ def test_a_score_taken_to_zero_by_a_gate_keeps_its_parts():
             return Score(1.0, {"x": 0.5, "y": 0.5})
 
     assert make_reward(RewardConfig(name="parted")) is not None
+
     listed = [RewardConfig(name="parted", requires=("em",)), named("em")]
     assert scored(listed, [said("5")], task())[0].reward_parts == {
         "parted/x": 0.0,

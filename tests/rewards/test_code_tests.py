@@ -117,7 +117,8 @@ def test_code_that_wants_to_be_judged_otherwise_gets_nothing():
     found = rewards_of(replies, task_of(CALLS), partial=True, **options)
     assert found == [0.0] * len(ATTACKS)
     assert rewards_of([BODY.format("raise SystemExit(0)"), ADDS], task_of(test_list=ASSERTS)) == [
-        *(0.0, 1.0)
+        0.0,
+        1.0,
     ]
 
 

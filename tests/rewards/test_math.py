@@ -80,6 +80,7 @@ def test_a_reply_is_scored_in_a_process_of_its_own_from_any_thread():
         thread.start()
     for thread in threads:
         thread.join()
+
     assert values == [(1.0, 0.0, 0.0)] * 3
 
 
@@ -103,15 +104,18 @@ def test_what_keeps_sympy_busy_is_a_failed_score_and_the_next_one_is_fine(monkey
     late = score(hanging)
     assert (late.status, late.success) == ("failed", False)
     assert "took longer than 3 s to compare two answers" in late.error
+
     gone = score(ended)
     assert gone.status == "failed" and "process" in gone.error and "ended" in gone.error
+
     fine = score(right)
     assert (fine.status, fine.reward) == ("completed", 1.0)
 
 
 def test_a_process_that_has_ended_between_two_comparisons_is_replaced(monkeypatch):
     once = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{\"equal\": true}')"
-    start, begun = subprocess.Popen, []
+    start = subprocess.Popen
+    begun = []
 
     def started(command, **options):
         begun.append(start([sys.executable, "-c", once], **options))
@@ -119,6 +123,7 @@ def test_a_process_that_has_ended_between_two_comparisons_is_replaced(monkeypatc
 
     monkeypatch.setattr(math_answer.subprocess, "Popen", started)
     monkeypatch.setattr(math_answer, "MAX_PROCESSES", 1)
+
     scoring = Scoring([reward_config("math")(name="math")])
     for number in (1, 2):
         scored = asyncio.run(scoring.score([said("1/2")], [False], {}, task=task("0.5")))[0]
@@ -142,6 +147,7 @@ def test_a_process_without_a_request_waits_as_long_as_it_takes():
         check=True,
     )
     assert ended.stdout.splitlines()[1:] == ['{"equal": false}']
+
     alarms = [line for line in ended.stderr.splitlines() if line.startswith("alarm")]
     assert alarms == [f"alarm {math_worker.LONGEST_S}", "alarm 0"]
 

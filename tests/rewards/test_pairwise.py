@@ -43,6 +43,7 @@ def scored(answer, trajectories, **options):
         own = [True] * len(trajectories)
         judged = asyncio.run(scoring.score(trajectories, own, {}, task=TASK))
         models.close()
+
     return judged, server
 
 

@@ -32,7 +32,8 @@ class TablePolicy:
     agent = ""
 
     def __init__(self, chance=(), prompts=(), path=None):
-        self.chance, self.prompts = dict(chance), dict(prompts)
+        self.chance = dict(chance)
+        self.prompts = dict(prompts)
         self.baselines = Baselines(path)
         self.pieces: list[str] = []
         self.asked: list[tuple[str, list[str]]] = []
@@ -188,6 +189,7 @@ def test_what_was_known_without_reasoning_earns_nothing():
     score = scored(policy, attempt(policy, "hm <answer> 7</answer>"), **options)
     assert score.parts == pytest.approx({"probability": 0.9 * (0.9 - 0.3), "format": 0.1})
     assert score.success
+
     policy.chance[" 42"] = 0.2
     worse = scored(policy, attempt(policy, "hm <answer> 7</answer>"), **options)
     assert worse.parts == pytest.approx({"probability": 0.0, "format": 0.1}), "never below 0"
@@ -216,8 +218,10 @@ def test_places_without_a_spot_are_refused():
     for place in ("auto", "whole", "json:a", "number", "regex:a(b)"):
         with pytest.raises(ValueError, match="no place where another answer can be put"):
             reward_config("rlpr")(name="rlpr", place=place)
+
     with pytest.raises(ConfigError, match="'t': answer_schema: 'number' is no place"):
         scored(policy, attempt(policy, "7"), metadata={"answer_schema": "number"})
+
     scored(policy, attempt(policy, "\\boxed{7}"), metadata={"answer_schema": "boxed"})
     assert policy.asked[0][0].endswith("\\boxed{")
 
@@ -256,7 +260,8 @@ def test_baselines_outlast_the_process_and_the_first_one_stays(tmp_path):
     path = tmp_path / "reward_baselines.json"
 
     async def work():
-        one, other = Baselines(path), Baselines(path)
+        one = Baselines(path)
+        other = Baselines(path)
         assert await one.known() == await other.known() == {}
         await one.add({"a": Baseline("t", 0, [-1.0])})
         await other.add({"a": Baseline("t", 5, [-9.0]), "b": Baseline("u", 5, [-2.0])})
@@ -265,6 +270,7 @@ def test_baselines_outlast_the_process_and_the_first_one_stays(tmp_path):
 
     asyncio.run(work())
     assert json.loads(path.read_text())["b"] == {"task": "u", "version": 5, "logprobs": [-2.0]}
+
     path.write_text('{"a": ')
     with pytest.raises(ConfigError, match=r"reward_baselines\.json can't be read .*delete it"):
         asyncio.run(Baselines(path).known())

@@ -87,11 +87,14 @@ def test_it_is_what_transformers_says_of_the_whole_conversation(ours):
     attempts.append(attempt("left", "Up Up", number=9))
     wanted = [value(reply) for reply in REPLIES] + [value("left", "Up Up")]
     assert len({round(one, 4) for one in wanted}) == 5
+
     for batch in (1, 3, 16):
         found = scored(scorer(folder, normalise="none", batch=batch), *attempts)
         assert found == pytest.approx(wanted, abs=1e-5)
+
     (normal,) = scored(scorer(folder), attempts[0])
     assert normal == pytest.approx((wanted[0] - 0.5) / 2.0, abs=1e-5)
+
     (squashed,) = scored(scorer(folder, normalise="sigmoid"), attempts[0])
     assert squashed == pytest.approx(torch.tensor(wanted[0]).sigmoid().item(), abs=1e-5)
 
@@ -104,7 +107,8 @@ def test_what_an_attempt_gets_does_not_depend_on_those_beside_it(ours):
 
 
 def test_attempts_that_wait_together_are_judged_together(ours, monkeypatch):
-    sizes, one = [], scorer(ours[0], batch=4)
+    sizes = []
+    one = scorer(ours[0], batch=4)
     compute = one._classifier.values
     monkeypatch.setattr(
         one._classifier, "values", lambda them: sizes.append(len(them)) or compute(them)
@@ -157,6 +161,7 @@ def bert(folder, labels):
     (folder / "vocab.txt").write_text("\n".join(words))
     tokenizer = BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=32)
     torch.manual_seed(0)
+
     shape = BertConfig(
         vocab_size=len(words),
         hidden_size=16,
@@ -168,6 +173,7 @@ def bert(folder, labels):
     model = BertForSequenceClassification(shape).eval()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
     return model, tokenizer
 
 
@@ -177,10 +183,12 @@ def test_other_peoples_classifiers_judge_too(tmp_path):
     with torch.inference_mode():
         wanted = model(**tokenizer("Take the coin", "left", return_tensors="pt")).logits.item()
     assert scored(scorer(tmp_path / "bert"), attempt("left")) == pytest.approx([wanted], abs=1e-5)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_DYNAMIC", "true")
         with pytest.raises(ModelError, match="results on a CPU are wrong under OMP_DYNAMIC=true"):
             scored(scorer(tmp_path / "bert"), attempt("left"))
+
     long = attempt("left " * 100)
     assert len(scored(scorer(tmp_path / "bert"), long, attempt("left", number=1))) == 2
 
@@ -189,6 +197,7 @@ def test_of_several_outputs_one_is_chosen(tmp_path):
     model, tokenizer = bert(tmp_path / "bert", 3)
     with torch.inference_mode():
         logits = model(**tokenizer("Take the coin", "left", return_tensors="pt")).logits
+
     found = scored(scorer(tmp_path / "bert", output=2), attempt("left"))
     assert found == pytest.approx([logits.softmax(-1)[0, 2].item()], abs=1e-5)
     for output in (None, 3):
@@ -205,9 +214,11 @@ def test_what_is_no_classifier_is_refused_when_the_recipe_is_read(tiny_policy, t
         scorer(tmp_path / "policy")
     with pytest.raises(ConfigError, match="does not exist"):
         scorer(tmp_path / "nowhere")
+
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         scorer(tmp_path / "empty")
+
     scorer("somebody/their-model"), "a hub is not asked before it is needed"
 
 
@@ -223,6 +234,7 @@ def test_a_head_that_was_never_trained_is_no_reward(ours):
     )
     with pytest.raises(ModelError, match=r"lacks score\.weight: it is no trained sequence"):
         scored(scorer(folder), attempt("left"))
+
     (folder / "config.json").write_text(
         json.dumps({"architectures": ["XForSequenceClassification"]})
     )

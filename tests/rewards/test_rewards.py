@@ -185,6 +185,7 @@ def test_tool_calls_that_worked():
     attempt = Trajectory(id="a", task_id="t", group_id="g", turns=turns)
     scorer = make_reward(reward_config("tool_use")(name="tool_use"))
     assert asyncio.run(scorer.score(attempt, task())).value == 0.5
+
     malformed = msgspec.structs.replace(attempt, metrics={"num_malformed_calls": 4.0})
     assert asyncio.run(scorer.score(malformed, task())).value == 0.25
     assert asyncio.run(scorer.score(said("no call"), task())).value == 0.0
@@ -219,9 +220,11 @@ def test_the_tasks_own_scorer_then_the_list_then_what_was_returned(own_rewards):
     assert (first.reward, first.success) == (pytest.approx(1.85), True)
     assert (second.reward, second.success) == (pytest.approx(0.35), False)
     assert failed == members[2]
+
     own = scored(listed, members[:1], task(scorer="fifth"))[0]
     assert (own.reward, own.success) == (pytest.approx(1.2), True)
     assert scored([], members, task()) == members
+
     missing = scored([], members, task(), [True, False, True])
     assert [(one.status, one.error) for one in missing] == [
         ("failed", NO_REWARD),
@@ -281,6 +284,7 @@ def test_a_reward_that_fails_fails_its_attempt_only(own_rewards, form, problem):
     bad, good = scored(config, [said("bad", "a"), said("fine", "b")], task())
     assert (bad.status, bad.reward, bad.success) == ("failed", 0.0, False)
     assert bad.error.startswith("the reward 'judge' failed: ")
+
     told = {
         "raises": "KeyError: 'no such answer'",
         "nan": "its value is nan",
@@ -323,8 +327,10 @@ def test_a_score_is_a_number_parts_or_a_score():
     assert score_of({"a": 1, "b": 0.5}) == Score(1.5, {"a": 1.0, "b": 0.5})
     assert Score(1.0).is_success and not Score(0.5).is_success
     assert Score(0.5, success=True).is_success
+
     with pytest.raises(ValueError, match="sum to 1"):
         Score(2.0, {"a": 1.0})
+
     for wrong in (None, "1"):
         with pytest.raises(TypeError, match="it returned"):
             score_of(wrong)

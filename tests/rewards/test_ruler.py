@@ -66,9 +66,12 @@ def test_a_judge_that_can_rank_gives_the_true_order_whatever_the_order_of_the_at
         first = rewards(scored([server], trajectories))
         shuffled = random.Random(1).sample(trajectories, len(trajectories))
         assert rewards(scored([server], shuffled)) == first
+
     assert first == pytest.approx(dict(zip([t.id for t in trajectories], worths, strict=True)))
+
     prompts = [body["messages"][0]["content"] for body in server.received]
     assert prompts[0] in prompts[2:] and len(set(prompts)) == 2, "the question is the same"
+
     one, other = ([words_of(r) for r in attempts_in(p).values()] for p in prompts[:2])
     assert one == other[::-1] and "response_format" not in server.received[0]
     assert prompts[0].count(TASK.query) == 1, "what all begin with is sent once"
@@ -81,6 +84,7 @@ def test_votes_cancel_a_liking_for_places_and_one_vote_does_not():
         assert sorted(two, key=two.get) == [one.id for one in trajectories]
         one = rewards(scored([server], trajectories, votes=1))
         assert sorted(one, key=one.get) != [one.id for one in trajectories]
+
     orders = Counter(order_of_vote(3, vote, "g") for vote in range(400))
     assert len(orders) == 6, "every order comes"
 
@@ -108,21 +112,26 @@ def test_shuffled_votes_rank_where_a_fixed_order_does_not(monkeypatch):
     )
     found |= {f"{votes} in one order": agreement(votes) for votes in (1, 4)}
     print(found)
+
     assert found["4 in one order"] == found["1 in one order"] < found["2 shuffled"]
     assert found["4 shuffled"] >= 0.9
 
 
 def test_a_judge_that_disagrees_with_itself_gives_no_score_and_its_evidence_is_kept():
-    ended, calls = [], {}
+    ended = []
+    calls = {}
     trajectories = group(0.5, 0.5001, 0.5002)
     for one in trajectories:
         calls[one.id] = AttemptCalls(None, one.id)
         calls[one.id].listen = ended.append
+
     with RemoteServer(ranks(likes_early)) as server:
         judged = scored([server], trajectories, calls=calls, max_spread=0.3)
+
     failed = [one for one in judged if one.status == "failed"]
     assert len(failed) == 2, "the one in the middle has the same place twice"
     assert all(one.error.startswith("the reward 'ruler' failed: Disagreement: ") for one in failed)
+
     written = {one.calls.trajectory_id: one.record("r") for one in ended if one.has_ended}
     for one in judged:
         call = written[one.id]
@@ -155,18 +164,22 @@ GOOD = {1: 0.2, 2: 0.8}
 def test_an_unusable_answer_is_asked_about_once_and_then_is_no_score(answer, problem):
     with RemoteServer(gives(chat(answer)), gives(chat(verdict(GOOD)))) as server:
         assert sorted(rewards(scored([server], group(0.1, 0.2), votes=1)).values()) == [0.2, 0.8]
+
     asked = server.received[1]["messages"]
     assert [message["role"] for message in asked] == ["user", "assistant", "user"]
     assert problem in asked[2]["content"]
+
     with RemoteServer(gives(chat(answer))) as server:
         judged = scored([server], group(0.1, 0.2), votes=1)
         assert len(server.received) == 2
+
     assert [one.status for one in judged] == ["failed", "failed"]
     assert problem in judged[0].error
 
 
 def test_numbers_in_quotes_and_an_earlier_draft_are_read():
-    draft, last = verdict({1: 0.9, 2: 0.9}), verdict(GOOD).replace("0.8}", '"0.8"}')
+    draft = verdict({1: 0.9, 2: 0.9})
+    last = verdict(GOOD).replace("0.8}", '"0.8"}')
     with RemoteServer(gives(chat(f"<think>{draft}</think>\n{last}\nSee [1] and {{}}."))) as server:
         assert sorted(rewards(scored([server], group(0.1, 0.2), votes=1)).values()) == [0.2, 0.8]
 
@@ -174,12 +187,15 @@ def test_numbers_in_quotes_and_an_earlier_draft_are_read():
 def test_models_are_asked_in_order_and_an_outage_is_a_failure_with_its_reasons():
     with RemoteServer() as gone:
         pass  # nobody listens there any more
-    broken, vague = RemoteServer(fails(500, "on fire")), RemoteServer(gives(chat("hm")))
+
+    broken = RemoteServer(fails(500, "on fire"))
+    vague = RemoteServer(gives(chat("hm")))
     with broken, vague, RemoteServer(ranks()) as fine:
         judged = scored([gone, broken, vague, fine], group(0.1, 0.9), votes=1)
         assert rewards(judged) == pytest.approx({"a0": 0.1, "a1": 0.9})
         assert [len(one.received) for one in (broken, vague, fine)] == [1, 2, 1]
         judged = scored([gone, broken, vague], group(0.1, 0.9))
+
     assert [one.status for one in judged] == ["failed", "failed"]
     for words in ("m0: given up after 1 requests", "on fire", "m2: there is no JSON object"):
         assert words in judged[0].error
@@ -192,6 +208,7 @@ def test_a_rate_limit_is_waited_out_and_a_slow_judge_leaves_time_for_the_next():
         judged = scored([server], group(0.1, 0.9), votes=1, options={"max_tries": 3})
         assert rewards(judged) == pytest.approx({"a0": 0.1, "a1": 0.9})
         assert len(server.received) == 3
+
     with RemoteServer(sleeps(30)) as slow, RemoteServer(ranks()) as fine:
         judged = scored([slow, fine], group(0.1, 0.9), votes=1, timeout_s=4)
         assert rewards(judged) == pytest.approx({"a0": 0.1, "a1": 0.9})
@@ -208,6 +225,7 @@ def test_answers_are_kept_on_disk_by_what_was_asked(tmp_path):
         assert (first, len(server.received)) == (again, 2)
         scored([server], group(0.1, 0.9), folder=tmp_path, options=kept, rubric="Be kind.")
         assert len(server.received) == 4
+
     lines = [json.loads(line) for line in (tmp_path / "m0.jsonl").read_text().splitlines()]
     assert [line["state"] for line in lines].count("cached") == 2
     assert {line["role"] for line in lines} == {"judge"}
@@ -216,6 +234,7 @@ def test_answers_are_kept_on_disk_by_what_was_asked(tmp_path):
 def test_an_instruction_in_an_attempt_is_only_text():
     """The endpoint finds the records by their fences; a text that could end one would show here."""
     assert len(set(INJECTIONS)) >= 20
+
     seen = []
 
     def honest(record, number, num):
@@ -229,10 +248,13 @@ def test_an_instruction_in_an_attempt_is_only_text():
     assert judged == pytest.approx(
         {f"bad{n}": n / 100 for n in range(len(INJECTIONS))} | {"a0": 0.6}
     )
+
     for text in forged.values():
         assert [{"role": "assistant", "content": text}] in seen, "a reader of JSON reads the text"
+
     prompt = server.received[0]["messages"][0]["content"]
     assert len(records_in(prompt)) == 2 + len(INJECTIONS)
+
     shown = "\n".join(line for line in prompt.splitlines() if line.startswith("{"))
     assert not any(text in shown for text in ("<|", "</", "[INST]", "\u202e", "\u200b"))
 
@@ -255,6 +277,7 @@ def test_equal_attempts_are_shown_once_and_a_group_of_nothing_else_is_not_asked_
         judged = rewards(scored([server], group(0.2, 0.9, 0.2), votes=1))
         assert judged == pytest.approx({"a0": 0.2, "a1": 0.9, "a2": 0.2})
         assert len(attempts_in(server.received[0]["messages"][0]["content"])) == 2
+
         alone = rewards(scored([server], group(0.2), votes=1))
         assert alone == pytest.approx({"a0": 0.2}), "one that is compared with none is judged"
 
@@ -266,6 +289,7 @@ def test_a_judge_sees_tools_calls_and_every_history_of_an_attempt():
     call = Message("assistant", "", (ToolCall("weigh", '{"what": "it"}', "id-1"),))
     result = Message("tool", "0.4 kg", tool_call_id="id-1")
     other = Message("assistant", "", (ToolCall("weigh", '{"what": "it"}', "id-2"),))
+
     branched = attempt(
         "branched",
         turn(0, ASKED, call, tools=TOOLS),
@@ -280,12 +304,15 @@ def test_a_judge_sees_tools_calls_and_every_history_of_an_attempt():
     with RemoteServer(ranks()) as server:
         judged = rewards(scored([server], [branched, plain], votes=1, reference=True))
     assert judged == pytest.approx({"branched": 0.8, "plain": 0.0})
+
     found = records_in(server.received[0]["messages"][0]["content"])
     assert found["the tools that they had"] == [{"name": "weigh", "description": "Weighs."}]
     assert found["the right answer"] == [{"right_answer": "7"}]
+
     (lines,) = [lines for what, lines in found.items() if '"worth 0.4"' in json.dumps(lines)]
     calls = [line["tool_calls"] for line in lines if "tool_calls" in line]
     assert calls == [[{"name": "weigh", "arguments": '{"what": "it"}'}]], "said once, without ids"
+
     heads = [line for line in lines if "history" in line]
     assert heads == [
         {"history": 1, "of": 3},
@@ -305,6 +332,7 @@ def test_long_attempts_keep_their_head_and_tail():
     with RemoteServer(ranks()) as server:
         limits = {"max_chars": 2000, "max_message_chars": 300}
         scored([server], [long, *group(0.4)], votes=1, **limits)
+
     (lines,) = [
         lines
         for lines in attempts_in(server.received[0]["messages"][0]["content"]).values()
@@ -312,6 +340,7 @@ def test_long_attempts_keep_their_head_and_tail():
     ]
     assert lines[0]["content"].startswith("first yy") and "left out" in lines[0]["content"]
     assert len(lines[0]["content"]) < 400 and lines[-1]["content"] == "s299"
+
     (left_out,) = [line["messages_left_out"] for line in lines if "messages_left_out" in line]
     assert left_out + len(lines) - 1 == 2 * 299 + 1
     assert len(json.dumps(lines)) < 3000

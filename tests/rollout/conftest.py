@@ -32,7 +32,9 @@ class MovingEngine:
         pause_s: float = 0.0,
         fails: list[BaseException] | None = None,
     ) -> None:
-        self.version, self.pause_s, self.fails = version, pause_s, fails or []
+        self.version = version
+        self.pause_s = pause_s
+        self.fails = fails or []
         self._rng = random.Random(seed)
         self.begun: list[tuple[str, int]] = []
         """Session and version of each request."""
@@ -50,6 +52,7 @@ class MovingEngine:
         self.begun.append((str(session), self.version))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+
         try:
             if self.fails:
                 raise self.fails.pop(0)
@@ -59,6 +62,7 @@ class MovingEngine:
                 versions.append(self.version)
         finally:
             self.running -= 1
+
         return Completion(
             ids=[5, 6, sampling.stop_token_ids[0]],
             logprobs=[-0.5] * 3,
@@ -89,9 +93,11 @@ class TwoTurns:
         self.seen.append(task)
         messages = [Message("user", "left")]
         reply = await policy.generate(messages)
+
         waits = self._between(task, policy)
         if waits is not None:
             await waits
+
         await policy.generate([*messages, reply.message, Message("user", "Go on.")])
         return Outcome(reward=1.0, success=True)
 

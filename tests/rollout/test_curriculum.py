@@ -29,6 +29,7 @@ def test_a_task_that_half_of_the_attempts_solve_comes_most_often():
     made.learned(1, {"t0": [4, 8], "t1": [0, 8], "t2": [8, 8]})
     for step in range(2, 401):
         made.learned(step, {})
+
     counts = Counter(made.of_step(step)[0].id for step in range(2, 401))
     # weights 1, 0.36 and 0.36
     assert counts["t0"] > 1.5 * counts["t1"]
@@ -43,27 +44,34 @@ def test_a_solved_task_is_retired_and_makes_way_for_its_harder_variant():
     ]
     made = curriculum(tasks, groups=2, retire_after=2)
     assert {task.id for task in made.of_step(1)} == {"easy", "other"}
+
     made.learned(1, {"easy~1": [4, 4], "other~1": [0, 4]})
     assert made.metrics(2)["curriculum/locked"] == 1
+
     made.learned(2, {"easy~2": [4, 4], "other~2": [0, 4]})
     assert {task.id for task in made.of_step(3)} == {"hard", "other"}
     assert made.metrics(3)["curriculum/retired"] == 1
+
     # one failure brings it back
     made.learned(3, {"easy~3": [3, 4]})
     assert made.metrics(4)["curriculum/retired"] == 0
 
 
 def test_a_step_knows_no_more_than_what_its_samplers_can_know():
-    ahead, behind = curriculum(lag=2), curriculum(lag=2)
+    ahead = curriculum(lag=2)
+    behind = curriculum(lag=2)
+
     results = {step: {f"t{step % 20}": [step % 3, 4]} for step in range(1, 12)}
     for step in range(1, 12):
         ahead.learned(step, results[step])
+
     chosen = {}
     for step in range(1, 12):
         assert behind.is_known(step)
         chosen[step] = behind.of_step(step)  # before steps step - 2 .. are committed
         if step >= 3:
             behind.learned(step - 2, results[step - 2])
+
     assert chosen == {step: ahead.of_step(step) for step in range(1, 12)}
     with pytest.raises(ValueError, match="not decided"):
         behind.of_step(13)
@@ -72,6 +80,7 @@ def test_a_step_knows_no_more_than_what_its_samplers_can_know():
 def test_what_contradicts_a_curriculum_is_refused(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"query": "a", "answer": "1"}\n')
+
     tree = {"agent": {"type": "single_turn"}, "rewards": ["numeric"]}
     section = {"train": str(file), "eval": str(file), "curriculum": True}
     for tasks, keys, words in (
@@ -81,6 +90,7 @@ def test_what_contradicts_a_curriculum_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             build_config(tree | {"tasks": tasks}, keys)
+
     with pytest.raises(ConfigError, match="variant_of is no task"):
         curriculum([Task(id="a"), Task(id="b", metadata={"variant_of": "c"})])
 
@@ -101,6 +111,7 @@ def test_a_resumed_run_chooses_as_one_that_was_not_broken_off(tmp_path, quiet_vi
     for name, path in files.items():
         text = "".join(json.dumps(row | {"id": f"{name}-{row['id']}"}) + "\n" for row in rows)
         path.write_text(text.replace('?"', '? "') if name == "eval" else text)
+
     tree = {
         "model": {"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 2}},
         "tasks": {
@@ -122,7 +133,9 @@ def test_a_resumed_run_chooses_as_one_that_was_not_broken_off(tmp_path, quiet_vi
             run = train(config, **options)
         except KeyboardInterrupt:
             return None
+
         assert run.audit().violations == []
+
         steps = read_metrics(tmp_path / name / "metrics.jsonl")
         return [
             (row["curriculum/retired"], row["curriculum/weight"], row["train/success"])

@@ -70,6 +70,7 @@ def test_the_first_failure_of_each_kind_is_shown_at_once_with_its_traceback():
         theirs()
     except ValueError as error:
         failures.show("t/greedy@0#0", described(error), traceback_of(error))
+
     failures.show("t/greedy@0#1", "ValueError: again", "")
     failures.show("t/greedy@0#2", LATE, "")
     assert len(notes) == 2
@@ -107,6 +108,7 @@ def test_a_traceback_shows_the_users_own_places_and_then_what_it_came_of():
     first, _, second = text.partition("It came of:")
     assert first.splitlines()[0] == "Traceback (most recent call last):"
     assert first.rstrip().endswith("RuntimeError: no answer")
+
     files = [line.split('"')[1] for line in text.splitlines() if line.startswith("  File ")]
     assert set(files[:-1]) == {__file__} and "agentevo/agents" not in text
     assert files[-1].endswith("json/decoder.py"), "where it was raised"
@@ -133,8 +135,10 @@ def test_a_server_that_is_away_has_no_traceback():
 
     with pytest.raises(ToolUnavailableError) as raised:
         away()
+
     error = raised.value
     assert "away" in traceback_of(error), "a tool's own code raised it"
+
     error.__cause__.__traceback__ = error.__cause__.__traceback__.tb_next
     error.__traceback__ = None
     assert error.__cause__.__traceback__ is not None
@@ -142,8 +146,10 @@ def test_a_server_that_is_away_has_no_traceback():
 
 
 def test_causes_that_go_round_end():
-    first, second = CommandFailedError("a\nb"), ValueError("c")
-    first.__cause__, second.__cause__ = second, first
+    first = CommandFailedError("a\nb")
+    second = ValueError("c")
+    first.__cause__ = second
+    second.__cause__ = first
     assert 0 < len(traceback_of(first)) < 1000
 
 
@@ -160,6 +166,7 @@ def test_what_no_store_can_hold_fails_alone():
     calls: list[list[str]] = []
     made = [attempt("a"), attempt("b", metrics={"reward_parts/x": 1.0})]
     fine, spoilt = asyncio.run(written(made, write))
+
     assert calls == [["completed", "completed"], ["completed", "failed"]]
     assert fine == made[0] and "can't be stored" in spoilt.error
 

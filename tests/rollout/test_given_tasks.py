@@ -126,6 +126,7 @@ def test_every_row_is_used_or_accounted_for_and_none_is_in_both_halves(tmp_path)
     train = tmp_path / "train.jsonl"
     lines(train, *rows(5), {"bad": 1}, rows(1)[0])
     train.write_text(train.read_text() + "not json\n")
+
     held_out = lines(tmp_path / "eval.jsonl", *rows(3, first=4))
     given = read_tasks(TasksSection(train=str(train), eval=held_out))
     assert [len(given.train), len(given.held_out)] == [5, 2]
@@ -134,6 +135,7 @@ def test_every_row_is_used_or_accounted_for_and_none_is_in_both_halves(tmp_path)
         {"duplicate_task": 1},
     ]
     assert not {task.id for task in given.train} & {task.id for task in given.held_out}
+
     with pytest.raises(ConfigError, match="allow_bad_rows is false"):
         read_tasks(TasksSection(train=str(train), allow_bad_rows=False))
     with pytest.raises(ConfigError, match=r"tasks\.train: no row is a task"):
@@ -162,11 +164,15 @@ def test_a_source_goes_round_the_files_tasks(tmp_path):
     train = lines(tmp_path / "train.jsonl", *rows(10))
     config = config_of(tmp_path / "run", train, trainer={"groups_per_step": 4})
     assert config.agent.type == "single_turn"
-    source, other = TaskSource(config, None), TaskSource(config, None)
+
+    source = TaskSource(config, None)
+    other = TaskSource(config, None)
     assert len(source.held_out()) == 2
+
     for step in range(1, 5):
         assert source.train(step) == other.train(step)
         assert not set(map(id, source.train(step))) & set(map(id, source.held_out()))
+
     queued = source.queued(4)
     assert [source.as_given(task).query for task in queued] == [
         task.query for task in source.train(4)
@@ -179,8 +185,10 @@ def test_a_run_remembers_its_tasks(tmp_path):
     (tmp_path / "run").mkdir()
     notes: list[str] = []
     begin_with(config, read_tasks(config.tasks), notes.append)
+
     assert any("1 left out" in note for note in notes)
     assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 1
+
     check_same_tasks(config, read_tasks(config.tasks))
     lines(tmp_path / "train.jsonl", *rows(9))
     with pytest.raises(ConfigError, match=r"began with 10 tasks .* they are others now"):

@@ -58,6 +58,7 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
     clock = Clock()
     for module in ("rollout.group", "inference.torch_engine"):
         monkeypatch.setattr(f"agentevo.{module}.time", clock)
+
     engine = TorchEngine(loaded.model, loaded.tokenizer)
 
     def attempt(name: str, tool: asyncio.Event) -> Attempt:
@@ -72,6 +73,7 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
         attempts = [attempt("quick", quick_tool), attempt("hangs", asyncio.Event())]
         if comes == "meanwhile":
             await engine.sleep()
+
         running = [
             asyncio.create_task(one.run(task_id="t", group_id="g", number=n))
             for n, one in enumerate(attempts)
@@ -80,16 +82,19 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
             while not all(one.policy.turns for one in attempts):
                 await asyncio.sleep(0)
             await engine.sleep()
+
         await asyncio.sleep(0)
         clock.now += LIMIT_S + 0.5
         quick_tool.set()
         await asyncio.sleep(4 * LOOK_S)
         assert not any(one.done() for one in running)
+
         await engine.wake()
         quick = await asyncio.wait_for(running[0], PATIENCE_S)
         while not attempts[1].policy.turns:
             await asyncio.sleep(0)
         assert not running[1].done()
+
         clock.now += LIMIT_S
         return quick, await asyncio.wait_for(running[1], PATIENCE_S)
 
@@ -131,7 +136,8 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
 def test_a_process_that_the_agent_forks_does_not_go_on_with_the_run(
     way, loaded, chat, scripted_engine
 ):
-    parent, children = os.getpid(), []
+    parent = os.getpid()
+    children = []
 
     def end():
         children.append(os.fork())
@@ -142,6 +148,7 @@ def test_a_process_that_the_agent_forks_does_not_go_on_with_the_run(
     assert played(loaded, chat, scripted_engine, end).status == "completed"
     if os.getpid() != parent:
         os._exit(7)  # it came back as a second run
+
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == os.EX_SOFTWARE
 
 

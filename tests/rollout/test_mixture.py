@@ -30,9 +30,11 @@ def test_rounds_have_their_shares_and_no_task_twice(sources, seed):
         assert len(set(order)) == len(order) == mixture.round_size
         counts = Counter(places[task] for task in order)
         assert [counts[number] for number in range(len(sizes))] == mixture.shares
+
     scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     for share, size, weight in zip(mixture.shares, sizes, weights, strict=True):
         assert share <= size and abs(share - weight * scale) <= 1
+
     again = Mixture(sizes, weights, seed, at_least=1)
     assert [again.order(number) for number in (4, 0)] == [rounds[4], rounds[0]]
 
@@ -79,8 +81,10 @@ def test_a_run_plays_the_mixture_and_the_same_one_when_it_is_resumed(tmp_path):
     names = [name[0] for found in steps.values() for name in found]
     assert names.count("a") == 2 * names.count("b")
     assert all(len(set(found)) == 3 for found in steps.values())
+
     resumed = TaskSource(config(tmp_path, [2, 1]), None)
     assert [task.id for task in resumed.train(33)] == steps[33]
+
     queued = [task.id for step in range(1, 41) for task in mixed.queued(step)]
     assert len(set(queued)) == len(queued), "every queued task is one of its own"
     assert [mixed.as_given(task).id for task in mixed.queued(33)] == steps[33]
@@ -88,6 +92,7 @@ def test_a_run_plays_the_mixture_and_the_same_one_when_it_is_resumed(tmp_path):
     assert {mixed.source_of(name) for name in queued if name.startswith("a")} == {"a"}
     assert {mixed.source_of(name) for name in queued if name.startswith("b")} == {"b"}
     assert mixed.source_of("e0") is None
+
     found = metrics_by_source(
         [attempt("a1", 1.0), attempt("b2~3", 0.5), attempt("b3", 0.0), attempt("e0", 9.0)],
         mixed.source_of,

@@ -58,6 +58,7 @@ def play(tiny_policy, tmp_path):
         async def work():
             if version:
                 await own.publish(version)
+
             async with await open_store(f"sqlite:///{tmp_path / 'store'}") as store:
                 agent = SingleTurnAgent(config.agent)
                 sampler = Sampler(config, own, chat, agent, store, 256, given=lambda: given)
@@ -101,16 +102,19 @@ def test_a_real_policy_says_what_a_forward_pass_says(play, tmp_path):
     kept = json.loads((tmp_path / "run" / BASELINES).read_text())
     assert sorted(one["task"] for one in kept.values()) == ["t0", "t0", "t1", "t1"]
     assert {one["version"] for one in kept.values()} == {0}
+
     answers = {task.id: task.answer for task in TASKS}
     for one in found:
         (turn,) = one.turns
         answer = answers[one.task_id]
         context = [*turn.prompt_ids, *turn.completion_ids[:5]]
         here = probability(engine.model, chat, context, answer)
+
         before = []
         for opening in ("####", "#### "):
             directly = [*turn.prompt_ids, *chat.plain(opening, begins=False)]
             before.append(probability(engine.model, chat, directly, answer))
+
         baselines = [base["logprobs"] for base in kept.values() if base["task"] == one.task_id]
         means = [sum(map(math.exp, base)) / len(answer) for base in baselines]
         assert sorted(means) == pytest.approx(sorted(before), 1e-4)
@@ -124,6 +128,7 @@ def test_the_baselines_of_a_run_are_those_of_its_beginning(play, tmp_path):
     first = (tmp_path / "run" / BASELINES).read_text()
     play(2, engine=engine, version=3)
     assert (tmp_path / "run" / BASELINES).read_text() == first
+
     (tmp_path / "run" / BASELINES).unlink()
     play(3, engine=engine, given=())
     kept = json.loads((tmp_path / "run" / BASELINES).read_text())
@@ -139,7 +144,8 @@ def test_a_reward_that_has_ended_leaves_the_engine_to_the_others(tiny_policy):
     policy = PolicyScores(config, engine, ChatFormat(loaded.tokenizer), Baselines())
 
     async def work():
-        short, long = TaskScope(), TaskScope()
+        short = TaskScope()
+        long = TaskScope()
         first = short.start(policy.score([20, 21, 22], [23]))
         other = long.start(policy.score(list(range(20, 220)), [23]))
         await first
@@ -165,6 +171,7 @@ def test_an_engine_that_fails_is_no_attempts_failure(play, monkeypatch):
     engine.score = score
     with pytest.raises(EngineError, match=r"given up after 2 tries.*nobody is there"):
         play(2, engine=engine)
+
     assert asked
 
 

@@ -50,10 +50,12 @@ def record(tiny_policy, scripted_engine, tmp_path):
                     await sampler.sample(
                         tasks, attempts=2, temperature=1.0, split="train", step=1, label="train"
                     )
+
                 found = {}
                 async for stored in store.calls():
                     assert stored.state == "ended"
                     found.setdefault(stored.call.trajectory_id, []).append(stored.call)
+
                 return found
 
         return asyncio.run(work())
@@ -79,6 +81,7 @@ def test_policy_tools_and_scorers_are_calls_of_their_attempt(record, registered)
     tasks = [Task(id="one", query="left"), Task(id="two", query="right")]
     found = record(UsesATool(), tasks, rewards=["half", "compares"])
     assert sorted(found) == [f"{task}/train@1#{k}" for task in ("one", "two") for k in (0, 1)]
+
     for name, calls in found.items():
         by_id = {call.id: call for call in calls}
         tree = {
@@ -87,9 +90,11 @@ def test_policy_tools_and_scorers_are_calls_of_their_attempt(record, registered)
         assert tree.pop("attempt UsesATool") is None
         assert tree.pop("tool search") == "attempt"
         assert tree.pop("policy generate") == "tool"
+
         ends = {call.kind: (call.status, call.error) for call in calls}
         asked = next(call for call in calls if call.kind == "policy").attributes
         assert asked["turn"] == 0 and asked["completion_tokens"] == 2 and "version" in asked
+
         if name.startswith("two"):
             assert tree == {} and ends["attempt"] == ("failed", "ValueError: no such page")
         else:

@@ -45,6 +45,7 @@ class Asker:
             result = self._then(task, policy)
             if asyncio.iscoroutine(result):
                 await result
+
         return Outcome(
             reward=1.5,
             reward_parts={"asked": 2.0, "late": -0.5},
@@ -109,6 +110,7 @@ def test_every_attempt_of_every_task_in_order(sample):
         ("two", 1, "two/train@3"),
     ]
     assert len({t.id for t in found}) == 4
+
     for trajectory in found:
         assert (trajectory.reward, trajectory.success, trajectory.truncated, trajectory.status) == (
             1.5,
@@ -119,7 +121,9 @@ def test_every_attempt_of_every_task_in_order(sample):
         assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
         assert trajectory.metrics == {"num_actions": 2.0}
         assert trajectory.reward_parts == {"asked": 2.0, "late": -0.5}
+
     assert sorted(engine.released) == sorted(t.id for t in found)
+
     by_id = {one.trajectory.id: one for one in stored}
     assert {(one.split, one.step, one.state) for one in stored} == {("train", 3, "ready")}
     assert all(by_id[t.id].trajectory.turns == t.turns for t in found)
@@ -158,6 +162,7 @@ def test_a_greedy_attempt_beside_each_group(sample):
         ("two", 1, "two/train@3"),
         ("two", 0, "two/baseline@3"),
     ]
+
     by_attempt = {session: sampling.temperature for _, sampling, session in engine.requests}
     assert by_attempt == {t.id: 0.0 if "baseline" in t.id else 0.8 for t in found}
     assert [session for *_, session in engine.requests[:6]] == [t.id for t in found], (
@@ -165,6 +170,7 @@ def test_a_greedy_attempt_beside_each_group(sample):
     )
     assert {one.trajectory.id for one in stored} == {t.id for t in found}
     assert counts["tasks/completed"] == 2
+
     alone = sample(Asker(), ["left"] * 8, step=9)[2]
     beside = sample(Asker(), ["left"] * 12, step=9, label="again", baseline=True)[2]
     assert len(beside.requests) == len(alone.requests) + 4
@@ -199,6 +205,7 @@ def failing(attempt: int, error):
 def test_an_agent_that_fails_costs_its_own_attempt_only(error, reason, sample):
     found, stored, _, counts = sample(Asker(failing(1, error)), ["left"] * 8)
     assert [t.status for t in found] == ["completed", "failed", "completed", "completed"]
+
     failed = found[1]
     assert reason in failed.error
     assert (failed.reward, failed.success) == (0.0, False)
@@ -249,7 +256,8 @@ def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(
 
 def test_an_episode_that_hangs_is_ended_at_its_deadline(sample, monkeypatch):
     """The clock stands still until the others have ended."""
-    now, ended = [0.0], []
+    now = [0.0]
+    ended = []
     clock = SimpleNamespace(time=time.time, perf_counter=lambda: now[0], monotonic=lambda: now[0])
     monkeypatch.setattr("agentevo.rollout.group.time", clock)
 
@@ -320,6 +328,7 @@ def test_the_first_attempts_to_complete_are_enough(sample):
         }
         assert [len(t.turns) for t in group] == [2] * 5
         assert {t.reward for t in group if t.status != "completed"} == {0.0}
+
     assert {one.trajectory.status: one.state for one in stored} == {
         "completed": "ready",
         "failed": "failed",
@@ -340,6 +349,7 @@ def test_engines_that_can_not_be_reached_are_waited_for(sample, monkeypatch):
     assert [t.status for t in found] == ["completed"] * 4
     assert len(engine.requests) == 10, "the group in which it happened was begun again"
     assert counts["trajectories/train/ready"] == 4
+
     with pytest.raises(
         EngineUnavailableError,
         match=r"given up after 5 tries: \w+/train@3#\d: EngineUnavailableError: no engine",
@@ -391,6 +401,7 @@ def test_on_policy_means_on_policy(tmp_path):
                     )
                 )
                 await parts.engine.publish(step)
+
             return found
 
     for step, (samples, metrics) in enumerate(asyncio.run(work())):

@@ -52,6 +52,7 @@ def proposal(number, text, group=0, status="completed", **fields):
         else json.loads(encoded(agentevo.Question(text, "x", **fields)))
     )
     files = {QUESTION: json.dumps(row).encode()} if status == "completed" else {}
+
     return Trajectory(
         id=f"{name}#{number}",
         task_id=f"propose-1-{group}",
@@ -114,8 +115,10 @@ def test_rewards_of_a_group_by_hand():
     # 1 - 1/4, max(0, 0 - 1/4), 0.25 - 1/4, and what an invalid one gets
     assert rewards(paid) == [0.75, 0.0, 0.0, -1.0]
     assert [one.success for one in paid.trajectories] == [True, False, True, False]
+
     none = SelfPlay(family="test_words", repetition=0, invalid=-0.5, reward="absolute_zero")
     assert rewards(earned(["half", "easy", "hard", None], solved, none)) == [0.5, 0.0, 0.875, -0.5]
+
     for one in paid.trajectories:
         assert sum(one.reward_parts.values()) == pytest.approx(one.reward)
 
@@ -137,11 +140,13 @@ def test_a_repeated_question_is_solved_once_and_pays_less():
         *(f"propose-1-0/train@1:proposer#{n}" for n in range(3)),
         "propose-1-1/train@1:proposer#0",
     ]
+
     tried = [one for task in found.tasks for one in attempts(task.id, 2, 4)]
     paid = pay(found, tried, SECTION)
     # 1 - 3/4 thrice, 1 - 1/4; in the other group nobody repeats: 1 - 1/2
     assert rewards(paid) == [0.25, 0.25, 0.25, 0.75, 0.5, 0.5]
     assert paid.metrics["selfplay/distinct"] == 4 / 6
+
     row = json.loads(paid.trajectories[1].files[QUESTION])
     assert row["task"] == found.tasks[0].id
     assert (row["attempts"], row["solved"], row["repeats"]) == (4, 2, 3)
@@ -169,6 +174,7 @@ def test_failed_attempts_say_nothing_of_a_question():
     paid = earned(["some", "none"], {"some": (1, 2, 6), "none": (0, 0, 8)})
     assert rewards(paid) == [0.5, 0.0]
     assert paid.dropped == {paid.trajectories[1].id: "untried"}
+
     given = [proposal(0, "a"), proposal(1, None, status="failed")]
     found = read_proposals(given, 1, ())
     paid = pay(found, attempts(found.tasks[0].id, 1, 2), SECTION)
@@ -206,7 +212,8 @@ class Said:
     """A policy that says one thing."""
 
     def __init__(self, text):
-        self.answer, self.files = text, {}
+        self.answer = text
+        self.files = {}
 
     async def generate(self, messages):
         self.asked = [message.text for message in messages]
@@ -348,6 +355,7 @@ def test_a_later_short_form_sets_its_one_key(held_out, name):
     options = ["tasks.self_play.group_size=4", "tasks.self_play.options.length=3"]
     found = build_config(tree, [*options, f"tasks.self_play={name}"]).tasks.self_play
     assert (found.family, found.group_size, found.options) == ("test_half", 4, {"length": 3})
+
     whole = ["copied.self_play.family=test_half", "tasks.self_play=${copied.self_play}"]
     merged = sources.merge(tree, [*options, *whole], where="r", is_text=lambda key: False)
     assert merged["tasks"]["self_play"] == {"family": "test_half"}, "a whole section replaces one"

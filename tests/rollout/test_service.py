@@ -30,7 +30,8 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
     time: at every step every token is within the bound, every step gets the groups of its own
     tasks, each once, and some are sampled ahead."""
     rng = random.Random(seed)
-    eta, steps = rng.choice([0, 1, 2, 4]), 5
+    eta = rng.choice([0, 1, 2, 4])
+    steps = 5
     ages: list[int] = []
 
     async def follow(engine, versions, stop):
@@ -45,8 +46,10 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
                 make_service(engine, one, {"staleness": eta}, steps=steps, worker=f"w{i}")
                 for i, (engine, one) in enumerate(zip(engines, (store, other), strict=True))
             ]
-            versions, over = [0], []
+            versions = [0]
+            over = []
             following = [asyncio.create_task(follow(engine, versions, over)) for engine in engines]
+
             async with serving(*services):
                 for step in range(1, steps + 1):
 
@@ -59,16 +62,19 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
                         one.trajectory async for one in store.trajectories(step=step, state="ready")
                     ]
                     assert len(trained) == 4
+
                     ages.extend(step - 1 - oldest(one) for one in trained)
                     await store.reserve([one.id for one in trained], step)
                     await store.commit_step(step, {})
                     versions.append(step)
+
             over.append(True)
             await asyncio.gather(*following)
             for engine in engines:
                 for session, version in engine.begun:
                     step = int(session.rpartition("@")[2].partition("#")[0])
                     assert step <= min(version + 1 + eta, steps), "started too early"
+
             counts = await store.counts()
             assert (
                 counts["tasks/completed"]
@@ -80,6 +86,7 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
                 == 4 * steps
                 == sum(n for key, n in counts.items() if "train/" in key)
             )
+
             sampled = Counter(session for engine in engines for session, _ in engine.begun)
             assert set(sampled.values()) == {2}, "each attempt was made once, in two turns"
             assert [
@@ -106,11 +113,14 @@ def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, m
         async with await open_store(url, retries=RetryPolicy(first_delay_s=0.02)) as store:
             for step in (1, 2, 3):
                 await store.commit_step(step, {})
+
             async with serving(make_service(engine, store, {"staleness": 1}, steps=4)):
                 await until(num_groups(store, 2))
             assert {oldest(one.trajectory) async for one in store.trajectories()} == {3}
+
             stored = await tasks_of(store)
             assert {one.task.metadata[QUEUED_FOR_STEP] for one in stored} == {4}
+
             errors = [
                 event.error for one in stored for event in one.history if event.kind == "retried"
             ]  # a lease may have run out besides
@@ -156,8 +166,10 @@ def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine
                     assert await store.outstanding("train") in (4, 5), (
                         "reserved is not yet trained on"
                     )
+
                     await store.commit_step(step, {})
                     await resolved()
+
             names = [one.task.id async for one in store.tasks()]
             assert len(names) == len(set(names)) and len(names) in (12, 13)
             assert sum("~1" in name for name in names) == 6, "the second round of the six tasks"
@@ -224,7 +236,8 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
             first = make_service(
                 slow, store, {"lease_s": 0.15}, agent=lates, steps=1, worker="first"
             )
-            renew, lease_tasks = store.renew, store.lease_tasks
+            renew = store.renew
+            lease_tasks = store.lease_tasks
 
             async def away(*arguments, **more):
                 raise StoreUnavailableError("the network is gone")
@@ -233,7 +246,8 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
                 store.lease_tasks = away
                 return await lease_tasks(*arguments, **more)
 
-            store.renew, store.lease_tasks = away, once
+            store.renew = away
+            store.lease_tasks = once
             second = make_service(
                 moving_engine(), other, {"lease_s": 0.15}, steps=1, worker="second"
             )
@@ -241,10 +255,13 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
                 await until(num_begun(slow, 4))
                 async with serving(second):
                     await until(num_groups(other, 2))
+
                 written = [one async for one in other.trajectories()]
                 hold.set()
                 await until(num_running(first, 0))
-                store.renew, store.lease_tasks = renew, lease_tasks
+                store.renew = renew
+                store.lease_tasks = lease_tasks
+
             assert (
                 first.stats()["sampler/leases_lost"] == 2
                 and first.stats()["sampler/groups_written"] == 0
@@ -281,6 +298,7 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(
                 await until(leased_again)
                 hold.set()
                 await until(num_groups(store, 2))
+
             assert len(engine.begun) == 8, "nothing was begun again"
             assert (
                 service.stats()["sampler/leases_lost"] == 0
@@ -309,11 +327,15 @@ def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(
                     other_now = other._clock.now
                     other._clock = clock
                     stolen = await other.lease_tasks("thief", lease_s=60, limit=1)
+
                 assert len(stolen) == 1
+
                 await until(num_running(service, 1))
                 assert service.stats()["sampler/leases_lost"] == 1
+
                 hold.set()
                 await until(num_groups(store, 1))
+
             assert {s.task_id for s in await store.summaries()}.isdisjoint({stolen[0].task.id})
 
     asyncio.run(scenario())
@@ -346,6 +368,7 @@ def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_tur
                 )
                 engine.version = 2
                 await until(num_groups(store, 4))
+
             broken = [one async for one in store.trajectories(status="cancelled")]
             assert {one.trajectory.attempt for one in broken} == {0} and len(broken) == 2
             for one in broken:
@@ -358,6 +381,7 @@ def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_tur
                     1,
                     0.0,
                 )
+
             assert service.stats()["sampler/attempts_cancelled"] == 2
             assert service.stats()["sampler/cancelled_tokens"] == 6
             assert len(await store.ready_groups("train", size=2, limit=9)) == 4, (
@@ -395,6 +419,7 @@ def test_only_cancel_cancels_by_age(policy, url, make_service, moving_engine, tw
                 await asyncio.sleep(0.1)
                 hold.set()
                 await until(num_groups(store, 4))
+
             assert {s.status for s in await store.summaries()} == {"completed"}
 
     asyncio.run(scenario())
@@ -408,6 +433,7 @@ def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, t
             service = make_service(engine, store, agent=two_turns(lambda *_: hold.wait()), steps=1)
             async with serving(service):
                 await until(num_begun(engine, 4))
+
             stored = await tasks_of(store)
             assert [
                 (one.state, one.num_failures, one.num_expiries, one.history) for one in stored
@@ -417,6 +443,7 @@ def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, t
                 and service.stats()["sampler/groups_running"] == 0
             )
             assert await store.summaries() == []
+
             async with serving(make_service(moving_engine(), store, steps=1)):
                 await until(num_groups(store, 2))
 
@@ -448,6 +475,7 @@ def test_a_stop_waits_for_what_is_being_written(url, make_service, moving_engine
             await asyncio.wait_for(
                 sample_module._serve(service, engine, store, 1, writing.is_set, ends=False), 30
             )
+
             written = service.stats()["sampler/groups_written"]
             counts = await store.counts()
             assert written >= 1 and (counts["tasks/completed"], counts["tasks/leased"]) == (
@@ -485,6 +513,7 @@ def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, mo
                 for one in await tasks_of(store)
             ]
             written = [one async for one in store.trajectories()]
+
         second = url.replace("store.sqlite", "second.sqlite")
         async with await open_store(second) as store:
             await store.add_tasks(again)
@@ -495,6 +524,7 @@ def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, mo
             service = make_service(engine, store, steps=1)
             async with serving(service):
                 await until(counted(store, "tasks/completed", 2))
+
             assert engine.begun == [] and service.stats()["sampler/groups_known"] == 2
 
     asyncio.run(scenario())

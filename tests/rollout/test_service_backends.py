@@ -19,12 +19,14 @@ async def all_ready(url, services, count, meanwhile=None):
     running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
     if meanwhile is not None:
         await meanwhile()
+
     async with await open_store(url) as store:
         async with asyncio.timeout(120):
             while (await store.counts())["trajectories/train/ready"] < count:
                 for one in running:
                     assert not one.done(), one.exception()
                 await asyncio.sleep(0.05)
+
         stop.append(True)
         await asyncio.gather(*running)
         return await store.counts(), [one.trajectory async for one in store.trajectories()]
@@ -40,8 +42,10 @@ def test_several_services_never_sample_a_group_twice(any_store, make_service, mo
             for i, (engine, store) in enumerate(zip(engines, stores, strict=True))
         ]
         counts, found = await all_ready(any_store, services, 24)
+
         for store in stores:
             await store.close()
+
         asked = Counter(session for engine in engines for session, _ in engine.begun)
         assert asked == dict.fromkeys((t.id for t in found), 2), (
             "each attempt in two turns, by one service"
@@ -70,6 +74,7 @@ def test_a_server_that_goes_away_and_comes_back(own_postgresql, make_service, mo
                 engine, store, {"max_attempts": 4, "staleness": 2}, steps=30, retry_s=60.0
             )
             counts, found = await all_ready(url, [service], 120, restart)
+
         assert counts["tasks/completed"] == 60 and len({t.id for t in found}) == 120
         assert counts["tasks/poison"] == counts["tasks/failed"] == 0
 

@@ -36,6 +36,7 @@ def test_infrastructure_is_retried_and_set_aside_at_the_bound(url, make_service,
             service = make_service(engine, store, steps=1)
             async with serving(service):
                 await until(num_groups(store, 2))
+
             assert service.stats()["sampler/tasks_retried"] in (1, 2), (
                 "two failures, of one group or of two"
             )
@@ -57,8 +58,10 @@ def test_a_task_whose_engine_always_fails_becomes_poison(
             service = make_service(engine, store, steps=1)
             async with serving(service):
                 await until(counted(store, "tasks/poison", 2))
+
             assert await store.summaries() == []
             assert service.stats()["sampler/tasks_poisoned"] == 2
+
             stored = await tasks_of(store)
             assert all(
                 "EngineError: the engine's step failed: boom" in str(one.error)
@@ -81,12 +84,14 @@ def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_en
             async with serving(service):
                 await until(counted(store, "tasks/poison", 2))
             assert [one.partition(": ")[0] for one in told] == ["w"] * 2
+
             for task_id in ("t0", "t1", "t2", "t3", "t4", "t5"):
                 assert sum(f"task {task_id} is set aside as poison" in one for one in told) <= 1
             assert all(
                 re.search(r"t\d/train@1#\d: EngineError: the engine's step failed: boom$", one)
                 for one in told
             )
+
             service._note_poison(told[0].split()[2], "again")
             assert len(told) == 2
 
@@ -107,6 +112,7 @@ def test_what_an_agent_swallows_is_still_the_engines_failure(url, make_service, 
             engine = moving_engine(fails=[EngineError("gone"), RequestTooLongError("too long")])
             async with serving(make_service(engine, store, steps=1, agent=Swallower())):
                 await until(num_groups(store, 2))
+
             rewards = sorted(s.reward for s in await store.summaries())
             assert rewards in ([0.0, 1.0, 1.0, 1.0], [1.0] * 4), (
                 "a request that is too long is the agent's own, and may be cut with its group"
@@ -130,6 +136,7 @@ def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, movin
                 )
                 engine.version = 0
                 await until(num_groups(store, 4))
+
             assert service.stats()["sampler/unreached"] >= 1
             assert [one.num_failures for one in await tasks_of(store)] == [0] * 4
 
@@ -164,6 +171,7 @@ def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
                 make_service(moving_engine(), store, steps=1, agent=two_turns(between))
             ):
                 await until(num_groups(store, 2))
+
             found = await store.summaries()
             assert sorted((s.attempt, s.status, s.state, s.error) for s in found) == [
                 *[(0, "completed", "ready", None)] * 2,
@@ -206,12 +214,15 @@ def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engin
             )
             for name in names:
                 shaky(name)
+
             service = make_service(moving_engine(version=9), store, {"staleness": 1}, steps=6)
             async with serving(service), await open_store(url) as other:
                 await until(num_groups(other, 12))
+
             async with await open_store(url) as other:
                 assert (await other.counts())["trajectories/train/ready"] == 24
                 assert (await other.counts())["tasks/completed"] == 12
+
             assert (
                 service.stats()["sampler/groups_written"] == 12
                 and service.stats()["sampler/leases_lost"] == 0
@@ -254,6 +265,7 @@ def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside
                 )
             ):
                 await until(num_groups(store, 12))
+
             beside = {s.task_id: s for s in await store.summaries() if "/baseline@" in s.group_id}
             for name, summary in beside.items():
                 useless = name in ("t0", "t1", "t2")
@@ -261,6 +273,7 @@ def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside
                 assert summary.error == (
                     "cut: no attempt of its group completed" if useless else None
                 )
+
             assert await store.outstanding("train") == 3, "of the three whose attempts completed"
 
     asyncio.run(scenario())
@@ -303,6 +316,7 @@ def test_what_the_store_refuses_fails_its_attempt_with_the_reason(
             service = make_service(moving_engine(), store, steps=1, agent=Partial())
             async with serving(service):
                 await until(counted(store, "tasks/completed", 2))
+
             groups = {one.task.id: one for one in await tasks_of(store)}
             for name in groups:
                 odd = (await store.trajectory(f"{name}/train@1#0")).status

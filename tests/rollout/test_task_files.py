@@ -52,23 +52,30 @@ def test_rows_of_other_systems_are_tasks_as_they_are():
         "tool_agent",
         "openai/gsm8k",
     )
+
     searched = VERL | {"reward_model": {"style": "rule", "ground_truth": {"target": ["a", "b"]}}}
     assert task_of(searched, TaskFields()).answer == ["a", "b"]
+
     search_r1 = VERL | {"question": "raw", "query": "raw", "answer": "raw", "ground_truth": "raw"}
     assert task_of(search_r1, TaskFields()).query == "q"
     assert task_of(search_r1, TaskFields()).answer == "18"
     assert task_of(search_r1, TaskFields()).metadata["question"] == "raw"
+
     both = {"task": "book a flight", "query": "raw"}
     assert task_of(both, TaskFields(), "art").query == "book a flight"
+
     art = task_of({"task": "book a flight", "difficulty": 2}, TaskFields())
     assert (art.query, art.metadata) == ("book a flight", {"difficulty": 2})
+
     agentrl = {"id": 7, "query": "q", "scorer": "math", "answer": "4", "answer_schema": "boxed"}
     task = task_of(agentrl, TaskFields())
     assert (task.id, task.scorer, task.metadata) == ("7", "math", {"answer_schema": "boxed"})
+
     named = task_of({"task": "t", "ask": "q"}, TaskFields(query="ask"))
     assert (named.query, named.metadata) == ("q", {"task": "t"})
     for several in (["math", "format"], " math , format"):
         assert task_of({"query": "q", "scorer": several}, TaskFields()).scorer == "math,format"
+
     null = task_of({"query": None, "question": "q", "answer": None, "solution": 4}, TaskFields())
     assert (null.query, null.answer) == ("q", 4)
     assert task_of(row_of(null, "agentevo"), TaskFields()).answer == 4
@@ -131,10 +138,12 @@ def test_a_task_that_is_written_and_read_again_is_the_same(task, form):
         with pytest.raises(RowError, match=r"a list of \d+ right answers"):
             row_of(task, form)
         return
+
     row = json.loads(json.dumps(row_of(task, form)))
     again = task_of(row, TaskFields())
     assert (again.id, again.query, again.scorer) == (task.id, task.query, task.scorer)
     assert again.answer == task.answer
+
     for key, value in task.metadata.items():
         assert again.metadata[key] == value
 
@@ -168,14 +177,17 @@ def test_convert_names_each_bad_row_with_its_line(tmp_path, capsys):
         {"query": "1?", "id": "a", "answer": "1", "scorer": "agentcpm", "answer_schema": "answer"},
         {"query": "2?", "id": "d", "scorer": "math", "answer_schema": "boxed"},
     ]
+
     bad = read(tmp_path / "out.jsonl.bad_rows.jsonl")
     assert [(row["where"], row["reason"]) for row in bad] == [
         (f"{source}:2", "not_json"),
         (f"{source}:3", "duplicate_task"),
         (f"{source}:4", "unknown_form"),
     ]
+
     told = capsys.readouterr()
     assert "2 tasks written" in told.out
+
     lines(source, {"id": "a", "ask": "1?"})
     assert main(["data", "convert", str(source), str(out)]) == 2
     assert "rename the column that has it to query" in capsys.readouterr().err
@@ -185,12 +197,16 @@ def test_verls_parquet_there_and_back(tmp_path):
     pytest.importorskip("pyarrow")
     rows = [{"id": f"t{n}", "query": f"{n}?", "answer": str(n), "level": n} for n in range(3)]
     source = lines(tmp_path / "in.jsonl", *rows)
-    table, back = tmp_path / "verl.parquet", tmp_path / "back.jsonl"
+    table = tmp_path / "verl.parquet"
+    back = tmp_path / "back.jsonl"
+
     assert main(["data", "convert", str(source), str(table), "--to", "verl"]) == 0
     assert main(["data", "convert", str(table), str(back)]) == 0
     assert [{key: row[key] for key in rows[0]} for row in read(back)] == rows
+
     with pytest.raises(ConfigError, match=r"one type.*write JSONL"):
         write_rows([{"a": 1}, {"a": "x"}], tmp_path / "mixed.parquet")
+
     assert not (tmp_path / "mixed.parquet").exists()
 
 
@@ -227,9 +243,12 @@ def test_gsm8k_becomes_task_files(tmp_path, capsys):
     out = tmp_path / "gsm8k"
     words = ["data", "prepare", "gsm8k", str(out), "--from", str(source), "--agent", "tool"]
     assert main([*words, "--eval-share", "0.3"]) == 0
-    train, held_out = read(out / "train.jsonl"), read(out / "eval.jsonl")
+
+    train = read(out / "train.jsonl")
+    held_out = read(out / "eval.jsonl")
     assert [row["id"] for row in train + held_out] == [f"gsm8k-{n}" for n in range(9)]
     assert len(held_out) == 3
+
     task = task_of(train[4], TaskFields())
     assert (task.query, task.answer, task.scorer) == ("4?", "1040", "numeric")
     assert task.metadata["agent_name"] == "tool" and "<<1+1=2>>" in task.metadata["solution"]
@@ -251,8 +270,10 @@ def test_a_reasoning_gym_set_is_judged_by_its_own_score(tmp_path):
     pytest.importorskip("reasoning_gym")
     out = tmp_path / "sums"
     assert main(["data", "prepare", "reasoning_gym/chain_sum", str(out), "--count", "8"]) == 0
+
     rows = read(out / "train.jsonl")
     assert len(rows) == 7 and len(read(out / "eval.jsonl")) == 1
+
     task = task_of(rows[0], TaskFields())
     function = make_reward(reward_config("reasoning_gym")(name="reasoning_gym"))
 
@@ -273,12 +294,14 @@ def test_a_reasoning_gym_set_is_judged_by_its_own_score(tmp_path):
     assert score("<answer>no number</answer>") < 1.0
     with pytest.raises(ValueError, match="none of reasoning-gym's"):
         score("4", Task(id="t", query="q"))
+
     assert main(["data", "prepare", "reasoning_gym/chain_sums", str(out)]) == 2
 
 
 def test_the_solvers_play_is_a_file_of_conversations(tmp_path, capsys):
     out = tmp_path / "shown.jsonl"
     assert main(["data", "demonstrate", "coins", "--out", str(out), "--episodes", "5"]) == 0
+
     rows = read(out)
     assert len(rows) == 5
     assert {message["role"] for row in rows for message in row["messages"]} >= {

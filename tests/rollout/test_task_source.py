@@ -45,6 +45,7 @@ def test_given_tasks_get_an_id_for_every_round():
     queued = {step: tasks.queued(step) for step in range(1, 7)}
     names = [task.id for step in queued for task in queued[step]]
     assert len(set(names)) == len(names) == 12, "no two are the same task of the store"
+
     for step, found in queued.items():
         round_ = (step - 1) // 2
         assert [task.id for task in found] == [

@@ -65,16 +65,20 @@ def test_steps_play_the_tasks_of_their_stage_and_queued_ones_are_all_different(t
     source = TaskSource(config(tmp_path, EASY_FIRST), None)
     easy = [task for step in range(1, 8) for task in source.train(step)]
     hard = [task for step in range(8, 30) for task in source.train(step)]
+
     assert {level(task) for task in easy} == {1, 2}
     assert {level(task) for task in hard} == {2, 3, 4, 9}
     assert {task.metadata["extra"]["kind"] for task in hard} == {"a", "b"}
     assert [source.stage_of(step) for step in (1, 7, 8, 99)] == [1, 1, 2, 2]
+
     queued = [task for step in range(1, 30) for task in source.queued(step)]
     assert len({task.id for task in queued}) == len(queued) == 29 * 4
     assert [source.as_given(task).id for task in queued] == [task.id for task in easy + hard]
+
     again = TaskSource(config(tmp_path, EASY_FIRST), None)
     assert again.queued(20) == source.queued(20), "a resumed run begins at any step"
     assert all(level(task) <= 2 for task in source.refill(3))
+
     held_out = source.held_out_by_stage()
     assert held_out["easy"] == {"e0", "e1", "e4", "e5"}
     assert held_out["hard"] == {"e1", "e3", "e6", "e7"}
@@ -93,6 +97,7 @@ def test_a_stage_may_be_a_file_and_mixes_what_it_has_by_the_weights(tmp_path):
     assert [found.count("b") for found in names[3:7]] != [0, 0, 0, 0]
     assert sum(found.count("b") for found in names[3:7]) == 8, "a round of 8 and 8"
     assert source.held_out_by_stage()["one"] == {f"e{n}" for n in range(8)}
+
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "tasks: {train: [a.jsonl, b.jsonl], eval: e.jsonl,"
@@ -119,16 +124,19 @@ def test_a_stage_ends_by_what_was_committed_and_by_nothing_else(success, lag, wi
             made.learned(step, value)
         return made
 
-    early, late = told(0), told(len(success))
+    early = told(0)
+    late = told(len(success))
     for step in range(1, len(success) + 2 + lag):
         known = step - 1 - lag
         if known > 0:
             early.learned(known, success[known - 1])
         if 0 <= known < len(success):
             assert not early.is_known(step + 1)
+
         begins = early.begins(step)
         assert begins == late.begins(step), "what comes later changes nothing"
         assert begins == told(max(known, 0)).begins(step), "nor does what was asked before"
+
         for stage, (first, after) in zip(stages, pairwise(begins), strict=False):
             by_step = stage.until_step is not None and after == stage.until_step + 1
             window_of = success[after - 1 - lag - window : after - 1 - lag]
@@ -242,7 +250,9 @@ def test_a_run_and_a_resumed_one_go_on_to_the_next_stage_by_success(
             run = train(made, **options)
         except KeyboardInterrupt:
             return None
+
         assert run.audit().violations == []
+
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         by_stage = [key for row in found for key in row if "/success_by_stage/greedy/" in key]
         assert {key.rpartition("/")[2] for key in by_stage} == {"easy", "hard"}

@@ -93,8 +93,10 @@ def test_the_newest_word_counts_and_every_word_stays(tmp_path: Path) -> None:
     annotate(tmp_path, Annotation(attempt="a", verdict="wrong"))
     annotate(tmp_path, Preference(better="a", worse="b"))
     annotate(tmp_path, Preference(better="b", worse="a"))
+
     with (tmp_path / ANNOTATIONS).open("a") as file:
         file.write('{"type": "attempt"}\n{"type": "pair", "better": 3}\nnothing\n')
+
     found = read_annotations(tmp_path)
     assert {name: one.verdict for name, one in found.attempts.items()} == {
         "a": "wrong",
@@ -103,6 +105,7 @@ def test_the_newest_word_counts_and_every_word_stays(tmp_path: Path) -> None:
     assert [one.better for one in found.pairs.values()] == ["b"]
     assert len(found.history) == 5
     assert all(one.at > 1e9 for one in found.history)
+
     annotate(tmp_path, Annotation(attempt="a"))
     annotate(tmp_path, Preference(better="a", worse="b", equal=True))
     found = read_annotations(tmp_path)
@@ -112,7 +115,8 @@ def test_the_newest_word_counts_and_every_word_stays(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_costs_what_is_damaged(tmp_path: Path) -> None:
-    half, huge = r"\ud83d", "9" * 400
+    half = r"\ud83d"
+    huge = "9" * 400
     lines = [
         f'{{"type":"attempt","attempt":"a{half}","verdict":"right","parts":{{"p{half}":1.0}}}}',
         f'{{"type":"attempt","attempt":"b","verdict":"right","at":{huge}}}',
@@ -123,6 +127,7 @@ def test_a_damaged_file_costs_what_is_damaged(tmp_path: Path) -> None:
     found = read_annotations(tmp_path).attempts
     assert set(found) == {"a?", "c"} and found["c"].note == "\N{GRINNING FACE}"
     assert moment(found["c"].at) == NONE
+
     (tmp_path / "annotations.jsonl").unlink()
     (tmp_path / "annotations.jsonl").mkdir()
     with pytest.raises(ConfigError, match="move it away"):
@@ -136,6 +141,7 @@ def test_kappa_is_cohens() -> None:
     assert found.counts == (20, 5, 10, 15)
     assert found.rate == pytest.approx(0.7)
     assert found.kappa == pytest.approx(0.4)
+
     low, high = found.interval or (0.0, 0.0)
     assert 0.55 < low < 0.6 < 0.7 < high < 0.82
     assert agreement("x", [(True, True)] * 3).kappa is None  # chance alone would agree, too
@@ -150,6 +156,7 @@ def test_calibration_compares_people_with_success_parts_and_rewards(tmp_path: Pa
     ]:
         parts = {"judge": judged, "format": -0.1 if judged < 0.5 else 0.0, "em": 0.0}
         annotate(tmp_path, Annotation(attempt=name, verdict=verdict, success=success, parts=parts))
+
     annotate(tmp_path, Annotation(attempt="d", note="no verdict", success=True))
     annotate(tmp_path, Preference(better="a", worse="b", rewards=(0.0, 1.0)))
     rows = {row.judge: row for row in calibration(read_annotations(tmp_path))}
@@ -166,10 +173,13 @@ def test_right_and_edited_attempts_become_rows_that_sft_reads(run: Path, tmp_pat
     annotate(run, Annotation(attempt="gone", verdict="right"))
     rows, left_out = exported(run, "sft", tmp_path / "rows.jsonl")
     assert left_out == {GONE: 1}
+
     by_name = {row["trajectory_id"]: row["messages"] for row in rows}
     assert by_name.keys() == {"a", "c"}
+
     taught = [m for m in by_name["c"] if m["role"] == "assistant" and m.get("weight") != 0]
     assert [m["content"] for m in taught] == ["better"]
+
     report = RowReport("train")
     read = list(read_conversations(str(tmp_path / "rows.jsonl"), "auto", report))
     assert (len(read), report.bad) == (2, [])
@@ -182,6 +192,7 @@ def test_pairs_begin_where_two_conversations_part(run: Path, tmp_path: Path) -> 
     annotate(run, Annotation(attempt="c", reply="better"))
     annotate(run, Annotation(attempt="a", reply="gold"))
     annotate(run, Annotation(attempt="tools", reply="y"))
+
     out = tmp_path / "pairs.jsonl"
     rows, left_out = exported(run, "pairs", out)
     assert left_out == {
@@ -189,6 +200,7 @@ def test_pairs_begin_where_two_conversations_part(run: Path, tmp_path: Path) -> 
         SAME: 1,
         TOOLS: 1,
     }
+
     lines = read_pair_file(out, "dpo")
     found = sorted(
         (len(line.prompt), line.chosen[-1].text, line.rejected[-1].text)
@@ -208,6 +220,7 @@ def test_labels_and_verdicts_are_exported(run: Path, tmp_path: Path) -> None:
         (True, False),
         (False, True),
     ]
+
     rows, _ = exported(run, "judge", tmp_path / "judge.jsonl")
     assert [(row["label"], row["reward"]) for row in rows] == [(True, 0.25), (False, 0.25)]
     assert rows[0]["note"] == "fine"
@@ -224,13 +237,16 @@ def test_attempts_at_held_out_tasks_are_no_training_data_unless_asked_for(
     asyncio.run(work())
     for name in ("a", "held"):
         annotate(run, Annotation(attempt=name, verdict="right", reply="edited"))
+
     annotate(run, Preference(better="held", worse="held too"))
     for form, left in (("sft", 1), ("labels", 1), ("pairs", 2)):
         rows, left_out = exported(run, form, tmp_path / "rows.jsonl")
         assert [row["trajectory_id"] for row in rows] == ["a"]
         assert left_out == {HELD_OUT: left}
+
     rows, left_out = exported(run, "judge", tmp_path / "judge.jsonl")
     assert ({row["trajectory_id"] for row in rows}, left_out) == ({"a", "held"}, {})
+
     out = tmp_path / "all.jsonl"
     assert main(["annotations", "export", str(run), str(out), "--held-out"]) == 0
     assert "2 rows written" in capsys.readouterr().out
@@ -247,10 +263,12 @@ def test_nothing_is_written_where_there_is_no_row(run: Path, tmp_path: Path) -> 
 def test_the_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["annotations", "calibrate", str(run)]) == 0
     assert "nobody has said yet" in capsys.readouterr().out
+
     annotate(run, Annotation(attempt="a", verdict="right", success=True))
     annotate(run, Annotation(attempt="b", verdict="wrong"))
     assert main(["annotations", "calibrate", str(run)]) == 0
     assert "success: 100% of 2 agree [34%, 100%], kappa 1.00" in capsys.readouterr().out
+
     out = tmp_path / "rows.jsonl"
     assert main(["annotations", "export", str(run), str(out), "--format", "sft"]) == 0
     assert f"1 row written to {out}" in capsys.readouterr().out

@@ -35,7 +35,9 @@ def until(found: Callable[[], object]) -> None:
 
 class Trainer:
     def __init__(self, folder: Path) -> None:
-        self.folder, self.stops, self.notes = folder, list[str](), list[str]()
+        self.folder = folder
+        self.stops = list[str]()
+        self.notes = list[str]()
         self.control = RunControl(
             folder, lambda: self.stops.append("stop"), note=self.notes.append, look_s=0.01
         )
@@ -68,16 +70,20 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 def test_a_request_is_done_once_and_answered_where_everybody_sees_it(trainer: Trainer) -> None:
     trainer.ask("stop", "request-1")
     assert trainer.answer("request-1").is_done
+
     until(lambda: not list((trainer.folder / REQUESTS).iterdir()))
     trainer.ask("stop", "request-1")  # sent again, after its answer was lost
     trainer.ask("save", "request-2")
     until(lambda: trainer.control._saves)
     until(lambda: len(list((trainer.folder / REQUESTS).iterdir())) == 1)
     assert trainer.stops == ["stop"]
+
     (save,) = trainer.control.take_saves()
     assert trainer.control.take_saves() == []
+
     trainer.control.answer(save, "saved")
     assert trainer.answer("request-2").result == "saved"
+
     records = read_records(trainer.folder / CHANGES)
     assert [one["id"] for one in records] == ["request-1", "request-2"]
     assert {one["who"] for one in records} == {"the trainer"}
@@ -89,13 +95,16 @@ def test_a_pause_is_answered_when_the_run_stands_still_and_ends_by_resume(
     trainer.ask("pause", "pause-001")
     until(lambda: trainer.control.is_pause_asked)
     assert answer_to(trainer.folder, "pause-001") is None  # the step goes on
+
     trainer.control.paused(7)
     assert trainer.answer("pause-001").result == "paused after step 7"
     assert trainer.session.is_paused
+
     trainer.ask("resume", "resume-01")
     until(lambda: not trainer.control.is_pause_asked)
     trainer.control.goes_on()
     assert not trainer.session.is_paused
+
     trainer.ask("resume", "resume-02")
     assert trainer.answer("resume-02").result == "it was not paused"
 
@@ -114,14 +123,17 @@ def test_a_request_for_an_earlier_trainer_never_reaches_a_later_one(tmp_path: Pa
         old = first.session.id
         first.ask("pause", "pause-001")
         until(lambda: first.control.is_pause_asked)
+
     assert not first.answer("pause-001").is_done  # it ended before it could
     assert first.session.has_ended
+
     ask(tmp_path, "stop", id="too-late-1", session=old, who="me")  # it was killed, say
     later = Trainer(tmp_path)
     with later.control:
         until(lambda: not list((tmp_path / REQUESTS).iterdir()))
         assert later.answer("too-late-1") == later.answer("too-late-1")
         assert not later.answer("too-late-1").is_done
+
     assert later.stops == []
 
 
@@ -152,15 +164,19 @@ def test_an_id_or_a_link_that_leads_elsewhere_is_refused(tmp_path: Path) -> None
     for wrong in ("../outside", "", "a" * 65, "a/b-------"):
         with pytest.raises(ConfigError):
             ask(tmp_path, "stop", id=wrong, session="x", who="me")
+
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run = tmp_path / "run"
     run.mkdir()
     (run / REQUESTS).symlink_to(elsewhere)
+
     with pytest.raises(ConfigError):
         ask(run, "stop", id="request-1", session="x", who="me")
+
     assert list(elsewhere.iterdir()) == []
     assert read_session(run) is None
+
     (run / SESSION).write_text("damaged")
     assert read_session(run) is None
 
@@ -171,8 +187,10 @@ def test_a_folder_where_a_request_should_be_ends_nothing(tmp_path: Path) -> None
     with trainer.control:
         trainer.ask("resume", "request-1")
         assert trainer.answer("request-1").is_done
+
     (tmp_path / SESSION).unlink()
     (tmp_path / SESSION).mkdir()
     before = len(os.listdir("/proc/self/fd"))
+
     assert all(read_session(tmp_path) is None for _ in range(3))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -23,13 +23,16 @@ def test_a_run_that_can_not_begin_leaves_the_one_that_it_was_to_replace(tmp_path
     write_config(config)
     (tmp_path / "run" / "summary.json").write_text("{}")
     before = contents(tmp_path / "run")
+
     with new_folder(config):  # and the function that it yields is not called
         (tmp_path / "run" / "half").write_text("written")
+
     assert contents(tmp_path / "run") == before
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with new_folder(config) as make_final:
         assert contents(tmp_path / "run") == {}
         make_final()
+
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -64,6 +67,7 @@ def test_one_that_starts_just_now_is_left_alone(tmp_path, small_config):
         new_folder(small_config(tmp_path / "run")),
     ):
         pass
+
     assert {path.name for path in (tmp_path / "run").iterdir()} == set(EARLY)
 
 
@@ -72,11 +76,13 @@ def test_a_folder_that_may_hold_more_is_refused(name, tmp_path, small_config):
     early(tmp_path / "run")
     path = tmp_path / "run" / name
     path.unlink() if name == "trainer.lock" else path.write_text("{}\n")
+
     with (
         pytest.raises(ConfigError, match="is not empty and not a run"),
         new_folder(small_config(tmp_path / "run")),
     ):
         pass
+
     assert (tmp_path / "run" / "store.sqlite").is_file()
 
 
@@ -99,14 +105,18 @@ def test_a_run_that_has_trained_is_not_deleted_whatever_its_head_says(
     HeadFile(config.run_dir).give_up()
     (config.run_dir / "metrics.jsonl").write_text('{"step": 0, "val-core/agent/n": 1.0}\n')
     assert is_given_up(config.run_dir)
+
     if trained is None:
         return
+
     path = config.run_dir / trained
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('{"step": 0}\n{"step": 1, "training/global_step": 1.0}\n')
     assert not is_given_up(config.run_dir)
+
     with pytest.raises(ConfigError, match="holds a run already"), new_folder(config):
         pass
+
     assert path.is_file()
 
 
@@ -130,9 +140,12 @@ def test_sft_is_resumed_without_a_checkpoint(tmp_path, small_config, quiet_view)
     config = small_config(tmp_path / "run", *SFT, "data.eval_share=0", "cold_start.episodes=0")
     with pytest.raises(KeyboardInterrupt):
         sft(config, view=quiet_view(step=1))
+
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
         (checkpoint / "state.json").write_text("torn")
+
     with pytest.raises(ConfigError, match="run of `agentevo sft`"):
         train(config, resume=True, view=quiet_view())
+
     sft(config, resume=True, view=quiet_view())
     assert (tmp_path / "run" / "summary.json").is_file()

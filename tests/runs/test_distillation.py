@@ -41,6 +41,7 @@ def test_what_a_teacher_said_at_the_gateway_lowers_a_students_held_out_loss(
     monkeypatch.chdir(tmp_path)
     for name, tasks in (("few", [{**TASKS[0], "id": "x"}]), ("questions", TASKS)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(t) + "\n" for t in tasks))
+
     with RemoteServer(teach) as server:
         agentevo.train(
             rollout,
@@ -53,9 +54,11 @@ def test_what_a_teacher_said_at_the_gateway_lowers_a_students_held_out_loss(
             **QUIET,
         )
         assert len(server.received) == 2 * len(TASKS)
+
     words = ["trajectories", "export", "teacher", "taught.jsonl", "--sft", "--split", "eval"]
     assert main(words) == 0
     assert "12 of 24 rows are used" in capsys.readouterr().err
+
     with open("taught.jsonl", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert all(
@@ -63,6 +66,7 @@ def test_what_a_teacher_said_at_the_gateway_lowers_a_students_held_out_loss(
         == [f"Word {row['task_id']}?", "Well.", "Sure?", f"word-{int(row['task_id']) % 4}"]
         for row in rows
     )
+
     run = agentevo.sft(
         {"data": {"train": "taught.jsonl", "eval_share": 0.25}},
         run={"dir": "student"},

@@ -22,7 +22,8 @@ from agentevo.types import Task
 
 def test_the_first_process_makes_the_folder_and_the_others_find_it(small_config, tmp_path):
     folder = tmp_path / "run"
-    config, started = small_config(folder), Barrier(8)
+    config = small_config(folder)
+    started = Barrier(8)
 
     def start(_: int) -> None:
         started.wait()
@@ -31,8 +32,10 @@ def test_the_first_process_makes_the_folder_and_the_others_find_it(small_config,
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(start, range(8)))
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+
     again = load_config(folder / "config.yaml")
     assert again == config
+
     written = (folder / "config.yaml").stat()
     ensure_run_folder(again)
     assert (folder / "config.yaml").stat() == written
@@ -46,6 +49,7 @@ def test_another_run_is_refused_and_its_keys_are_named(small_config, tmp_path):
         match=r"run.seed=5 and not 6, trainer.group_size=4 and not 8: .*config\.yaml as the recipe",
     ):
         ensure_run_folder(small_config(tmp_path, "trainer.group_size=8", "run.seed=6"))
+
     assert (tmp_path / "config.yaml").read_text() == held
 
 
@@ -129,7 +133,9 @@ class Answers:
     """As a method: the first call's answer, then what another method says."""
 
     def __init__(self, first, then):
-        self.asked, self._first, self._then = 0, first, then
+        self.asked = 0
+        self._first = first
+        self._then = then
 
     def __get__(self, owner, _):
         async def read(*given):
@@ -174,13 +180,17 @@ def test_machines_without_a_shared_folder_meet_in_the_object_store(machine, tmp_
         patched.setattr(run_identity, "_held", held_by_now)
         SharedConfig.of(machine("first")).write(to_yaml(machine("first")))
         assert ensure_run_folder(machine("slow")) and answers.asked == 2
+
     assert ensure_run_folder(machine("first"))
+
     asyncio.run(fill())
     assert ensure_run_folder(machine("second"))
     assert (tmp_path / "second" / "config.yaml").is_file()
+
     with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=0 and not 1"):
         ensure_run_folder(machine("third", "run.seed=1"))
     assert not (tmp_path / "third").exists()
+
     (tmp_path / "bucket" / "config.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="is no configuration of a run"):
         ensure_run_folder(machine("fourth"))
@@ -202,6 +212,7 @@ def test_what_a_trainer_changes_holds_for_all(machine, tmp_path):
     """Other machines take it over, also one that has its folder, and refuse what was before."""
     confirmed(machine("trainer"), resume=not ensure_run_folder(machine("trainer")))
     assert ensure_run_folder(machine("sampler"))
+
     said = confirmed(machine("trainer", MORE))
     assert said == ["from here on with trainer.steps=7, which was 40"]
     for name in ("sampler", "fresh"):
@@ -209,6 +220,7 @@ def test_what_a_trainer_changes_holds_for_all(machine, tmp_path):
             ensure_run_folder(machine(name))
         assert ensure_run_folder(machine(name, MORE))
         assert load_config(tmp_path / name / "config.yaml").trainer.steps == 7
+
     with pytest.raises(ConfigError, match=r"trainer is a run with .* `agentevo learn RECIPE --re"):
         confirmed(machine("trainer"), resume=False)
 
@@ -238,13 +250,16 @@ def test_weights_of_another_run_are_left_alone(own, machine, tmp_path):
     before = (tmp_path / "bucket" / "config.yaml").read_bytes()
     (tmp_path / "bucket" / "writer.json").write_text("5678")
     write_config(machine("other"))
+
     if own is not None:
         (tmp_path / "other" / "weights").mkdir()
         (tmp_path / "other" / "weights" / "writer").write_text(own)
+
     for resume, more in ((True, (MORE,)), (False, ())):
         with pytest.raises(ConfigError, match="bucket has the weights of another run"):
             confirmed(machine("other", *more), resume=resume)
     assert (tmp_path / "bucket" / "config.yaml").read_bytes() == before
+
     (tmp_path / "bucket" / "writer.json").write_text("12")  # an upload of our own that broke off
     if own is not None:
         assert confirmed(machine("other", MORE))
@@ -277,6 +292,7 @@ def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, t
     ensure_run_folder(machine("sampler"))
     with pytest.raises(ConfigError, match="no trainer of this run has been here"):
         confirmed(machine("sampler", MORE))
+
     write_config(machine("trainer"))
     for change in (
         "rollout.weights.url=null",
@@ -288,9 +304,12 @@ def test_no_resume_where_it_could_not_be_told_or_would_be_another_run(machine, t
             write_config(machine("trainer", *in_turn))
             with pytest.raises(ConfigError, match=f"was started with {change.partition('=')[0]}="):
                 confirmed(machine("trainer", *in_turn, change))
+
     write_config(machine("trainer"))
     other = machine("trainer", "run.seed=9")
     SharedConfig.of(other).write(to_yaml(other))
+
     with pytest.raises(ConfigError, match=r"bucket is a run with run.seed=9 and not 0"):
         confirmed(machine("trainer"), resume=False)
+
     assert load_config(tmp_path / "bucket" / "config.yaml").run.seed == 9

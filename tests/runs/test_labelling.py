@@ -69,13 +69,16 @@ def test_the_most_surprising_attempt_is_asked_about_first_and_none_twice(
     run: Path, say: Any
 ) -> None:
     out = say("r looks fine\nh\nw\n")  # the pipe ends within the third
-    first, second = out.index("hard2"), out.index("== 2 of 8: hard")
+    first = out.index("hard2")
+    second = out.index("== 2 of 8: hard")
     assert first < second and "2 answers kept" in out
     assert "\x1b" not in out and "\x07" not in out and "\u202e" not in out and "{braces}" in out
+
     said = read_annotations(run)
     assert said.attempts["hard2"].verdict == "right"
     assert said.attempts["hard2"].note == "looks fine" and said.attempts["hard2"].who == "ann"
     assert [one.verdict for one in said.attempts.values()] == ["right", "wrong"]
+
     again = say("q\n")
     assert "1 of 6" in again and "hard2" not in again and "0 answers kept" in again
 
@@ -111,6 +114,7 @@ def test_the_order_is_by_surprise_and_what_was_said_is_left_out(run: Path) -> No
     order = attempts_to_label(summaries, nothing)
     assert order[0] == "hard2" and {*order[-4:]} == {f"easy{n}" for n in range(4)}
     assert pairs_to_compare(summaries, nothing)[0] == ("hard0", "hard2")
+
     annotate(run, annotation_of(ATTEMPTS[6], verdict="right"))
     assert "hard2" not in attempts_to_label(summaries, read_annotations(run))
 

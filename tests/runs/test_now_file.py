@@ -35,6 +35,7 @@ def test_it_says_what_the_run_does_and_how_it_ended(tmp_path: Path) -> None:
         shown.append(Moment(phase="training"))
         moment = until(tmp_path, "training")
         assert moment.ended == "" and moment.silent_s() < WAIT_S and moment.process
+
     last = read_moment(tmp_path / NOW)
     assert last is not None and last.ended == "finished"
     assert [path.name for path in tmp_path.iterdir()] == [NOW]
@@ -87,9 +88,11 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     monkeypatch.setattr(now_file, "write_atomic", lambda *_: answers.wait(WAIT_S))
     monkeypatch.setattr(now_file, "END_S", 0.1)
     began = time.monotonic()
+
     with NowFile(tmp_path, Moment, note=notes.append):
         pass
     assert time.monotonic() - began < WAIT_S / 2
+
     answers.set()
     assert "does not answer" in notes[0]
 

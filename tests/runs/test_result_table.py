@@ -30,7 +30,8 @@ def finished(
 ) -> Path:
     """A run's folder with only what a table reads."""
     folder.mkdir(parents=True)
-    steps, planned = more.get("steps", 30), more.get("planned", 30)
+    steps = more.get("steps", 30)
+    planned = more.get("planned", 30)
     config = {
         "run": {"name": name, "dir": str(folder), "seed": seed, "threads": more.get("threads", 1)},
         "trainer": {"steps": planned, "learning_rate": more.get("learning_rate", 0.1)},
@@ -53,6 +54,7 @@ def finished(
         "steps": steps,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
+
     return folder
 
 
@@ -140,14 +142,17 @@ def test_a_figure_that_a_run_lacks_is_left_empty(tmp_path):
 def test_runs_that_did_not_end_are_refused_alone_and_left_out_of_a_sweep(tmp_path):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.yaml").write_text("variants: {z: {}, a: {}}\n")
+
     early = finished(tmp_path / "sweep" / "a-0", name="a", steps=10)
     with pytest.raises(ConfigError, match="this run has not come to its end"):
         read_results([early])
     with pytest.raises(ConfigError, match="no run of this sweep has finished"):
         read_results([tmp_path / "sweep"])
     assert write_sweep_table(tmp_path / "sweep") is None
+
     for name, seed in [("a", 10), ("a", 9), ("z", 0), ("gone", 0)]:
         finished(tmp_path / "sweep" / f"{name}-{seed}", name=name, seed=seed)
+
     assert [(r.name, r.seed) for r in read_results([tmp_path / "sweep"])] == [
         ("z", 0),
         ("a", 9),
@@ -163,6 +168,7 @@ def test_a_page_keeps_all_but_its_table(tmp_path):
     assert page.read_text() == "# Zoo\n\n<!-- table -->\n| new |\n<!-- /table -->\n\nWords.\n"
     write_table(page, "| newer |\n")
     assert page.read_text() == "# Zoo\n\n<!-- table -->\n| newer |\n<!-- /table -->\n\nWords.\n"
+
     write_table(tmp_path / "fresh.md", "| new |\n")
     assert (tmp_path / "fresh.md").read_text() == "<!-- table -->\n| new |\n<!-- /table -->\n"
 
@@ -186,6 +192,7 @@ def test_a_page_without_one_place_for_the_table_is_refused_and_stays(tmp_path, t
 def test_runs_whose_evaluations_failed_in_part_are_marked(tmp_path):
     fine = markdown(make_rows(read_results([finished(tmp_path / "fine", failed=0.02)])))
     assert "(!)" not in fine
+
     folders = [
         finished(tmp_path / "partly", name="partly", failed=0.1),
         finished(tmp_path / "wholly", name="wholly", after=None, failed=1.0),

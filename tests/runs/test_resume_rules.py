@@ -39,12 +39,14 @@ def test_another_run_is_not_resumed(change, tmp_path, small_config, quiet_view):
         for path in (tmp_path / "run").glob("*.*")
         if path.suffix in {".yaml", ".json", ".jsonl"}
     }
+
     other = small_config(tmp_path / "run", "trainer.steps=2", change.format(folder=tmp_path))
     with pytest.raises(
         ConfigError,
         match=rf"was started with {change.split('=')[0]}=.* and not .*give another run\.dir",
     ):
         train(other, resume=True, view=quiet_view())
+
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -98,6 +100,7 @@ def test_a_store_that_moved_is_refused_and_a_new_password_is_not(tmp_path, small
         "postgresql://me@one/runs",
     ):
         check_resume(at(same))
+
     with pytest.raises(
         ConfigError,
         match=r"was started with store\.url='postgresql://me:\$\{env:OLD\}@one/runs' and not",
@@ -114,6 +117,7 @@ def _without(path: Path, *keys: str) -> None:
         for section in sections:
             inner = inner[section]
         del inner[name]
+
     path.write_text(yaml.safe_dump(tree))
     HeadFile(path.parent).know_file(path.name)
 
@@ -169,11 +173,13 @@ def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config
         resume=True,
         view=LiveView("x", plain=True, stream=said),
     )
+
     assert "from here on with trainer.steps=2, which was 1" in said.getvalue()
     assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2
 
 
-OWN, MASK = ("rollout.staleness=1",), ("rollout.staleness=1", "rollout.policy=mask")
+OWN = ("rollout.staleness=1",)
+MASK = ("rollout.staleness=1", "rollout.policy=mask")
 ALIKE = ("algorithm.drop_zero_variance=true", "algorithm.drop_zero_variance=false")
 ROUNDS = ("algorithm.dynamic_sampling=3", "algorithm.dynamic_sampling=0")
 
@@ -213,13 +219,17 @@ def test_a_step_begun_under_another_choice_of_attempts(keys, change, tmp_path, q
 
     with pytest.raises(RuntimeError, match="power cut"):
         train(was, agent=agent, tasks=tasks, view=PowerCut())
-    reserved, own = groups(state="reserved"), {f"{alike}/train@1", f"{other}/train@1"}
+
+    reserved = groups(state="reserved")
+    own = {f"{alike}/train@1", f"{other}/train@1"}
     assert reserved
     assert keys == MASK or (
         f"{alike}/train@1" not in reserved and (change is ALIKE or not reserved <= own)
     )
+
     run = train(now, agent=agent, tasks=tasks, resume=True, view=quiet_view())
     assert run.summary["steps"] == 2 and run.audit().violations == []
+
     trained = groups(trained_step=1)
     assert trained == (
         reserved if keys == MASK else own if change is ALIKE else own - {f"{alike}/train@1"}
@@ -237,11 +247,14 @@ def test_what_a_resume_changes_is_changed_where_machines_meet(tmp_path, quiet_vi
     train(at(url, "trainer.steps=1"), view=quiet_view())
     train(at(url, "trainer.steps=2"), view=quiet_view(), resume=True)
     assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 2
+
     for other in ((), (f"rollout.weights.url=file://{tmp_path / 'other'}",)):
         with pytest.raises(ConfigError, match=r"was started with rollout\.weights\.url="):
             train(at("trainer.steps=3", *other), view=quiet_view(), resume=True)
+
     (tmp_path / "bucket" / "writer.json").write_text("another")
     with pytest.raises(ConfigError, match="bucket has the weights of another run"):
         train(at(url, "trainer.steps=3"), view=quiet_view(), resume=True)
+
     assert load_config(tmp_path / "bucket" / "config.yaml").trainer.steps == 2
     assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2

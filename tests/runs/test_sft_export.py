@@ -19,7 +19,8 @@ from agentevo.store import open_store
 from agentevo.types import Message, RemoteTurn, ToolCall, Trajectory, Turn
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])
-USER, SAID = Message("user", "1 + 2?"), Message("assistant", "3")
+USER = Message("user", "1 + 2?")
+SAID = Message("assistant", "3")
 RAW = answer_reader(None)
 
 
@@ -62,6 +63,7 @@ def test_a_teachers_conversation_is_one_row_that_sft_reads(tmp_path):
     ]  # fmt: skip
     assert row["messages"][1]["reasoning_content"] == "Hm."
     assert (row["model"], row["reward"], row["task_id"]) == ("teacher", 1.0, "t")
+
     report = RowReport("train")
     (read,) = read_conversations(str(tmp_path / "o.jsonl"), "auto", report)
     assert report.bad == []
@@ -94,6 +96,7 @@ def test_the_policys_text_is_taken_apart_as_its_family_writes_it():
     assert message["reasoning_content"] == "Hm."
     assert message["content"].strip() == "I add."
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+
     broken = policy_turn(0, USER, Message("assistant", "Hm.</think><tool_call>{no"), tools=TOOLS)
     (row,) = conversations_of(attempt(turns=[broken]), answer_reader(chat))
     assert row["messages"][1]["weight"] == 0
@@ -115,11 +118,13 @@ def test_attempts_are_chosen_by_reward_and_the_rest_is_accounted_for(tmp_path):
     ]
     rows, report = exported(attempts, tmp_path / "o.jsonl")
     assert [row["messages"][1]["content"] for row in rows] == ["3", "three"]
+
     reasons = {row.where: row.reason for row in report.bad}
     assert reasons == {
         "same": "duplicate", "poor": "low_reward", "broken": "attempt_failed",
         "empty": "empty", "silent": "empty",
     }  # fmt: skip
+
     rows, report = exported(attempts, tmp_path / "o.jsonl", min_reward=0.5, per_task=1)
     assert [row["messages"][1]["content"] for row in rows] == ["three"]
     assert report.counts()["beyond_per_task"] == 3
@@ -154,6 +159,7 @@ def test_nothing_to_export_says_why_and_leaves_the_file(tmp_path):
         exported([poor], out)
     with pytest.raises(ConfigError, match="1 of the split train: choose one with --split"):
         exported([poor], out, split="eval")
+
     assert out.read_text() == "old"
 
 
@@ -171,10 +177,12 @@ def test_the_command_writes_rows_and_the_account_beside_them(tmp_path, monkeypat
     asyncio.run(fill())
     words = ["trajectories", "export", "run", "out.jsonl", "--sft"]
     assert main([*words, "--split", "eval", "--model", "teacher"]) == 0
+
     shown = capsys.readouterr()
     assert "1 conversations written to out.jsonl" in shown.out
     assert "1 left out, attempt without success" in shown.err
     assert json.loads(Path("out.jsonl.bad_rows.jsonl").read_text())["where"] == "b"
+
     for wrong, said in (
         (["--split", "eval", "--model", "techer"], "the run has policy, teacher"),
         (["--split", "test"], "there are train, eval"),
@@ -182,6 +190,7 @@ def test_the_command_writes_rows_and_the_account_beside_them(tmp_path, monkeypat
     ):
         assert main([*words, "--overwrite", *wrong]) == 2
         assert said in capsys.readouterr().err
+
     assert main(["trajectories", "export", "run", "o.jsonl", "--min-reward", "1"]) == 2
     assert "add --sft" in capsys.readouterr().err
 

@@ -33,9 +33,11 @@ def train_twice(small_config, quiet_view, folder: Path, url: str) -> None:
     first = train(small_config(folder, *QUICK, store), view=quiet_view())
     before = counts(url)
     assert before["steps"] == 1
+
     with pytest.raises(ConfigError, match="holds a run already"):
         train(small_config(folder, *QUICK, store), view=quiet_view())
     assert counts(url) == before
+
     again = train(
         small_config(folder, *QUICK, store, "run.seed=6", "run.overwrite=true"), view=quiet_view()
     )
@@ -68,18 +70,22 @@ def test_another_run_s_store_is_refused_and_left_alone_whatever_is_overwritten(
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
     train(small_config(tmp_path / "one", *QUICK, f"store.url={url}"), view=quiet_view())
     before = counts(url)
+
     with pytest.raises(
         ConfigError,
         match=r"store\.url: the store holds .* 1 steps of another run: give another file",
     ):
         train(small_config(tmp_path / "two", *QUICK, f"store.url={url}"), view=quiet_view())
+
     assert not (tmp_path / "two").exists()
+
     train(small_config(tmp_path / "two", *QUICK), view=quiet_view())
     with pytest.raises(ConfigError, match="of another run"):
         train(
             small_config(tmp_path / "two", *QUICK, f"store.url={url}", "run.overwrite=true"),
             view=quiet_view(),
         )
+
     assert (tmp_path / "two" / "config.yaml").is_file()
     assert counts(url) == before
 
@@ -92,6 +98,7 @@ def test_the_store_of_another_run_is_refused_by_every_part_of_a_run(
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
     train(small_config(tmp_path / "one", *QUICK, f"store.url={url}"), view=quiet_view())
     before = counts(url)
+
     other = small_config(tmp_path / "two", *QUICK, f"store.url={url}")
     for start in (
         lambda: learn(other, view=quiet_view()),
@@ -104,5 +111,6 @@ def test_the_store_of_another_run_is_refused_by_every_part_of_a_run(
             r"that run's own run\.dir",
         ):
             start()
+
     assert not (tmp_path / "two").exists()
     assert counts(url) == before

@@ -44,6 +44,7 @@ def test_a_closed_port(closed_port):
                 f"postgresql://me:hush@127.0.0.1:{closed_port}/runs", within_s=3.0, tell=told.append
             )
         )
+
     assert (
         len(told) == 1
         and f"postgresql://me:***@127.0.0.1:{closed_port}/runs" in told[0]
@@ -54,7 +55,9 @@ def test_a_closed_port(closed_port):
 @pytest.mark.slow
 def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
     monkeypatch.setattr(patience, "SILENT_S", 0.2)
-    told, begun = [], time.monotonic()
+    told = []
+    begun = time.monotonic()
+
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -68,6 +71,7 @@ def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
                     tell=told.append,
                 )
             )
+
     assert 0.9 < time.monotonic() - begun < 20
     assert (
         len(told) == 1
@@ -85,6 +89,7 @@ def test_the_commands_say_what_they_wait_for(command, closed_port, tmp_path, mon
     monkeypatch.setenv("PASSWORD_OF_RUNS", "hush")
     url = f"store.url=postgresql://me:${{env:PASSWORD_OF_RUNS}}@127.0.0.1:{closed_port}/runs"
     assert main([command, "coins", f"run.dir={tmp_path / 'run'}", "model.name=tiny", url]) != 0
+
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if "waiting until" in line]
     assert lines and all("Connect call failed" in line for line in lines)
@@ -102,8 +107,12 @@ def run_at(url, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        *(["store", "stats", "URL"], ["store", "gc", "RUN"], ["store", "export", "URL", "OUT"]),
-        *(["trajectories", "show", "RUN"], ["trajectories", "watch", "RUN"], ["audit", "RUN"]),
+        ["store", "stats", "URL"],
+        ["store", "gc", "RUN"],
+        ["store", "export", "URL", "OUT"],
+        ["trajectories", "show", "RUN"],
+        ["trajectories", "watch", "RUN"],
+        ["audit", "RUN"],
     ],
     ids=" ".join,
 )
@@ -116,7 +125,9 @@ def test_nobody_waits_long_at_a_prompt_for_a_database_that_is_away(words, tmp_pa
         url = f"postgresql://127.0.0.1:{silent.getsockname()[1]}/runs"
         names = {"URL": url, "RUN": run_at(url, tmp_path), "OUT": str(tmp_path / "out.jsonl")}
         assert main([*(names.get(word, word) for word in words), "--wait=0.3"]) == 1
+
     assert time.monotonic() - begun < 20
+
     err = capsys.readouterr().err
     assert "opening the store: given up after 0.3 s" in err and "does not answer" in err
     assert "or wait longer with --wait SECONDS" in err
@@ -145,6 +156,7 @@ def test_a_database_that_goes_away_ends_a_long_call_in_a_minute(monkeypatch):
 def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
     for module in (sql, sqlite):
         monkeypatch.setattr(module, "AWAY_S", 0.3)
+
     url = f"sqlite:///{tmp_path / 'store.sqlite'}"
 
     async def work():
@@ -163,8 +175,11 @@ def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        *(["trajectories", "watch", "RUN"], ["trajectories", "show", "RUN"], ["report", "RUN"]),
-        *(["audit", "RUN"], ["store", "stats", "RUN"]),
+        ["trajectories", "watch", "RUN"],
+        ["trajectories", "show", "RUN"],
+        ["report", "RUN"],
+        ["audit", "RUN"],
+        ["store", "stats", "RUN"],
     ],
     ids=" ".join,
 )

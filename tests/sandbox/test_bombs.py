@@ -133,11 +133,14 @@ def test_a_bomb_is_contained(kind: str, name: str) -> None:
     if bomb.errors:
         assert found.error is not None, found
         assert found.error.type in bomb.errors, found
+
     assert found.files_lost or bomb.loses != "files", found
     assert len(found.stdout) + len(found.stderr) + len(found.value or "") < 3 * 9000
     assert len(repr(found.error)) < 20_000
+
     if not found.is_alive:
         assert after.is_new
+
     # threads and children that a living interpreter keeps may use up its own limits
     assert after.value == "42" or found.is_alive, after
     assert psutil.Process().memory_info().rss - memory < 300 * 2**20
@@ -190,13 +193,16 @@ def test_a_sandbox_dies_with_the_run(kind: str, number: signal.Signals) -> None:
         assert host.stdout.readline() == "ready\n"
         assert sleeps(mark)
         host.send_signal(number)
+
     until = time.monotonic() + 60
     while sleeps(mark) and time.monotonic() < until:
         time.sleep(0.05)
     assert not sleeps(mark)
+
     folders = Path(tempfile.gettempdir())
     if kind == "landlock" and number == signal.SIGKILL:
         assert list(folders.glob(f"agentevo-sandbox-*-{host.pid}-*"))
+
     asyncio.run(opened_once(kind))
     assert not list(folders.glob(f"agentevo-sandbox-*-{host.pid}-*"))
 

@@ -27,6 +27,7 @@ def group():
         folder.mkdir()
     except (OSError, IndexError) as error:
         pytest.skip(f"no cgroup can be made here: {error}")
+
     yield Group(folder)
     with suppress(OSError):
         folder.rmdir()
@@ -88,6 +89,7 @@ except OSError as error:
 def test_the_kernel_keeps_the_limits(kind, monkeypatch):
     folder = handed_down().folder
     monkeypatch.setattr(local.watch, "add", lambda watched: None)
+
     sandbox = OpenSandbox(SandboxSection(type=kind, memory_mib=100, processes=24, disk_mib=16), {})
     try:
         assert len(list(folder.glob(f"{cgroups.PREFIX}*"))) == 1
@@ -97,12 +99,14 @@ def test_the_kernel_keeps_the_limits(kind, monkeypatch):
         assert forks.stdout == "True BlockingIOError\n"
     finally:
         sandbox.close()
+
     assert list(folder.glob(f"{cgroups.PREFIX}*")) == []
 
 
 def test_cpus_bounds_what_all_compute_together(kind):
     if "cpu" not in handed_down().controllers:
         pytest.skip("cpu is not handed down")
+
     code = "import time\nc, t = time.process_time(), time.monotonic()\n"
     code += "while time.monotonic() < t + 2: pass\n(time.process_time() - c) < 1"
     sandbox = OpenSandbox(SandboxSection(type=kind, cpus=0.2), {})
@@ -118,9 +122,11 @@ def test_sandboxes_that_start_together_find_one_place(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "_own_folders", lambda: [tmp_path])
     monkeypatch.setattr(cgroups, "_try", lambda folder: tried.append(folder) or time.sleep(0.1))
     cgroups._found.cache_clear()
+
     try:
         with ThreadPoolExecutor(4) as threads:
             places = list(threads.map(lambda _: cgroups.place(), range(4)))
     finally:
         cgroups._found.cache_clear()
+
     assert {one.folder for one in places} == {tmp_path} and len(tried) == 1

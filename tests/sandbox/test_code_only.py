@@ -53,12 +53,14 @@ def executed(code, variables):
 async def openenv(says=(), full=0, places=None):
     """A coding environment. `says`: texts in place of answers to steps; `die`, `hang`. `full`: how
     many resets find no free session. `places`: gets the header that tells of a place in a trace."""
-    says, refused = list(says), [None] * full
+    says = list(says)
+    refused = [None] * full
 
     async def episode(connection):
         variables = {}
         if places is not None:
             places.append(connection.request.headers.get("traceparent"))
+
         with suppress(ConnectionClosed):
             async for text in connection:
                 message = json.loads(text)
@@ -67,13 +69,16 @@ async def openenv(says=(), full=0, places=None):
                     data = {"code": "CAPACITY_REACHED", "message": "full"}
                     await connection.send(json.dumps({"type": "error", "data": data}))
                     continue
+
                 code = message["data"].get("code", "")
                 said = says.pop(0) if says and code and "6 * 7" not in code else None
                 if said == "die":
                     return
+
                 if said == "hang":
                     await connection.wait_closed()
                     return
+
                 stdout, stderr, status = executed(code, variables)
                 seen = {"stdout": stdout, "stderr": stderr, "exit_code": status, "metadata": {}}
                 data = {"observation": seen, "reward": None, "done": False}
@@ -95,6 +100,7 @@ def test_an_episode_of_openenv_is_an_interpreter():
             assert "ZeroDivisionError" in failed.stderr and failed.error.type == "CodeFailed"
             assert failed.is_alive and not failed.is_new
             small = section.model_copy(update={"output_kib": 1})
+
         async with openenv() as section:
             small = section.model_copy(update={"output_kib": 1})
             async with Sandboxes(small).open() as sandbox:
@@ -137,6 +143,7 @@ def test_what_they_can_not_do_is_refused_in_words():
         async with openenv() as section:
             with pytest.raises(SandboxError, match="calls no functions of this machine"):
                 await OpenEnv().open(section, tools)
+
             async with Sandboxes(section).open() as sandbox:
                 for call in (
                     sandbox.files(),
@@ -146,6 +153,7 @@ def test_what_they_can_not_do_is_refused_in_words():
                 ):
                     with pytest.raises(SandboxError, match="use a sandbox of this machine"):
                         await call
+
         for kind, made in (("openenv", OpenEnv()), ("agentdock", AgentDock())):
             gone = section.model_copy(update={"type": kind})
             assert "can be reached" in (problem := await made.problem(gone)) or (
@@ -160,6 +168,7 @@ def test_what_they_can_not_do_is_refused_in_words():
     ):
         with pytest.raises(pydantic.ValidationError, match=message):
             SandboxSection(**{"type": "openenv", "url": "http://a", **wrong})
+
     good = SandboxSection(type="agentdock", url="http://a/mcpapi", timeout_s=3)
     assert SandboxSection.model_validate(good.model_dump()) == good, "as a resumed run reads it"
     with pytest.raises(pydantic.ValidationError, match="tools: a sandbox of type agentdock"):
@@ -180,6 +189,7 @@ async def node(answer, places=None):
             code = json.loads(await reader.readexactly(length))["code"]
             seen.append(head.splitlines()[0])
             places.extend(line for line in head.splitlines() if line.startswith("traceparent"))
+
             given = answer(code)
             if given is None:
                 await reader.read()
@@ -191,6 +201,7 @@ async def node(answer, places=None):
                 )
                 writer.write(body)
                 await writer.drain()
+
         writer.close()
 
     server = await asyncio.start_server(client, "127.0.0.1", 0)
@@ -223,7 +234,9 @@ def test_servers_are_told_of_the_call_that_they_are_asked_for():
     place = Place(7, 9, True)
 
     async def work():
-        agentdock_s, openenv_s = [], []
+        agentdock_s = []
+        openenv_s = []
+
         done = json.dumps({"content": [{"type": "text", "text": "42\n"}]}).encode()
         async with (
             node(lambda code: (200, done), agentdock_s) as (section, _),
@@ -234,11 +247,13 @@ def test_servers_are_told_of_the_call_that_they_are_asked_for():
             await sandbox.run("1")
             current.reset(token)
             await sandbox.run("1")
+
         assert agentdock_s == [f"traceparent: {place.header}"]
         async with openenv(places=openenv_s) as section:
             current.set(SimpleNamespace(place=place))
             async with Sandboxes(section).open() as sandbox:
                 await sandbox.run("1")
+
         assert place.header in openenv_s
 
     run(work)

@@ -24,15 +24,18 @@ class Host:
     """Canaries: a file, a process, a variable, a port, and sockets with a path and with a name."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, folder / "canary"
+        self.folder = folder
+        self.file = folder / "canary"
         self.file.write_text(SECRET)
         self.file.chmod(0o666)
+
         self.process = subprocess.Popen(["sleep", "3600"], env={"CANARY": SECRET})
         self.port = socket.create_server(("127.0.0.1", 0))
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(folder / "s"))
         self.named = socket.socket(socket.AF_UNIX)
         self.named.bind(f"\0agentevo-canary-{os.getpid()}")
+
         for one in (self.port, self.socket, self.named):
             one.listen()
             one.setblocking(False)
@@ -48,6 +51,7 @@ class Host:
         }
         for word, meaning in words.items():
             code = code.replace(word, meaning)
+
         return code
 
     def check(self, execution: Execution) -> None:
@@ -58,6 +62,7 @@ class Host:
         assert self.file.stat().st_nlink == 1
         assert sorted(path.name for path in self.folder.iterdir()) == ["canary", "s"]
         assert self.process.poll() is None
+
         state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         assert state in "SR"
         for one in (self.port, self.socket, self.named):
@@ -96,11 +101,13 @@ def test_an_escape_is_contained(opened: OpenSandbox, host: Host, name: str) -> N
     found = opened(lambda sandbox: sandbox.run(host.told(tried.code), 3.0))
     host.check(found)
     judge(found, tried)
+
     after = opened(lambda sandbox: sandbox.run("6 * 7"))
     if after.value != "42":  # the interpreter that it has left is broken: then it says so
         assert after.error is not None
         opened(lambda sandbox: sandbox.execute(["true"]))
         after = opened(lambda sandbox: sandbox.run("6 * 7"))
+
     assert after.value == "42"
 
 
@@ -126,5 +133,6 @@ for number in {numbers}:
         if error.errno not in (1, 38):
             wrong.append((number, error.errno))
 wrong"""
+
     assert len(numbers) > 60
     assert opened(lambda sandbox: sandbox.run(code)).value == "[]"

@@ -107,23 +107,28 @@ def test_it_is_a_sandbox_as_those_of_this_machine(secret, tmp_path):
         ):
             first = await sandbox.run("x = search('cats', k=2)\nprint('hi')\nx['got']['k'] * 21")
             assert (first.value, first.stdout, first.error) == ("42", "hi\n", None)
+
             broken = await sandbox.run("search('broken')")
             assert broken.error.message == "no such page" and broken.is_alive
             assert "secret words" not in (await sandbox.run("search('bug')")).error.message
+
             await sandbox.write_file("in/a.bin", bytes(range(256)))
             made = await sandbox.run("open('b', 'wb').write(open('in/a.bin', 'rb').read()[::-1])")
             assert made.files == ("b",) and await sandbox.files() == {"b": 256, "in/a.bin": 256}
             assert await sandbox.read_file("b") == bytes(range(256))[::-1]
             assert await sandbox.export(tmp_path / "out") == ("b", "in/a.bin")
+
             program = await sandbox.execute(
                 ["python", "-c", "print(input()); raise SystemExit(3)"], stdin=b"\xc3\xa4\n"
             )
             assert (program.stdout, program.exit_code) == ("ä\n", 3)
+
             again = await sandbox.run("x")
             assert again.is_new and again.error.type == "NameError"
             for path in ("../out", "/etc/passwd", "none", "\ud800"):
                 with pytest.raises(SandboxError):
                     await sandbox.read_file(path)
+
             late = await sandbox.run("while True: pass", deadline_s=0.5)
             assert late.error.type == "Timeout"
             assert (await sandbox.run("'on'")).value == "'on'"
@@ -139,12 +144,16 @@ def test_who_has_no_key_gets_nothing(secret, monkeypatch):
                 with pytest.raises(SandboxError, match="api_key") as refused:
                     await remote.Remote().open(section, {})
                 assert not key.strip() or key not in str(refused.value)
+
             bare = section.model_copy(update={"api_key": None})
             with pytest.raises(SandboxError, match="key is wrong or missing"):
                 await remote.Remote().open(bare, {})
+
             async with httpx.AsyncClient() as client:
                 assert (await client.get(f"{section.url}/sandbox")).status_code == 401
+
             assert server.num_sessions == 0
+
         with pytest.raises(SandboxError, match="can't be reached"):
             await remote.Remote().open(bare, {})
 
@@ -182,15 +191,19 @@ def test_a_client_that_is_gone_leaves_nothing_running(secret):
             running = asyncio.create_task(sandbox.run("import time; time.sleep(50)"))
             await asyncio.sleep(0)
             assert is_running(pid)
+
             sandbox._connection.transport.abort()
             assert (await running).error.type == "SandboxDied"
+
             await until(lambda: not is_running(pid) and server.num_sessions == 0)
             again = await sandbox.run("import os; os.getpid()")
             assert again.is_new, "the next call has another one"
+
             await sandbox.close()
             await until(lambda: not is_running(int(again.value)))
             with pytest.raises(SandboxError, match="closed"):
                 await sandbox.run("1")
+
             await until(lambda: server.num_sessions == 0)
 
     run(work)
@@ -203,9 +216,11 @@ def test_a_call_that_is_cancelled_ends_its_sandbox(secret):
             running = asyncio.create_task(sandbox.run("import time; time.sleep(50)"))
             await until(lambda: server.num_sessions == 1)
             await asyncio.sleep(0.1)
+
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
+
             await until(lambda: server.num_sessions == 0)
 
     run(work)
@@ -232,6 +247,7 @@ def test_a_full_server_says_so(secret):
             impatient = section.model_copy(update={"wait_timeout_s": 0.2})
             with pytest.raises(SandboxError, match="has 1 sandboxes open"):
                 await remote.Remote().open(impatient, {})
+
             waiting = asyncio.create_task(remote.Remote().open(section, {}))
             gone = asyncio.create_task(remote.Remote().open(section, {}))
             await asyncio.sleep(0.2)
@@ -239,6 +255,7 @@ def test_a_full_server_says_so(secret):
             await first.close()
             second = await waiting
             assert (await second.run("2")).value == "2"
+
             await second.close()
 
     run(work)
@@ -287,6 +304,7 @@ def test_a_client_that_misuses_the_protocol_ends_its_own_sandbox(secret, monkeyp
                 with suppress(ConnectionClosed):
                     while True:
                         await raw.recv()
+
             await until(lambda: server.num_sessions == 0)
             async with Sandboxes(section).open() as sandbox:
                 assert (await sandbox.run("6 * 7")).value == "42"
@@ -304,6 +322,7 @@ def test_a_server_that_ends_costs_the_call(secret):
             await server.close()
             ended = await running
             assert ended.error.type == "SandboxDied" and ended.files_lost and not ended.is_alive
+
         with pytest.raises(SandboxError, match="can't be reached"):
             await sandbox.run("1")
 
@@ -315,12 +334,14 @@ def test_a_program_whose_server_ends_is_told_apart_from_one_that_fails(secret):
         async with served(secret) as (server, section):
             sandbox = await remote.Remote().open(section, {})
             assert not (await sandbox.execute(["python", "-c", "1 / 0"])).server_lost
+
             sleeps = ["python", "-c", "import time; time.sleep(50)"]
             running = asyncio.create_task(sandbox.execute(sleeps))
             await asyncio.sleep(0.3)
             await server.close()
             ended = await running
             assert ended.server_lost and ended.exit_code is None
+
             await sandbox.close()
 
     run(work)
@@ -371,6 +392,7 @@ def test_processes_that_are_killed_leave_nothing_behind(tmp_path):
         url = server.stderr.readline().split()[-1]
         env = {**os.environ, "BOX_KEY": (tmp_path / "box" / "secret").read_text().strip()}
         assert (tmp_path / "box" / "secret").stat().st_mode & 0o77 == 0
+
         code = "import os; open('{}', 'w').write(str(os.getpid())); import time; time.sleep(300)"
         words = ["type=remote", f"url={url}", "api_key=${env:BOX_KEY}", "timeout_s=30"]
 
@@ -380,10 +402,12 @@ def test_processes_that_are_killed_leave_nothing_behind(tmp_path):
             process = subprocess.Popen(
                 [sys.executable, "-m", "agentevo", *words_of], cwd=tmp_path, env=env
             )
+
             ends = time.monotonic() + LONG_S
             place = tmp_path / f"{name}.pid"
             while not (place.exists() and place.read_text()) and time.monotonic() < ends:
                 time.sleep(0.05)
+
             return process, int(place.read_text())
 
         first, pid = client("first")
@@ -393,6 +417,7 @@ def test_processes_that_are_killed_leave_nothing_behind(tmp_path):
         second, pid = client("second")
         server.send_signal(signal.SIGKILL)
         assert second.wait(LONG_S) == 1, "its code has failed, as SandboxDied"
+
         asyncio.run(until(lambda: not is_running(pid)))
     finally:
         server.kill()

@@ -65,6 +65,7 @@ def test_errors_of_syntax_and_exits_leave_the_interpreter_alive(opened: OpenSand
         assert ended.error is not None
         assert ended.error.type in (kind, "ValueError"), code
         assert ended.is_alive
+
     assert ran(opened, "kept").value == "7"
 
 
@@ -104,6 +105,7 @@ def test_an_interpreter_that_can_not_be_interrupted_is_replaced_and_the_files_st
     assert stuck.error is not None
     assert stuck.error.type == "Timeout"
     assert not stuck.is_alive
+
     after = ran(opened, "'kept' in globals(), open('stays.txt').read()")
     assert after.is_new
     assert after.value == "(False, 'here')"
@@ -268,8 +270,10 @@ def test_links_devices_and_pipes_are_no_files(opened: OpenSandbox) -> None:
     for path in ("away/hostname", "zero", "pipe", "folder", "missing"):
         with pytest.raises(SandboxError):
             opened(lambda sandbox, path=path: sandbox.read_file(path))  # type: ignore[misc]
+
     with pytest.raises(SandboxError):
         opened(lambda sandbox: sandbox.write_file("away/x", b""))
+
     assert not {"away", "zero", "pipe"} & set(opened(lambda sandbox: sandbox.files()))
 
 
@@ -333,6 +337,7 @@ def test_more_sandboxes_than_allowed_wait_for_one_another() -> None:
 
         async with asyncio.timeout(120):
             await asyncio.gather(*(one() for _ in range(6)))
+
         return most
 
     assert asyncio.run(use()) == 2
@@ -374,19 +379,23 @@ def test_a_cancelled_start_leaves_nothing(kind: str) -> None:
         opener = Sandboxes(SandboxSection(type=kind, max_sandboxes=1))
         async with opener.open():
             pass
+
         for delay_s in (0.0, 0.005, 0.02, 0.05):
             opening = asyncio.create_task(opener.open().__aenter__())
             await asyncio.sleep(delay_s)
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
+
         async with opener.open() as sandbox:  # the place is free again
             assert (await sandbox.run("1")).value == "1"
 
     before = set(ending._alive)
     asyncio.run(use())
+
     until = time.monotonic() + 60
     while ending._alive - before and time.monotonic() < until:
         time.sleep(0.05)
+
     assert not ending._alive - before
 
 
@@ -412,6 +421,7 @@ def test_halves_of_surrogate_pairs_are_the_codes_failure() -> None:
                 await sandbox.execute(["echo", "\ud800"])
             with pytest.raises(SandboxError, match="no Unicode"):
                 await sandbox.write_file("\ud800", b"")
+
             await sandbox.run("x = 1")
             failed = await sandbox.run("'\ud800'")
             assert (await sandbox.run("x")).value == "1"  # it lives on

@@ -48,15 +48,18 @@ def test_a_process_whose_name_is_no_text_is_watched_and_ended() -> None:
     )
     with process:
         assert process.stdout is not None
+
         process.stdout.readline()
         found: list[str] = []
         limits = {"memory_mib": 1, "processes": 100, "disk_mib": 1, "max_files": 10}
         watch.Watched(
             process.pid, **limits, folder=None, work="/", end=lambda kind, words: found.append(kind)
         ).look()
+
         assert found == ["OutOfMemory"]
         assert not ending._is_dead(process.pid)
         assert ending._is_of(Path(f"/proc/{process.pid}"), os.getuid())
+
         process.kill()
 
 
@@ -78,5 +81,6 @@ def test_what_can_not_be_watched_is_ended_and_others_are_watched_on() -> None:
     until = time.monotonic() + 60
     while len(ended) < 2 and time.monotonic() < until:
         time.sleep(0.01)
+
     assert ended.keys() == {-1, -2}
     assert "no number" in ended[-1]

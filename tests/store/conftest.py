@@ -32,7 +32,8 @@ class ManualClock:
     """Goes only when told to."""
 
     def __init__(self) -> None:
-        self.wall, self.steady = 1.7e9, 1000.0
+        self.wall = 1.7e9
+        self.steady = 1000.0
 
     def now(self) -> Now:
         return Now(self.wall, self.steady)

@@ -57,7 +57,8 @@ def test_a_call_knows_what_it_is_inside_of(
 ) -> None:
     async def scenario() -> None:
         async with make_log() as log:
-            calls, other = AttemptCalls(log, "t"), AttemptCalls(log, "u")
+            calls = AttemptCalls(log, "t")
+            other = AttemptCalls(log, "u")
             with calls.attempt("Player"):
                 async with calls.call("tool", "plan", depth=2) as plan:
                     with record_call("policy", "generate") as asked:
@@ -73,6 +74,7 @@ def test_a_call_knows_what_it_is_inside_of(
                             pass
 
                 await asyncio.gather(search("a"), search("b"))
+
             with calls.call("scorer", "exact"):  # when it is over
                 pass
             with record_call("policy", "outside"):
@@ -93,10 +95,12 @@ def test_a_call_knows_what_it_is_inside_of(
         "in b": "b",
         "exact": "Player",
     }
+
     found = {one.name: one for one in by_id.values()}
     assert found["plan"].attributes == {"depth": 2, "done": True}
     assert found["generate"].attributes == {"turn": 0}
     assert found["other"].trajectory_id == "u"
+
     for one in by_id.values():
         assert one.status == "completed" and one.error is None
         assert one.ended_at is not None and one.ended_at >= one.started_at
@@ -121,6 +125,7 @@ def test_how_a_call_ended(store: MemoryStore, make_log: Callable[..., CallLog]) 
                 left = calls.call("tool", "left", share=float("nan"), big=2**70, text="é" * 999)
                 left.__enter__()
                 attempt.outcome("failed", "out of time")
+
             left.__exit__(None, None, None)
 
     asyncio.run(scenario())
@@ -129,9 +134,11 @@ def test_how_a_call_ended(store: MemoryStore, make_log: Callable[..., CallLog]) 
     assert ends["Player"] == ("failed", "out of time")
     assert ends["cancelled"] == ("cancelled", None)
     assert ends["left"] == ("cancelled", "its attempt ended")
+
     status, error = ends["raises"]
     assert status == "failed" and error is not None and error.startswith("ValueError: no?o")
     assert len(error) == call_log.MAX_TEXT
+
     small = found["left"].attributes
     assert (small["share"], small["big"]) == ("nan", str(2**70)) and len(str(small["text"])) < 999
 
@@ -148,11 +155,13 @@ def test_a_call_is_seen_within_a_second(sqlite_url: str) -> None:
                     assert time.monotonic() - started < 60, "never"
                     await asyncio.sleep(0.02)
                 seen = time.monotonic() - started
+
             for _ in range(1000):
                 if ended := [one async for one in store.calls(state="ended")]:
                     assert [one.call.name for one in ended] == ["Player"]
                     return seen
                 await asyncio.sleep(0.02)
+
         raise AssertionError("its end was never seen")
 
     assert asyncio.run(scenario()) < 30  # 0.5 s on a machine that has time
@@ -175,9 +184,11 @@ def test_a_store_that_is_away_costs_calls_and_nothing_else(
                     with calls.call("tool", str(number)):
                         await asyncio.sleep(0.005)
                 assert store.written == {} and log.dropped == 16
+
                 store.fails = None
                 while len(store.written) < 10:  # those that were held are written after all
                     await asyncio.sleep(0.01)
+
                 with calls.call("tool", "again"):
                     pass
 
@@ -219,6 +230,7 @@ def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
         return time.monotonic() - started
 
     assert asyncio.run(scenario()) < 2.5
+
     why = "the run ended before the store had taken them"
     assert told == [f"1 calls of attempts were not recorded: {why}"]
 
@@ -244,6 +256,7 @@ def test_a_million_calls_take_bounded_memory(
                 assert len({*log._new, *dict(log._writing)}) <= 1000
                 assert log.dropped >= 99_000
                 await asyncio.sleep(0)
+
         assert log.dropped == 1_000_010
 
     asyncio.run(scenario())
@@ -299,9 +312,12 @@ asyncio.run(main())
                 if running == ["Player", "search"]:
                     break
                 await asyncio.sleep(0.1)
+
             assert running == ["Player", "search"]
+
             process.kill()
             process.wait()
+
         clock.steady = 1e12  # long after
         async with await open_store(url, clock=clock) as store:
             states = {one.call.name: one.state async for one in store.calls(trajectory_id="t")}

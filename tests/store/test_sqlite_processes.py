@@ -80,6 +80,7 @@ sys.stdin.read()
     async def scenario() -> None:
         writer = start_script(program(body), sqlite_url)
         assert writer.stdout is not None and writer.stdout.readline() == "open\n"
+
         sizes = set()
         async with await open_store(sqlite_url, timeout_s=20) as store:
             while (count := (await store.counts())["trajectories/train/ready"]) < 1000:
@@ -91,10 +92,13 @@ sys.stdin.read()
                     writer.poll() is None
                     or (await store.counts())["trajectories/train/ready"] == 1000
                 )
+
             assert [stored.trajectory.id async for stored in store.trajectories(step=7)] == [
                 f"7-{i}" for i in range(50)
             ]
+
         assert all(size % 50 == 0 for size in sizes), "a transaction is seen whole or not at all"
+
         writer.kill()
         writer.wait()
 
@@ -189,7 +193,9 @@ for step in range(first, 100000):
                 assert [(s.id, s.state) for s in trained] == [
                     (f"{step.step}-{i}", "committed") for i in range(20)
                 ]
+
             assert (await store.counts())["trajectories/train/committed"] == 20 * len(steps) > 0
+
             check = await store._run(
                 "check", lambda connection: connection.scalar(text("PRAGMA integrity_check"))
             )

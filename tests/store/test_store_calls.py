@@ -53,6 +53,7 @@ def test_a_call_is_running_then_ended_or_lost(url: str, clock: Any) -> None:
             failed = ended(call(2), status="failed", error="no\0", attributes={"turn": 7})
             for _ in range(2):  # again is harmless
                 await store.write_calls([failed])
+
             stored = [one async for one in store.calls(trajectory_id="t")]
             assert stored == [
                 StoredCall(call=call(1), state="running"),
@@ -61,21 +62,25 @@ def test_a_call_is_running_then_ended_or_lost(url: str, clock: Any) -> None:
             assert await states(store) == [
                 ("ab-1", "running"), ("ab-2", "ended"), ("ab-3", "running"),
             ]  # fmt: skip
+
             clock.steady += LOST_S - 1
             await store.renew_calls("cd")  # another recorder
             assert await states(store, state="running") == [
                 ("ab-1", "running"),
                 ("ab-3", "running"),
             ]
+
             clock.steady += 2
             assert await states(store, state="running") == []
             assert await states(store, state="lost") == [("ab-1", "lost"), ("ab-3", "lost")]
+
             await store.renew_calls("ab")
             assert await states(store, state="running", trajectory_id="u") == [("ab-3", "running")]
             assert await states(store, state="ended") == [("ab-2", "ended")]
             assert await states(store, newest_first=True, limit=2) == [
                 ("ab-3", "running"), ("ab-2", "ended"),
             ]  # fmt: skip
+
             clock.steady -= 1000  # the machine was started again
             assert await states(store, state="running") == []
             assert len(await states(store, state="lost")) == 2
@@ -92,6 +97,7 @@ def test_many_calls_are_read_page_by_page(url: str) -> None:
             assert [one.call async for one in store.calls()] == many
             assert [one.call async for one in store.calls(newest_first=True)] == many[::-1]
             assert [one.call async for one in store.calls(limit=501)] == many[:501]
+
             with pytest.raises(StoreError, match="state='done' is unknown: use one of running"):
                 _ = [one async for one in store.calls(state="done")]  # type: ignore[arg-type]
             with pytest.raises(StoreError, match="limit=-1 is negative"):
@@ -113,6 +119,7 @@ def test_calls_are_kept_as_long_as_their_trajectory(
             for name, step in (("a", 1), ("b", 1), ("c", 2)):
                 one = make_trajectory(name, task_id="task" if name == "a" else "other")
                 await store.write_trajectories([one], split="train", step=step)
+
             names = ("a", "b", "c", "young", "old", "running")
             young = clock.wall - 10
             calls = {
@@ -126,13 +133,16 @@ def test_calls_are_kept_as_long_as_their_trajectory(
                 [*calls.values(), call(5, "running", started_at=clock.wall - 9000.0)]
             )
             assert (await store.gc())["calls"] == 1
+
             left = {one.call.trajectory_id async for one in store.calls()}
             assert left == {"a", "b", "c", "young", "running"}
+
             await store.reserve(["a"], 1)
             await store.commit_step(1, {})
             await store.drop(["b"], "spent")
             await store.rewind(1)
             assert {one.call.trajectory_id async for one in store.calls()} == left - {"c"}
+
             clock.steady += LOST_S + 1
             done = await store.gc(dropped=True)
             assert (done["tokens"], done["calls"]) == (1, 2)
@@ -153,11 +163,13 @@ def test_calls_travel_between_stores(
             await store.write_calls([call(2000, parent=None)])
             assert await export_store(store, tmp_path / "1.jsonl") == 1003
             assert await import_store(store, tmp_path / "1.jsonl") == 0
+
         async with await open_store(new_url()) as other:
             assert await import_store(other, tmp_path / "1.jsonl") == 1003
             assert await import_store(other, tmp_path / "1.jsonl") == 0
             assert await states(other, state="lost") == [("ab-2000", "lost")], "nobody runs it here"
             await export_store(other, tmp_path / "2.jsonl")
+
         assert (tmp_path / "1.jsonl").read_bytes() == (tmp_path / "2.jsonl").read_bytes()
 
     asyncio.run(scenario())
@@ -193,6 +205,7 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
                 await connection.execute(text("UPDATE agentevo_store SET version = 2"))
 
             await store._run("test", older, write=True, lock="alone")
+
         both = await asyncio.gather(*(PostgreSQLStore.open(url) for _ in range(2)))
         for store in both:
             assert await look(store) == new
@@ -217,6 +230,7 @@ def test_a_mongodb_store_of_version_1_gets_its_calls(
             await store._database.drop_collection("calls")
             await store._database["meta"].delete_one({"_id": "calls"})
             await store._database["meta"].update_one({"_id": "schema"}, {"$set": {"version": 1}})
+
         both = await asyncio.gather(*(MongoDBStore.open(url) for _ in range(2)))
         for number, store in enumerate(both):
             assert set(await store._database["calls"].index_information()) == new

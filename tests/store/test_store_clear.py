@@ -23,6 +23,7 @@ async def fill_and_clear(
         await store.add_tasks([make_task("a"), make_task("b")])
         lease = await store.lease_task("worker", lease_s=30.0)
         assert lease is not None
+
         await store.write_trajectories(
             [make_trajectory("t1"), make_trajectory("t2")], split="train", step=1, lease=lease
         )
@@ -35,8 +36,10 @@ async def fill_and_clear(
         assert not any((await store.counts()).values())
         assert [one async for one in store.trajectories()] == []
         assert await store.steps() == []
+
         with pytest.raises(StoreError, match="was the store replaced"):
             await store.renew(other)
+
         await store.add_tasks([make_task("a")])
         assert (
             await store.write_trajectories(

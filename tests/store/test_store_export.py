@@ -60,9 +60,11 @@ def test_every_line_is_a_whole_trajectory(
 ) -> None:
     path = tmp_path / name
     assert asyncio.run(export(url, path)) == 3
+
     data = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
     lines = data.splitlines()
     assert [msgspec.json.decode(line, type=Trajectory) for line in lines] == filled
+
     rows = [json.loads(line) for line in lines]
     assert [(r["split"], r["step"], r["state"], r["drop_reason"]) for r in rows] == [
         ("train", 1, "ready", None),
@@ -100,6 +102,7 @@ def test_an_export_that_breaks_leaves_the_old_file(
     monkeypatch.setattr(Streaming, "trajectories", breaking)
     with pytest.raises(StoreError, match="went away"):
         asyncio.run(export(url, path))
+
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -112,9 +115,11 @@ def test_bad_targets_are_refused(url: str, filled: list[Trajectory], tmp_path: P
     ]:
         with pytest.raises(StoreError, match=message):
             asyncio.run(export(url, path))
+
     (tmp_path / "taken.jsonl").mkdir()
     with pytest.raises(StoreError, match="can't export to"):
         asyncio.run(export(url, tmp_path / "taken.jsonl"))
+
     assert not list(tmp_path.glob(".*.part"))
 
 
@@ -151,23 +156,28 @@ def test_a_whole_store_travels_to_any_backend_and_back(
             await store.reserve(["a2"], 2)
             await store.drop(["a4", "a5"], "stale")
             assert (await store.gc(dropped=True))["tokens"] == 2
+
             lines = await export_store(store, tmp_path / "1.jsonl.gz")
             assert lines == 5 + 151 + 1
             assert await import_store(store, tmp_path / "1.jsonl.gz") == 0, (
                 "into itself, what gc has emptied included"
             )
+
             before = await store.counts()
             summaries = await store.summaries()
             assert [(s.num_turns, s.num_completion_tokens) for s in summaries if s.drop_reason] == [
                 (1, 2),
                 (2, 4),
             ]
+
             history = (await store.stored_task("again")).history
+
         async with await open_store(new_url()) as other:
             assert await import_store(other, tmp_path / "1.jsonl.gz") == lines
             assert await import_store(other, tmp_path / "1.jsonl.gz") == 0, (
                 "importing again changes nothing"
             )
+
             await export_store(other, tmp_path / "2.jsonl.gz")
             after = await other.counts()
             assert (
@@ -179,12 +189,15 @@ def test_a_whole_store_travels_to_any_backend_and_back(
             assert await other.write_trajectories(many[4:7], split="train", step=1) == 0, (
                 "the same content, deleted or not"
             )
+
             with pytest.raises(StoreError, match="'a4' is already there with other content"):
                 await other.write_trajectories(
                     [msgspec.structs.replace(many[4], turns=[])], split="train", step=1
                 )
+
             with pytest.raises(StoreError, match="deleted by `store gc --dropped`"):
                 await other.trajectory("a4")
+
         first, second = (
             gzip.decompress((tmp_path / f"{n}.jsonl.gz").read_bytes()).splitlines() for n in (1, 2)
         )
@@ -217,9 +230,11 @@ def test_what_is_no_export_is_refused_with_its_line(
                 (tmp_path / "bad.jsonl").write_bytes(text)
                 with pytest.raises(StoreError, match=message):
                     await import_store(store, tmp_path / "bad.jsonl")
+
             (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(good[0] * 100)[:60])
             with pytest.raises(StoreError, match="can't import"):
                 await import_store(store, tmp_path / "bad.jsonl.gz")
+
             assert len(await store.summaries()) == 3
 
     asyncio.run(scenario())
@@ -240,6 +255,7 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(
             )
             await store.drop(["b"], "stale")
             await store.commit_step(1, {})
+
             assert {k: v for k, v in (await store.gc()).items() if k != "bytes"} == {
                 "leases": 1,
                 "orphans": 0,
@@ -249,10 +265,13 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(
             assert (await store.trajectory("b")).turns
             with pytest.raises(StoreError, match="moved on"):
                 await store.complete_task(old)
+
             assert (await store.gc(dropped=True))["tokens"] == 1
             assert (await store.gc(dropped=True))["tokens"] == 0
+
             summary = (await store.summaries(state="dropped"))[0]
             assert (summary.id, summary.drop_reason, summary.num_turns) == ("b", "stale", 2)
+
             stored = [stored async for stored in store.trajectories()]
             assert [
                 (s.trajectory.id, len(s.trajectory.turns), s.tokens_deleted) for s in stored
@@ -291,14 +310,17 @@ def test_gc_spares_what_a_resumed_trainer_may_ask_for(url: str, make_trajectory:
             await write(2, "third", "d1", "d2")
             await store.drop(["a1"], "group-of-one")
             assert await emptied() == [], "no step is committed"
+
             await store.reserve(["a2"], 1)
             await store.commit_step(1, {})
             await store.drop(["greedy"], "baseline")
             await store.drop(["c1", "c2"], "zero-variance")
             assert await emptied() == ["a1"]
+
             await store.reserve(["b1", "d1", "d2"], 2)
             assert await emptied() == ["a1"]
             assert await store.drop(["c1", "c2"], "zero-variance") == 0
+
             await store.commit_step(2, {}, ids=["b1", "d1", "d2"])
             assert await emptied() == ["a1", "greedy", "c1", "c2"]
 
@@ -322,6 +344,7 @@ def test_a_store_in_which_something_moves_is_not_exported(
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
             await store.reserve(["a"], 1)
             assert await export_store(store, tmp_path / "all.jsonl") == 2
+
             before = (tmp_path / "all.jsonl").read_bytes()
 
             async def goes_on(
@@ -329,6 +352,7 @@ def test_a_store_in_which_something_moves_is_not_exported(
             ) -> AsyncIterator[StoredTrajectory]:
                 async for stored in whole(self, **filters):  # type: ignore[arg-type]
                     yield stored
+
                 match moved:
                     case "a step":
                         await store.commit_step(1, {})
@@ -342,8 +366,10 @@ def test_a_store_in_which_something_moves_is_not_exported(
             monkeypatch.setattr(Streaming, "trajectories", goes_on)
             with pytest.raises(StoreError, match=r"the run goes on.*stop it first"):
                 await export_store(store, tmp_path / "all.jsonl")
+
             assert (tmp_path / "all.jsonl").read_bytes() == before
             assert [name for name in os.listdir(tmp_path) if "all" in name] == ["all.jsonl"]
+
             monkeypatch.setattr(Streaming, "trajectories", whole)
             assert await export_store(store, tmp_path / "all.jsonl") >= 2
 
@@ -359,6 +385,7 @@ def test_an_import_reads_the_records_of_its_own_steps_only(
         async with await open_store(url) as store:
             for step in range(1, 6):
                 await store.commit_step(step, {"of": step})
+
             stored = await store.steps()
             read: list[object] = []
             if isinstance(store, SQLStore):
@@ -380,11 +407,13 @@ def test_an_import_reads_the_records_of_its_own_steps_only(
                     return await find(self, collection, where, *names)
 
                 monkeypatch.setattr(Rows, "find", noted)
+
             assert (
                 await store.put(steps=[stored[1], msgspec.structs.replace(stored[1], step=9)]) == 1
             )
             assert read == [True]
             assert [step.step for step in await store.steps()] == [1, 2, 3, 4, 5, 9]
+
             with pytest.raises(StoreError, match="already committed with another record"):
                 await store.put(
                     steps=[msgspec.structs.replace(stored[2], record={"of": "another"})]
@@ -412,4 +441,5 @@ def test_a_file_that_is_not_made_leaves_no_folder(name: str, tmp_path: Path) -> 
     assert names() == before
     with whole_file(tmp_path / name) as file:
         file.write(b"whole")
+
     assert (tmp_path / name).is_file()

@@ -89,6 +89,7 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
                 constraint=draw(constraints),
             )
         )
+
     return turns
 
 
@@ -211,6 +212,7 @@ def test_a_task_comes_back_equal(url: str) -> None:
             assert await store.add_tasks([task]) == 1
             assert await store.task("ü") == task
             assert await store.add_tasks([task, task]) == 0
+
             with pytest.raises(StoreError, match="other content"):
                 await store.add_tasks([Task(id="new"), msgspec.structs.replace(task, seed=1)])
             assert (await store.counts())["tasks/queued"] == 1, "a refused call adds nothing"
@@ -223,17 +225,20 @@ def test_a_task_comes_back_equal(url: str) -> None:
 def test_writing_again_is_a_no_op_and_other_content_is_refused(
     url: str, make_trajectory: Make
 ) -> None:
-    a, b = make_trajectory("a"), make_trajectory("b")
+    a = make_trajectory("a")
+    b = make_trajectory("b")
 
     async def scenario() -> None:
         async with await open_store(url) as store:
             assert await store.write_trajectories([a, a], split="train", step=1) == 1
             assert await store.write_trajectories([a, b], split="train", step=1) == 1
+
             later = msgspec.structs.replace(a, started_at=9.0, duration_s=9.0)
             assert await store.write_trajectories([later], split="train", step=1) == 0, (
                 "timings are not content"
             )
             assert (await store.trajectory("a")).started_at == a.started_at
+
             said = RemoteTurn(index=0, model="m", messages=[])
             turned = msgspec.structs.replace(a.turns[1], completion_ids=[7, 9])
             for other, split, step in [
@@ -249,6 +254,7 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
                     await store.write_trajectories(
                         [make_trajectory("c"), other], split=split, step=step
                     )  # type: ignore[arg-type]
+
             assert len(await store.summaries()) == 2, "a refused call writes nothing"
             assert await store.write_trajectories([], split="train", step=1) == 0
 
@@ -324,6 +330,7 @@ def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
             assert await ids(task_id="task1", split="train") == everything[1:150:3]
             assert await ids(group_id="g1", limit=2) == ["t1", "t3"]
             assert await ids(step=99) == []
+
             for wrong in ({"split": "test"}, {"status": "ok"}, {"state": "done"}, {"limit": -1}):
                 with pytest.raises(StoreError, match="trajectories: "):
                     await ids(**wrong)
@@ -336,6 +343,7 @@ def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
                 "eval",
             )
             assert (await store.summaries(limit=1))[0].num_completion_tokens == 2
+
             with pytest.raises(StoreError, match="no trajectory 'nobody'"):
                 await store.trajectory("nobody")
 
@@ -353,6 +361,7 @@ def test_a_stream_leaves_out_what_is_written_meanwhile(url: str, make_trajectory
                 if not seen:
                     await store.write_trajectories([make_trajectory("late")], split="train", step=1)
                 seen.append(stored.trajectory.id)
+
             assert seen == [f"a{i}" for i in range(65)]
 
     asyncio.run(scenario())
@@ -370,6 +379,7 @@ def test_counts_name_every_state(
                 "turns",
                 "steps",
             } < set(empty)
+
             await store.add_tasks([make_task("x"), make_task("y")])
             await store.lease_task("w", lease_s=60)
             await store.write_trajectories(
@@ -404,10 +414,12 @@ def test_routed_experts_are_stored_with_their_turns_or_refused(make_trajectory):
     (encoded,) = encode_trajectories([make_trajectory("a", turns=[told])], "train", 1)
     assert encoded.digest != plain.digest
     assert unpack_turns(encoded.data) == [told]
+
     for wrong in (rows.within(0, 3), joined([rows, rows])):
         misfit = msgspec.structs.replace(turn, routed_experts=wrong)
         with pytest.raises(StoreError, match=r"routed experts of . tokens, and 4 were computed"):
             encode_trajectories([make_trajectory("a", turns=[misfit])], "train", 1)
+
     parts = msgspec.msgpack.decode(encoded.data[1:])
     shapes, data = msgspec.msgpack.decode(zlib.decompress(parts[-1]))
     for broken in ([shapes, data[:-1]], [[*shapes, None], data], [[[2, 1, 3, 4]], data]):
@@ -433,17 +445,21 @@ def test_rows_are_read_by_their_numbers_in_the_order_of_writing(url, make_trajec
             rows = await store.written(range(1, 2**62), limit=3)
             assert [row.trajectory.id for _, row in rows] == names[:3]
             assert all(row.trajectory.turns for _, row in rows)
+
             last = rows[-1][0]
             more = await store.written_summaries(range(last + 1, 2**62), limit=9)
             assert [row.id for _, row in more] == names[3:]
             assert [
                 row.id for _, row in await store.written_summaries(range(last, last + 1), limit=9)
             ] == ["t2"]
+
             numbers = [number for number, _ in (*rows, *more)]
             assert numbers == sorted(set(numbers))
             assert await store.written(range(more[-1][0] + 1, 2**62), limit=9) == []
+
             for step in (1, 2, 3):
                 await store.commit_step(step, {})
+
             assert [one.step for one in await store.steps(after=1, limit=1)] == [2]
             assert [one.step for one in await store.steps(limit=2)] == [1, 2]
             assert await store.steps(limit=0) == []

@@ -34,11 +34,14 @@ def test_a_heartbeat_keeps_the_lease_and_a_lost_one_is_refused(
                     and renewed.fencing_id == first.fencing_id
                 )
                 assert await store.lease_task("thief", lease_s=10) is None
+
             assert (await store.renew(first, lease_s=30)).lease_s == 30
+
             clock.steady += 31
             assert (await store.renew(first)).expires_at == clock.steady + 10, (
                 "nobody has taken it over yet"
             )
+
             clock.steady += 10
             second = await leased(store)
             for late in (
@@ -48,6 +51,7 @@ def test_a_heartbeat_keeps_the_lease_and_a_lost_one_is_refused(
             ):
                 with pytest.raises(StoreError, match="ran out and the task has moved on"):
                     await late
+
             await store.complete_task(second)
             with pytest.raises(
                 StoreError, match=r"'x' is already completed and has no lease to renew$"
@@ -75,11 +79,14 @@ def test_retries_back_off_and_end_as_poison(
                 clock.steady += delay - 0.01
                 assert await store.lease_task("w", lease_s=10) is None
                 clock.steady += 0.02
+
             lease = await leased(store)
             assert await store.retry_task(lease, "engine gone 4") == "poison"
             assert await store.retry_task(lease, "engine gone 4") == "poison"
+
             clock.steady += 1e6
             assert await store.lease_task("w", lease_s=10) is None
+
             stored = await store.stored_task("x")
             assert (stored.state, stored.num_failures, stored.error) == (
                 "poison",
@@ -106,11 +113,13 @@ def test_tasks_go_on_behind_any_of_them_whatever_its_state(
             await store.add_tasks([make_task(name) for name in "cabed"])
             lease = await leased(store)
             await store.complete_task(lease)
+
             assert await names(store) == list("cabed")
             assert await names(store, after="a") == list("bed")
             assert await names(store, after="c", state="queued") == list("abed")
             assert await names(store, after="a", state="completed") == []
             assert await names(store, after="d") == []
+
             with pytest.raises(StoreError, match="no task 'nix'"):
                 await names(store, after="nix")
 
@@ -127,6 +136,7 @@ def test_a_task_that_kills_its_workers_is_set_aside(
                 assert (await leased(store)).task.id == "bad"
                 clock.steady += 11
             assert (await leased(store, 1e6)).task.id == "good"
+
             stored = await store.stored_task("bad")
             assert (
                 stored.state == "poison"
@@ -148,8 +158,10 @@ def test_leases_that_ran_out_together_are_all_looked_at(
         async with await open_store(url, clock=clock, retries=RetryPolicy(max_expiries=2)) as store:
             await store.add_tasks([make_task(name) for name in ("bad", "a", "b", "c")])
             assert (await leased(store)).task.id == "bad"
+
             clock.steady += 11
             assert len(await store.lease_tasks("w", lease_s=10, limit=9)) == 4
+
             clock.steady += 11
             assert sorted(
                 lease.task.id for lease in await store.lease_tasks("w", lease_s=10, limit=3)
@@ -176,6 +188,7 @@ def test_a_failed_task_is_not_an_infrastructure_failure(
                 "no such tool",
             )
             assert [event.kind for event in stored.history] == ["failed"]
+
             with pytest.raises(StoreError, match="already failed"):
                 await store.retry_task(lease, "e")
 
@@ -193,6 +206,7 @@ def test_a_task_that_is_returned_is_anybodys_at_once(
                 assert lease.task.id == "x", "in its old place"
                 await store.return_task(lease)
                 await store.return_task(lease)
+
             stored = await store.stored_task("x")
             assert (stored.state, stored.num_failures, stored.num_expiries, stored.history) == (
                 "queued",
@@ -200,9 +214,11 @@ def test_a_task_that_is_returned_is_anybodys_at_once(
                 0,
                 [],
             )
+
             held = await leased(store)
             with pytest.raises(StoreError, match="has moved on"):
                 await store.return_task(lease)
+
             await store.complete_task(held)
             with pytest.raises(StoreError, match="already completed"):
                 await store.return_task(held)
@@ -228,11 +244,13 @@ def test_tasks_without_a_queue_are_never_leased(url: str, make_task: Callable[..
             assert (await store.stored_task("new")).state == "completed", (
                 "known ones stay where they are"
             )
+
             await store.complete_task(held)
             with pytest.raises(StoreError, match="other content"):
                 await store.add_tasks(
                     [make_task("newer"), make_task("new", query="else")], queue=False
                 )
+
             assert (await store.counts())["tasks/completed"] == 3
 
     asyncio.run(scenario())
@@ -244,9 +262,11 @@ def test_outstanding_counts_tasks_and_groups_on_their_way(
     async def scenario() -> None:
         async with await open_store(url) as store:
             assert await store.outstanding("train") == 0
+
             await store.add_tasks([make_task(f"t{i}") for i in range(5)])
             first, second, _ = await store.lease_tasks("w", lease_s=60, limit=3)
             assert await store.outstanding("train") == 5
+
             members = [
                 make_trajectory(f"a{i}", task_id="t0", group_id="t0/train@1") for i in range(3)
             ]
@@ -255,19 +275,23 @@ def test_outstanding_counts_tasks_and_groups_on_their_way(
             await store.write_trajectories(
                 [make_trajectory("e", task_id="t9")], split="eval", step=1
             )
+
             assert await store.outstanding("train") == 5, (
                 "a group and the attempt beside it are one"
             )
             assert await store.outstanding("eval") == 5
+
             broken = [make_trajectory("b0", task_id="t1", group_id="t1", status="failed")]
             broken += [make_trajectory("b1", task_id="t1", group_id="t1", status="cancelled")]
             await store.write_trajectories(broken, split="train", step=1, lease=second)
             assert await store.outstanding("train") == 4, (
                 "nobody will ever take a group in which nothing completed"
             )
+
             await store.drop(["a0", "a3"], "stale")
             await store.reserve(["a1", "a2"], 1)
             assert await store.outstanding("train") == 4
+
             await store.commit_step(1, {})
             assert await store.outstanding("train") == 3
             with pytest.raises(StoreError, match="split 'training' is unknown"):
@@ -284,6 +308,7 @@ def test_many_are_leased_at_once_in_order(
             await store.add_tasks([make_task(f"t{i}") for i in range(6)])
             ran_out, again = await store.lease_tasks("w", lease_s=1, limit=2)
             assert await store.retry_task(again, "e") == "queued"
+
             clock.steady += 60
             leases = await store.lease_tasks("w", lease_s=10, limit=5)
             assert [lease.task.id for lease in leases] == ["t0", "t1", "t2", "t3", "t4"]
@@ -292,6 +317,7 @@ def test_many_are_leased_at_once_in_order(
                 lease.task.id for lease in await store.lease_tasks("w", lease_s=10, limit=5)
             ] == ["t5"]
             assert await store.lease_tasks("w", lease_s=10, limit=5) == []
+
             with pytest.raises(StoreError, match="moved on"):
                 await store.complete_task(ran_out)
 
@@ -310,6 +336,7 @@ def test_leases_survive_a_wall_clock_that_jumps(
                 clock.steady += 1
                 assert await store.lease_task("thief", lease_s=10) is None
                 lease = await store.renew(lease)
+
             await store.complete_task(lease)
 
     asyncio.run(scenario())
@@ -325,12 +352,16 @@ def test_a_clock_set_back_costs_at_most_a_lease_and_a_delay(
             await store.add_tasks([make_task("held"), make_task("waits")])
             await leased(store, 10.0)
             assert await store.retry_task(await leased(store, 10.0), "e") == "queued"
+
             clock.steady = 1.0
             assert await store.lease_task("w", lease_s=10) is None, "both were begun again"
+
             clock.steady = 5.9
             assert await store.lease_task("w", lease_s=10) is None
+
             clock.steady = 6.01
             assert (await leased(store, 100.0)).task.id == "waits"
+
             clock.steady = 11.0
             assert (await leased(store, 100.0)).task.id == "held"
 
@@ -343,11 +374,13 @@ def test_the_stores_own_clock_goes_on(url: str, make_task: Callable[..., Task]) 
             await store.add_tasks([make_task("x"), make_task("y")])
             await leased(store, 0.2)
             assert await store.retry_task(await leased(store, 60.0), "e") == "queued"
+
             found = set()
             while len(found) < 2:
                 if lease := await store.lease_task("w", lease_s=60):
                     found.add(lease.task.id)
                 await asyncio.sleep(0.02)
+
             assert found == {"x", "y"}
 
     asyncio.run(scenario())
@@ -370,6 +403,7 @@ def test_whole_groups_are_listed_oldest_first(
                 return await store.ready_groups(split, size=size, limit=limit)
 
             assert await ready() == []
+
             await write("half", "0")
             await write("b", "0", "1")
             await write("a", "0", "1")
@@ -378,32 +412,41 @@ def test_whole_groups_are_listed_oldest_first(
             await write("short", "1", status="cancelled")
             await write("short", "2")
             await write("e", "0", "1", split="eval")
+
             assert await ready() == ["b", "a", "short"]
             assert await ready(limit=1) == ["b"]
             assert await ready(limit=0) == []
             assert await ready(split="eval") == ["e"]
+
             await write("half", "1")
             assert await ready() == ["half", "b", "a", "short"]
             assert await ready(size=3) == ["short"]
             assert await ready(size=4) == []
+
             await store.reserve(["b0"], 1)
             await store.drop(["a1"], "stale")
             assert await ready() == ["half", "a", "short"], (
                 "a member that was dropped counts, a reserved one says that the group is taken"
             )
+
             await store.drop(["a0"], "stale")
             assert await ready() == ["half", "short"]
+
             await store.release()
             assert await ready() == ["half", "b", "short"]
+
             await store.reserve(["b0", "b1"], 1)
             await store.commit_step(1, {})
             assert await ready() == ["half", "short"]
+
             with pytest.raises(StoreError, match="at least one member"):
                 await ready(size=0)
+
             for n in range(150):
                 await write(f"many{n}", "0")
             for n in reversed(range(150)):
                 await write(f"many{n}", "1")
+
             assert (await ready(limit=100))[2:] == [f"many{n}" for n in range(98)]
 
     asyncio.run(scenario())
@@ -421,10 +464,12 @@ def test_what_was_set_aside_is_queued_again_with_its_history(
                 lease.task.id: lease for lease in await store.lease_tasks("w", lease_s=60, limit=4)
             }
             assert await store.retry_task(leases["poison"], "CUDA error") == "poison"
+
             await store.fail_task(leases["failed"], "no room")
             await store.complete_task(leases["done"])
             assert await store.queue_again() == 2
             assert await store.queue_again() == 0
+
             states = {stored.task.id: stored.state async for stored in store.tasks()}
             assert states == {
                 "poison": "queued",
@@ -432,13 +477,17 @@ def test_what_was_set_aside_is_queued_again_with_its_history(
                 "done": "completed",
                 "held": "leased",
             }
+
             again = await store.stored_task("poison")
             assert (again.num_failures, again.num_expiries, again.error) == (0, 0, None)
             assert [event.error for event in again.history] == ["CUDA error"]
+
             with pytest.raises(StoreError, match="has moved on"):
                 await store.complete_task(leases["poison"])
+
             taken = await store.lease_tasks("w", lease_s=60, limit=4)
             assert {lease.task.id for lease in taken} == {"poison", "failed"}
+
             await store.complete_task(taken[0])
 
     asyncio.run(scenario())

@@ -49,6 +49,7 @@ def test_ready_reserved_committed(play: Callable[..., None]) -> None:
         assert await state(store, "a") == ("reserved", 5)
         assert await store.reserve(["b", "a", "a"], 5) == 0, "asking again is harmless"
         assert await store.last_step() is None
+
         record = {
             "metrics": {"reward": 0.5, "nothing": float("nan")},
             "checkpoint": "checkpoints/5",
@@ -59,14 +60,17 @@ def test_ready_reserved_committed(play: Callable[..., None]) -> None:
         assert await store.commit_step(5, record, ids=["a", "b"]) == 0, (
             "committing again is harmless"
         )
+
         last = await store.last_step()
         assert last is not None and (last.step, last.num_trajectories) == (5, 2)
         assert last.record == {
             "metrics": {"reward": 0.5, "nothing": None},
             "checkpoint": "checkpoints/5",
         }
+
         await store.commit_step(4, {})
         assert [step.step for step in await store.steps()] == [4, 5]
+
         stored = [stored async for stored in store.trajectories(trained_step=5)]
         assert [(s.trajectory.id, s.state, s.trained_step, s.step) for s in stored] == [
             ("a", "committed", 5, 1),
@@ -81,6 +85,7 @@ def test_steps_after_a_number(play: Callable[..., None]) -> None:
         assert await store.steps(after=0) == []
         for step in (3, 1, 12, 2):
             await store.commit_step(step, {"of": step})
+
         found = {
             after: [(one.step, one.record["of"]) for one in await store.steps(after=after)]
             for after in (None, 0, 2, 3, 11, 12, 99)
@@ -89,6 +94,7 @@ def test_steps_after_a_number(play: Callable[..., None]) -> None:
         assert found == {
             after: [(one, one) for one in numbers if one > (after or 0)] for after in found
         }
+
         last = await store.last_step()
         assert last is not None and last.step == 12
 
@@ -106,7 +112,9 @@ def test_reserve_refuses_all_or_takes_all(play: Callable[..., None]) -> None:
         ]:
             with pytest.raises(StoreError, match=message):
                 await store.reserve(["a", name], 2)
+
         assert await state(store, "a") == ("ready", None)
+
         await store.commit_step(1, {})
         with pytest.raises(StoreError, match="step 1 is already committed"):
             await store.reserve(["a"], 1)
@@ -126,11 +134,13 @@ def test_commit_refuses_a_set_that_is_not_the_reserved_one(play: Callable[..., N
         with pytest.raises(StoreError, match="plain JSON"):
             await store.commit_step(1, {"model": object()})
         assert await store.steps() == [] and await state(store, "a") == ("reserved", 1)
+
         await store.commit_step(1, {"loss": 1.0})
         with pytest.raises(
             StoreError, match="already committed with another record: rewind to step 0"
         ):
             await store.commit_step(1, {"loss": 2.0})
+
         with pytest.raises(StoreError, match="'b' is reserved for it but not part"):
             await store.commit_step(1, {"loss": 1.0}, ids=["a"])
 
@@ -143,6 +153,7 @@ def test_release_gives_back_the_reserved_only(play: Callable[..., None]) -> None
         await store.reserve(["b"], 2)
         await store.reserve(["c"], 3)
         await store.commit_step(1, {})
+
         assert await store.release(1) == 0
         assert await store.release(2) == 1
         assert await state(store, "a") == ("committed", 1)
@@ -159,6 +170,7 @@ def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
         await store.reserve(["a", "b"], 1)
         assert await store.drop(["b", "c", "f"], "no spread in the group") == 2
         assert await store.drop(["b"], "no spread in the group") == 0
+
         dropped = await store.summaries(state="dropped")
         assert [(s.id, s.drop_reason, s.trained_step) for s in dropped] == [
             ("b", "no spread in the group", None),
@@ -166,6 +178,7 @@ def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
         ]
         assert await state(store, "f") == ("failed", None)
         assert await store.commit_step(1, {}, ids=["a"]) == 1
+
         for name, message in [
             ("a", "step 1 was trained on it"),
             ("nobody", "not in the store"),
@@ -173,6 +186,7 @@ def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
         ]:
             with pytest.raises(StoreError, match=message):
                 await store.drop([name], "stale")
+
         with pytest.raises(StoreError, match="it is dropped, not ready"):
             await store.reserve(["b"], 2)
 
@@ -188,13 +202,17 @@ def test_what_a_step_drops_is_dropped_with_its_commit_or_not_at_all(
         with pytest.raises(StoreError, match="'c' is not reserved for it"):
             await store.commit_step(1, {}, ids=["a", "c"], dropped=dropped)
         assert await state(store, "b") == ("ready", None), "a refusal leaves all as it was"
+
         for _ in range(2):
             await store.commit_step(1, {}, ids=["a"], dropped=dropped)
+
         reasons = {s.id: (s.state, s.drop_reason) for s in await store.summaries()}
         assert reasons["b"] == ("dropped", "no-spread") and reasons["f"] == ("failed", None)
+
         await store.reserve(["c"], 2)
         with pytest.raises(StoreError, match="step 1 was trained on it"):
             await store.commit_step(2, {}, ids=["c"], dropped={"no-spread": ["a"]})
+
         await store.commit_step(2, {}, ids=[], dropped={"late": ["c"]})
 
     play(scenario)
@@ -210,6 +228,7 @@ def test_rewind_restores_the_moment_of_a_commit(
         before = await store.summaries()
         lease = await store.lease_task("w", lease_s=60)
         assert lease is not None and lease.task.id == "lost"
+
         await store.write_trajectories(
             [make_trajectory("later", task_id="lost")], split="train", step=2, lease=lease
         )
@@ -221,6 +240,7 @@ def test_rewind_restores_the_moment_of_a_commit(
 
         done = await store.lease_task("w", lease_s=60)
         assert done is not None and done.task.id == "task"
+
         await store.complete_task(done)
         held = await store.lease_task("w", lease_s=60)
         assert held is not None and held.task.id == "held"
@@ -229,14 +249,17 @@ def test_rewind_restores_the_moment_of_a_commit(
         assert await store.summaries() == before
         assert [step.step for step in await store.steps()] == [1]
         assert (await store.counts())["turns"] == 10
+
         for late in (lease, held):
             with pytest.raises(StoreError, match="has moved on"):
                 await store.complete_task(late)
+
         again = [
             lease and lease.task.id
             for lease in [await store.lease_task("w", lease_s=60) for _ in range(3)]
         ]
         assert again == ["lost", "held", None], "'task' still has the trajectory that completed it"
+
         other = make_trajectory("later", task_id="lost", reward=0.0)
         assert await store.write_trajectories([other], split="train", step=2) == 1, (
             "the id is free again"
@@ -272,10 +295,12 @@ def test_rewind_that_keeps_everything(
         await store.add_tasks([make_task("held")])
         held = await store.lease_task("w", lease_s=60)
         assert held is not None
+
         later = [make_trajectory(name) for name in ("early", "late", "unfit")] + [
             make_trajectory("gone", task_id="other")
         ]
         await store.write_trajectories(later, split="train", step=2)
+
         broken = [
             make_trajectory("broken", status="failed"),
             make_trajectory("cut", status="cancelled", error="cut: enough"),
@@ -290,14 +315,17 @@ def test_rewind_that_keeps_everything(
         await store.commit_step(2, {})
         await store.reserve(["late"], 3)
         assert (await store.gc(dropped=True))["tokens"] == 1
+
         with pytest.raises(StoreError, match="never committed"):
             await store.rewind(4, keep=True)
 
         assert await store.rewind(1, keep=True) == 4
         assert [step.step for step in await store.steps()] == [1]
         assert await state(store, "a") == ("committed", 1)
+
         for name in ("b", "early", "late", "unfit"):
             assert await state(store, name) == ("ready", None)
+
         places = {s.id: (s.state, s.drop_reason) for s in await store.summaries()}
         assert places["unfit"] == ("ready", None)
         assert (places["c"], places["gone"]) == (("dropped", "of step 1"), ("dropped", "stale")), (
@@ -305,6 +333,7 @@ def test_rewind_that_keeps_everything(
         )
         assert (places["broken"], places["cut"]) == (("failed", None), ("failed", None))
         assert len((await store.trajectory("early")).turns) == 2
+
         await store.complete_task(held)
         assert await store.rewind(1, keep=True) == 0, "again is harmless"
 
@@ -322,6 +351,7 @@ def test_leases_fence_late_writers(
             assert slow is not None and other is not None
             assert (slow.task, other.task) == (make_task("x"), make_task("y"))
             assert await store.lease_task("third", lease_s=10) is None
+
             clock.steady = 1010.0
             fast = await store.lease_task("fast", lease_s=10)
             assert fast is not None and (fast.task.id, fast.attempt, fast.expires_at) == (
@@ -340,6 +370,7 @@ def test_leases_fence_late_writers(
             ):
                 with pytest.raises(StoreError, match="lease 1 of 'slow' ran out"):
                     await late
+
             assert await store.summaries() == []
 
             assert (
@@ -354,12 +385,15 @@ def test_leases_fence_late_writers(
                 )
                 == 0
             )
+
             await store.complete_task(fast)
             with pytest.raises(StoreError, match="already completed"):
                 await store.fail_task(fast, "boom")
+
             await store.fail_task(other, "boom")
             counts = await store.counts()
             assert (counts["tasks/completed"], counts["tasks/failed"]) == (1, 1)
+
             clock.steady = 1e9
             assert await store.lease_task("third", lease_s=10) is None
 

@@ -72,6 +72,7 @@ class Ledger(RuleBasedStateMachine):
         if name not in self.tasks:
             self.tasks[name] = self.task()
             self.order.append(name)
+
         if not queue and self.tasks[name]["state"] == "queued":
             self.tasks[name] |= {"state": "completed", "not_before": 0.0}
 
@@ -92,6 +93,7 @@ class Ledger(RuleBasedStateMachine):
             if self.tasks[name]["expiries"] < RETRIES.max_expiries:
                 return name
             self.tasks[name] |= {"state": "poison", "not_before": 0.0}
+
         queued = [name for name in self.order if self.tasks[name]["state"] == "queued"]
         due = sorted(
             (self.tasks[name]["not_before"], self.order.index(name), name)
@@ -100,6 +102,7 @@ class Ledger(RuleBasedStateMachine):
         )
         if due:
             return due[0][2]
+
         return next((name for name in queued if self.tasks[name]["not_before"] == 0.0), None)
 
     @rule(lease_s=st.sampled_from([2.5, 8.5, 1000.5]))
@@ -108,6 +111,7 @@ class Ledger(RuleBasedStateMachine):
         lease = self.ask(self.store.lease_task("w", lease_s=lease_s))
         name = self.next_task()
         assert (lease and lease.task.id) == name
+
         if name is not None:
             task = self.tasks[name]
             task |= {
@@ -148,6 +152,7 @@ class Ledger(RuleBasedStateMachine):
         )
         allowed = holds and task["state"] in ("leased", end)
         assert (got != REFUSED) == allowed
+
         if allowed:
             task["state"] = end
 
@@ -169,11 +174,13 @@ class Ledger(RuleBasedStateMachine):
         if not holds or task["state"] not in ("leased", "queued", "poison"):
             assert got == REFUSED
             return
+
         if task["state"] == "leased":
             task["failures"] += 1
             task["state"] = "poison" if task["failures"] >= RETRIES.max_failures else "queued"
             delay = min(4.0 * 2 ** (task["failures"] - 1), 6.0)
             task["not_before"] = self.clock.steady + delay if task["state"] == "queued" else 0.0
+
         assert got == task["state"]
 
     @precondition(lambda self: self.leases)
@@ -193,6 +200,7 @@ class Ledger(RuleBasedStateMachine):
         )
         allowed = holds and task["state"] in ("leased", "completed")
         assert got == (1 if allowed else REFUSED)
+
         if allowed:
             task["state"] = "completed"
             state = "ready" if status == "completed" else "failed"
@@ -222,6 +230,7 @@ class Ledger(RuleBasedStateMachine):
         ):
             assert got == REFUSED
             return
+
         assert got == len({name for name in names if self.trajectories[name]["state"] == "ready"})
         for row in rows:
             row |= {"state": "reserved", "trained": step}
@@ -259,6 +268,7 @@ class Ledger(RuleBasedStateMachine):
         ):
             assert got == REFUSED
             return
+
         moving = {
             name for name in names if self.trajectories[name]["state"] in ("ready", "reserved")
         }
@@ -272,6 +282,7 @@ class Ledger(RuleBasedStateMachine):
         if step and step not in self.steps:
             assert got == REFUSED
             return
+
         again = [
             row
             for row in self.trajectories.values()
@@ -281,6 +292,7 @@ class Ledger(RuleBasedStateMachine):
         assert got == len(again)
         for row in again:
             row |= {"state": "ready", "trained": None, "reason": None}
+
         self.steps = {number: count for number, count in self.steps.items() if number <= step}
 
     @rule(step=st.integers(0, 3))
@@ -289,14 +301,17 @@ class Ledger(RuleBasedStateMachine):
         if step and step not in self.steps:
             assert got == REFUSED
             return
+
         gone = {name: row for name, row in self.trajectories.items() if row["step"] > step}
         assert got == len(gone)
+
         self.trajectories = {
             name: row for name, row in self.trajectories.items() if name not in gone
         }
         for row in self.trajectories.values():
             if row["trained"] is not None and row["trained"] > step:
                 row |= {"state": "ready", "trained": None}
+
         self.steps = {number: count for number, count in self.steps.items() if number <= step}
         left = {row["task"] for row in self.trajectories.values()}
         lost = {row["task"] for row in gone.values()} - left
@@ -340,6 +355,7 @@ class Ledger(RuleBasedStateMachine):
             task["state"] == "queued" for task in self.tasks.values()
         )
         assert counts["trajectories/train/committed"] == sum(self.steps.values())
+
         waiting = sum(task["state"] in ("queued", "leased") for task in self.tasks.values())
         assert outstanding == waiting + len(
             {r["task"] for r in self.trajectories.values() if r["state"] in ("ready", "reserved")}
@@ -359,6 +375,7 @@ class Ledger(RuleBasedStateMachine):
                     and not {"reserved", "committed"} & set(states)
                 ):
                     whole.append(row["group"])
+
             assert found == whole
 
 

@@ -36,11 +36,13 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
             newer = (*nothing, ',"tools":""', '"remote_turns":[],', '"files":{},', '"texts":{},')
             for field in newer:
                 exported = exported.replace(field, "")
+
             exported, digests = re.subn(r',"digest":"[\w+/]{22}=="}\n', "}\n", exported)
             assert exported == (DATA / "version1.jsonl").read_text().replace(
                 "}\n", ',"tokens_deleted":false,"emptied":null}\n'
             )
             assert digests == exported.count("\n"), "of what the migration found"
+
             states = {
                 stored.task.id: (stored.state, stored.fencing_id, stored.error)
                 async for stored in store.tasks()
@@ -52,6 +54,7 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
                 "queued": ("queued", 0, None),
             }
             assert [step.record for step in await store.steps()] == [{"metrics": {"loss": 0.5}}]
+
             again = [stored async for stored in store.trajectories(split="train", step=1)]
             assert (
                 await store.write_trajectories(
@@ -59,6 +62,7 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
                 )
                 == 0
             ), "the same content"
+
             leases = [await store.lease_task("w", lease_s=60) for _ in range(3)]
             assert [lease and (lease.task.id, lease.fencing_id) for lease in leases] == [
                 ("held", 2),
@@ -75,6 +79,7 @@ def test_a_migrated_store_has_the_schema_of_a_new_one(old: Path, tmp_path: Path)
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
             assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
             tables = {
                 table: [row[1:4] for row in connection.execute(f"PRAGMA table_info({table})")]
                 for table in metadata.tables
@@ -117,4 +122,5 @@ def test_a_migration_that_breaks_leaves_the_old_file(
     monkeypatch.setattr("agentevo.store.migrations.pack_turns", breaks)
     with pytest.raises(RuntimeError, match="no"):
         asyncio.run(open_store(f"sqlite:///{old}"))
+
     assert old.read_bytes() == before

@@ -103,6 +103,7 @@ async def check_whole(store: Store, num_tasks: int) -> None:
         == 2 * num_tasks
         == sum(n for key, n in counts.items() if key.startswith("trajectories/"))
     )
+
     trained = Counter(name for step in await store.steps() for name in step.record["ids"])
     seen: dict[str, set[str]] = {}
     async for stored in store.trajectories():
@@ -110,6 +111,7 @@ async def check_whole(store: Store, num_tasks: int) -> None:
         assert len(trajectory.turns) == 1 and list(trajectory.turns[0].completion_ids) == [2] * 50
         assert trained[trajectory.id] == 1
         seen.setdefault(trajectory.task_id, set()).add(trajectory.id.partition(".")[0])
+
     assert all(len(leases) == 1 for leases in seen.values()) and len(seen) == num_tasks
 
 
@@ -119,7 +121,9 @@ def test_kills_lose_nothing_and_double_nothing(
     new_url: Callable[[], str], start_script: Start
 ) -> None:
     """Kills are spread over the work: each waits until its share of the tasks is committed."""
-    num_tasks, kills, rng = 100, 20, random.Random(7)
+    num_tasks = 100
+    kills = 20
+    rng = random.Random(7)
 
     async def scenario() -> None:
         url = new_url()
@@ -148,15 +152,19 @@ def test_kills_lose_nothing_and_double_nothing(
                 output = slots[victim].stdout
                 assert output is not None
                 assert await asyncio.to_thread(output.readline) == "open\n"
+
                 await until_committed(num_tasks * kill // (kills + 4))
                 await asyncio.sleep(rng.random() * 0.15)
                 slots[victim].kill()
                 assert slots[victim].wait() == -signal.SIGKILL
+
                 slots[victim] = start(victim)
+
             await until_committed(num_tasks)
             for process in slots:
                 process.kill()
                 process.wait()
+
             await store.release()
             await check_whole(store, num_tasks)
 
@@ -240,16 +248,22 @@ def test_a_postgresql_server_that_stays_away_is_called_unavailable(
             await store.add_tasks([Task(id="x")])
             server.stop()
             start = time.monotonic()
+
             with pytest.raises(
                 StoreUnavailableError, match=r"add_tasks: .+: the database can't be used now"
             ):
                 await store.add_tasks([Task(id="y")])
+
             assert time.monotonic() - start < 30
+
             server.start()
             assert await store.add_tasks([Task(id="x"), Task(id="y")]) == 1
+
             server.stop()
+
         with pytest.raises(StoreUnavailableError, match="open: "):
             await open_store(server.url("gone"), timeout_s=3)
+
         server.start()
 
     asyncio.run(scenario())
@@ -265,6 +279,7 @@ def test_postgresql_urls_and_foreign_schemas_are_refused(postgresql: PostgreSQL)
         ]:
             with pytest.raises(StoreError, match=message):
                 await open_store(url, create=False, timeout_s=10)
+
         with pytest.raises(StoreError, match="no store in the schema 'nothing_here'"):
             await open_store(postgresql.url("nothing_here"), create=False)
         with pytest.raises(StoreError, match="holds other tables"):
@@ -293,6 +308,7 @@ def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -
             await store.add_tasks([Task(id="x")])
             lease = await store.lease_task("w", lease_s=60)
             assert lease is not None
+
             server.stop()
             for call in (
                 store.renew(lease),

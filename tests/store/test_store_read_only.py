@@ -43,6 +43,7 @@ def test_reading_changes_no_byte_and_writing_is_refused(any_store: str) -> None:
             assert await store.last_step() is None and await store.summaries() == []
             assert await store.outstanding("train") == 5 and await store.num_calls() == 0
             assert [one async for one in store.calls(state="running")] == []
+
             with pytest.raises(StoreError, match="for reading only"):
                 await store.add_tasks([task(9)])
             with pytest.raises(StoreError, match="for reading only"):
@@ -51,6 +52,7 @@ def test_reading_changes_no_byte_and_writing_is_refused(any_store: str) -> None:
                 await store.queue_again()
             with pytest.raises(StoreError, match="for reading only"):
                 await store.gc()
+
             assert (await store.counts())["tasks/queued"] == 5
             assert await store.size_bytes() > 0
 
@@ -63,9 +65,11 @@ def test_nothing_is_made_where_no_store_is(tmp_path: Path) -> None:
 
     with pytest.raises(UnusableStoreError, match="no store at"):
         asyncio.run(opened(f"sqlite:///{tmp_path}/a/none.sqlite"))
+
     (tmp_path / "empty.sqlite").touch()
     with pytest.raises(UnusableStoreError, match="not an AgentEvo store"):
         asyncio.run(opened(f"sqlite:///{tmp_path}/empty.sqlite"))
+
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(("-wal", "-shm"))]
     assert (tmp_path / "empty.sqlite").stat().st_size == 0
 
@@ -76,7 +80,8 @@ def test_the_bytes_of_a_file_stay(name: str, tmp_path: Path) -> None:
 
     async def work() -> None:
         await fill(f"sqlite:///{path}")
-        before, changed = digest(path), path.stat().st_mtime_ns
+        before = digest(path)
+        changed = path.stat().st_mtime_ns
         for _ in range(2):
             async with await open_store(f"sqlite:///{path}", read_only=True) as store:
                 assert (await store.counts())["tasks/queued"] == 5
@@ -92,10 +97,12 @@ def test_an_older_schema_is_left_as_it_was_and_the_command_is_named(tmp_path: Pa
         await fill(f"sqlite:///{path}")
         with sqlite3.connect(path) as connection:
             connection.execute("PRAGMA user_version=2")
+
         connection.close()
         before = digest(path)
         with pytest.raises(UnusableStoreError, match="agentevo store migrate"):
             await open_store(f"sqlite:///{path}", read_only=True)
+
         assert digest(path) == before
 
     asyncio.run(work())
@@ -148,6 +155,7 @@ def test_somebody_without_the_right_to_write_can_look(elsewhere: Path) -> None:
     asyncio.run(fill(f"sqlite:///{path}"))
     for left in elsewhere.glob("store.sqlite-*"):
         left.unlink()  # as on a copy
+
     path.chmod(0o444)
     elsewhere.chmod(0o555)
     before = digest(path)

@@ -34,6 +34,7 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
             for _ in range(2):
                 assert await store.lease_task("dead", lease_s=10) is not None
                 clock.steady += 1
+
             clock.steady += 60
             async with store._engine.connect() as other:
                 await other.execute(text("SELECT 1 FROM tasks WHERE id = 'first' FOR UPDATE"))
@@ -47,11 +48,13 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
 
                 monkeypatch.setattr(leases, "_rows", lets_go)
                 taken = await store.lease_tasks("w", lease_s=10, limit=2)
+
             assert [lease.task.id for lease in taken] == ["second"]
             assert [
                 (lease.task.id, lease.fencing_id)
                 for lease in await store.lease_tasks("w", lease_s=10, limit=2)
             ] == [("first", 2)]
+
             await store.complete_task(taken[0])
 
     asyncio.run(scenario())
@@ -87,6 +90,7 @@ def test_groups_are_found_without_a_walk_over_their_split(
             await store.ready_groups("train", size=8, limit=1)
             await store.summaries(group_id="g5", split="train")
             event.remove(store._engine.sync_engine, "before_cursor_execute", note)
+
             async with store._engine.connect() as connection:
                 await connection.execute(
                     text("SET enable_seqscan = off")
@@ -116,6 +120,7 @@ def test_a_postgresql_schema_of_a_newer_version_is_refused(postgresql: PostgreSQ
         async with await PostgreSQLStore.open(url) as store:
             change = text("UPDATE agentevo_store SET version = 99")
             await store._run("test", lambda connection: connection.execute(change), write=True)
+
         with pytest.raises(
             StoreError,
             match=f"has version 99, this AgentEvo knows {tables.SCHEMA_VERSION}: upgrade with",
@@ -162,8 +167,10 @@ def test_gc_on_mongodb_is_many_transactions(
                 [{"_id": f"{name}+", "data": b""} for name in names]
             )
             monkeypatch.setattr(mongo_rows.Rows, "_delete_tokens", breaks)
+
             with pytest.raises(StoreError, match="the connection is gone"):
                 await store.gc(dropped=True)
+
             assert calls == [["t0+"], ["t1+"]]
             assert (await store.gc(dropped=True)).items() >= {
                 "leases": 0,
@@ -190,6 +197,7 @@ def test_clear_on_mongodb_is_no_transaction(
             with monkeypatch.context() as patch:
                 patch.setattr(store, "_run", refuses)
                 assert await store.clear() == 2
+
             assert not any((await store.counts()).values())
             assert await store._database["tokens"].count_documents({}) == 0
 

@@ -80,9 +80,11 @@ def test_bad_urls_are_refused(tmp_path: Path) -> None:
 def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("these are my notes, do not touch them")
+
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE mine (x)")
+
     connection.close()
     empty = tmp_path / "empty.sqlite"
     empty.touch()
@@ -105,6 +107,7 @@ def test_a_schema_that_never_was_is_refused_and_left_as_it_is(version, tmp_path:
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode=delete")
         connection.execute(f"PRAGMA user_version={version}")
+
     connection.close()
     before = path.read_bytes()
     refuses(f"sqlite:///{path}", f"its schema is {version}, which no AgentEvo has made.*restore it")
@@ -117,6 +120,7 @@ def test_a_newer_schema_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE trajectories (something, else_)")
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute("PRAGMA user_version=999")
+
     connection.close()
     before = path.read_bytes()
     refuses(f"sqlite:///{path}", "schema 999 of a newer AgentEvo.*upgrade")
@@ -186,6 +190,7 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         for filters in FILTERS:
             await store.summaries(**filters, newest_first=True)
             [_ async for _ in store.trajectories(**filters)]
+
         await store.trajectory("a")
         await store.task("a")
         [_ async for _ in store.tasks(state="queued")]
@@ -228,6 +233,7 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
                             )
                         ).all()  # type: ignore[arg-type]
                         plans += [f"{row.detail} <- {statement}" for row in plan]
+
                 return plans
 
             return await store._run("plans", explain)
@@ -242,6 +248,7 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         "trajectories_by_group",
     ):
         assert any(f"INDEX {name}" in plan for plan in plans), name
+
     for words, name in (
         ("group_id = ?", "group"),
         ("group_id IN", "group"),
@@ -256,6 +263,7 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         assert chosen and all(f"INDEX trajectories_by_{name} " in plan for plan in chosen), (
             "\n".join(chosen)
         )
+
     allowed = (
         "SCAN trajectories <- ",  # without a filter, in the order of the primary key
         "SCAN steps <- ",  # all steps, in their order
@@ -283,10 +291,12 @@ def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(
                 for name in "abc"
             ]
             results = await asyncio.gather(*writes, return_exceptions=True)
+
             assert time.monotonic() - start < 30
             assert [type(result) for result in results] == [DeadlineExceededError] * 3
             assert "write_trajectories: no answer within 3 s" in str(results[0])
             assert await store.summaries() == [], "readers don't wait for the writer"
+
             holder.execute("ROLLBACK")
             holder.close()
             assert (
@@ -315,6 +325,7 @@ def test_a_file_that_can_not_be_opened_is_unavailable_and_then_back(
             take_away()
             with pytest.raises(StoreUnavailableError, match="counts: unable to open database file"):
                 await store.counts()
+
             bring_back()
             assert (
                 await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
@@ -332,6 +343,7 @@ def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory
                 await store._run(
                     "endless", lambda connection: connection.exec_driver_sql(ENDLESS), write=True
                 )
+
             assert time.monotonic() - start < 30
             assert (
                 await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
@@ -353,9 +365,11 @@ def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make
             task = asyncio.create_task(store._run("slow", slow, write=True))
             await asyncio.to_thread(inside.wait, 60)
             start = time.monotonic()
+
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+
             assert (
                 await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
             )
@@ -383,7 +397,9 @@ def test_a_late_write_is_rolled_back_though_it_succeeds(
 
             with pytest.raises(DeadlineExceededError, match="slow: no answer within 1 s"):
                 await store._run("slow", slow, write=True)
+
             answered.set()
+
         async with await SQLiteStore.open(sqlite_url) as store:
             assert await store.steps() == []
 
@@ -404,6 +420,7 @@ def test_a_full_disk_refuses_the_write_and_keeps_the_rest(
             big = [make_trajectory(f"big{i}", num_turns=8) for i in range(100)]
             with pytest.raises(StoreError, match="write_trajectories: database or disk is full"):
                 await store.write_trajectories(big, split="train", step=1)
+
             assert [summary.id for summary in await store.summaries()] == ["a"]
 
     asyncio.run(scenario())

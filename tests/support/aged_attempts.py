@@ -33,6 +33,7 @@ def conversation(
                 finish_reason="stop",
             )
         )
+
     return turns
 
 
@@ -57,6 +58,7 @@ def attempts(seed: int = 4, newest: int = NOW, oldest: int = NOW - 3) -> list[Tr
                 turns=turns,
             )
         )
+
     return trajectories
 
 

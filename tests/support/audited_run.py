@@ -73,6 +73,7 @@ def write_checkpoint(folder: Path, step: int, weights: bytes = b"weights" * 1000
     path.mkdir(parents=True)
     (path / "model.safetensors").write_bytes(weights)
     (path / "state.json").write_text("{}")
+
     files = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir())
     }
@@ -83,6 +84,7 @@ def write_checkpoint(folder: Path, step: int, weights: bytes = b"weights" * 1000
     (path / "checkpoint.json").write_text(
         json.dumps(content | {"sha256": sealed}, sort_keys=True, separators=(",", ":"))
     )
+
     return {"path": f"checkpoints/step-{step:06d}", "sha256": sealed}
 
 
@@ -109,8 +111,10 @@ async def add_unused(store: Store) -> dict[str, str]:
         error="cancelled: token of version 4, trainer at 8",
     )
     await store.write_trajectories([*same, broken], split="train", step=4)
+
     row: dict[str, Any] = {"split": "train", "step": 4, "state": "failed", "written_at": 1.0}
     await store.put(trajectories=[StoredTrajectory(trajectory=t, **row) for t in (cut, late)])
+
     return dict.fromkeys([t.id for t in same], "no-spread")
 
 
@@ -134,6 +138,7 @@ async def fill(folder: Path) -> None:
                 ]
                 await store.write_trajectories(members, split="train", step=step, lease=lease)
                 trained += members
+
             dropped = await add_unused(store) if step == 3 else {}
             checkpoint = (
                 write_checkpoint(folder, step)
@@ -148,9 +153,11 @@ async def fill(folder: Path) -> None:
                 log=log.digest,
                 dropped=dropped,
             )
+
         log.close()
         last = await store.last_step()
         assert last is not None
+
         head = HeadFile(folder)
         head.write_file("config.yaml", "run: {}\n")
         head.committed(End(3, last.record["chain"]))

@@ -29,7 +29,8 @@ class Babbling:
     version = 3
 
     def __init__(self, chat: ChatFormat, *, pauses: bool = False) -> None:
-        self.chat, self.pauses = chat, pauses
+        self.chat = chat
+        self.pauses = pauses
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.failures: list[Exception | None] = []
         self.released: list[str] = []
@@ -38,6 +39,7 @@ class Babbling:
     async def generate(self, prompt: list[int], sampling: SamplingParams, **_: Any) -> Completion:
         self.requests.append((list(prompt), sampling))
         failure = self.failures.pop(0) if self.failures else None
+
         rng = random.Random(sampling.seed)
         try:
             for _ in range(rng.randrange(6) if self.pauses else 0):
@@ -45,13 +47,16 @@ class Babbling:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
         if failure is not None:
             raise failure
+
         size = rng.randint(1, min(5, sampling.max_new_tokens))
         ids = [rng.randrange(8, 250) for _ in range(size)]
         stopped = rng.random() < 0.7
         if stopped:
             ids[-1] = self.chat.end_of_turn_id
+
         return Completion(
             ids=ids,
             logprobs=[-1.0] * size,

@@ -61,10 +61,12 @@ def taken(source: BroadcastSource, within_s: float = 120.0) -> tuple[int, dict[s
         if latest is None:
             time.sleep(0.01)
             continue
+
         try:
             return latest.version, dict(source.read(latest.version, sha256=latest.sha256))
         except WeightsNotSentError:
             continue
+
     raise AssertionError(f"nothing was sent within {within_s} s")
 
 
@@ -85,6 +87,7 @@ def asks(folder: Path, tell: Connection, when: str, how: signal.Signals) -> None
             _end(tell, how)
 
         source._files.ask = asked  # type: ignore[method-assign]
+
     taken(source)
 
 
@@ -100,7 +103,8 @@ def sends(folder: Path, tell: Connection) -> None:
 
 def _ends_in_the_middle(tell: Connection, how: signal.Signals, does: bool) -> None:
     broadcast_group.BUCKET_BYTES = BUCKET
-    passed, real = [0], Group.broadcast
+    passed = [0]
+    real = Group.broadcast
 
     def counted(self: Group, tensor: torch.Tensor) -> None:
         passed[0] += 1

@@ -54,6 +54,7 @@ def settled(sender: BroadcastSender, *futures: Future[Taken]) -> tuple[Future[Ta
 
 def assert_has(found: Taken, version: int, model: torch.nn.Module) -> None:
     assert found[0] == version
+
     wanted = trained_weights(model)
     assert list(found[1]) == list(wanted)
     for name, tensor in wanted.items():

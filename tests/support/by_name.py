@@ -125,10 +125,12 @@ def policy_loss(
     losses, measured = policy_terms(name, aggregation=aggregation, **given)
     if weights is None:
         weights = aggregation_weights(aggregation, mask, **(aggregation_hyper or {}))
+
     count = max(int((mask != 0).sum()), 1)
     metrics = {key: float(value.double().sum()) / count for key, value in measured.items()}
     if "rollout_is_mean" in measured:
         metrics["ess"] = effective_share(measured["rollout_is_mean"], mask)
+
     return weighted_sum(losses, weights, mask), metrics
 
 

@@ -31,6 +31,7 @@ def called(*calls, sections=None, told=None, **options):
                 ]
             )
             outcomes = await tools.outcomes()
+
         await box.close()
         return results, tools.metrics, outcomes
 

@@ -8,7 +8,12 @@ from transformers import PreTrainedTokenizerFast
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 
 SPECIAL = [
-    *("<|im_start|>", "<|im_end|>", "<|eom|>", "<|begin|>", "<|User|>", "<|Assistant|>"),
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eom|>",
+    "<|begin|>",
+    "<|User|>",
+    "<|Assistant|>",
     "<|endoftext|>",
 ]
 

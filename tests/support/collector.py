@@ -80,6 +80,7 @@ class Collector:
                     body = gzip.decompress(body)
                 elif self.headers.get("content-encoding") == "deflate":
                     body = zlib.decompress(body)
+
                 status = collector.answer()
                 if status == 200 and self.path == "/v1/traces":
                     is_json = self.headers["content-type"].startswith("application/json")
@@ -87,6 +88,7 @@ class Collector:
                     collector.headers.append({k.lower(): v for k, v in self.headers.items()})
                 else:
                     status = status if status != 200 else 404
+
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(status)
                 self.send_header("content-type", "application/x-protobuf")
@@ -109,6 +111,7 @@ def request_of_json(body: bytes) -> ExportTraceServiceRequest:
                     for name in ("traceId", "spanId", "parentSpanId"):
                         if name in record:
                             record[name] = base64.b64encode(bytes.fromhex(record[name])).decode()
+
     return ParseDict(told, ExportTraceServiceRequest())
 
 
@@ -116,6 +119,7 @@ def received(request: ExportTraceServiceRequest | bytes) -> list[Received]:
     """The spans of a request."""
     if isinstance(request, bytes):
         request = ExportTraceServiceRequest.FromString(request)
+
     return [
         Received(
             name=span.name,

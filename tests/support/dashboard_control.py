@@ -15,7 +15,8 @@ from agentevo.ui.access import Access
 from agentevo.ui.app import make_app
 from agentevo.ui.sources import Sources
 
-TOKEN, CONTROL = "the-token-of-the-tests", "the-control-token-of-the-tests"
+TOKEN = "the-token-of-the-tests"
+CONTROL = "the-control-token-of-the-tests"
 ORIGIN = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"}
 
 
@@ -27,6 +28,7 @@ async def changing(
     guard, shared = make_app(Sources([str(folder)]), Access(token=TOKEN, control=control))
     if router is not None:
         guard._app.app.include_router(router)
+
     transport = httpx.ASGITransport(app=guard)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
         try:

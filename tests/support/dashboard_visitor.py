@@ -37,6 +37,7 @@ def dashboard(*words: str | Path, control: bool = False) -> Iterator[str]:
     `control` that of who may change something."""
     command = [sys.executable, "-m", "agentevo", "ui", *map(str, words)]
     command += ["--control"] if control else []
+
     cache = tempfile.TemporaryDirectory(prefix="agentevo-index-")
     process = subprocess.Popen(
         command,
@@ -55,6 +56,7 @@ def dashboard(*words: str | Path, control: bool = False) -> Iterator[str]:
         process.terminate()
         _, errors = process.communicate(timeout=STARTED_S)
         cache.cleanup()
+
     assert "Traceback" not in errors, errors
     assert process.returncode == 0
 
@@ -64,6 +66,7 @@ def chromium() -> Iterator[Any]:
     """Skips where there is none."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
@@ -78,7 +81,8 @@ class Visitor:
     message of an error, no request beyond this machine."""
 
     def __init__(self, page: Any, url: str) -> None:
-        self.page, self.root = page, url.partition("/?")[0]
+        self.page = page
+        self.root = url.partition("/?")[0]
         self.wrong: list[str] = []
         page.set_default_timeout(SEEN_MS)
         page.on("console", self._heard)

@@ -59,6 +59,7 @@ class Case:
                 for name, one in _wide(model, 3).items():
                     model.get_parameter(name).copy_(one)
             model = add_adapter(model, LoraSection(**lora), seed=1)
+
         alone = copy.deepcopy(model)
         alone.set_attn_implementation("eager")
         model = prepare(model)
@@ -103,6 +104,7 @@ class Case:
         with torch.no_grad():
             self.alone.load_state_dict(weights, strict=False)
             logits = self.alone(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits
+
         rows = logits[0, len(prompt) - 1 : -1].double().numpy()
         given = sampling.penalties
         return np.stack(

@@ -130,7 +130,8 @@ async def a_listener_is_told_a_beginning_of_the_completion(case: Case) -> None:
         logprobs.extend(theirs)
 
     for sampling in (PLAIN, sampled(stop_token_ids=((await case.draw()).ids[6],))):
-        ids.clear(), logprobs.clear()
+        ids.clear()
+        logprobs.clear()
         found = await case.draw(sampling, listen=listen)
         assert ids == found.ids[: len(ids)]
         assert logprobs == found.logprobs[: len(ids)]
@@ -145,6 +146,7 @@ async def a_listener_that_raises_ends_its_own_request(case: Case) -> None:
 
     with pytest.raises(ListenerError) as refusal:
         await case.draw(listen=fails)
+
     assert isinstance(refusal.value.__cause__, ZeroDivisionError)
     assert len((await calm).ids) == 24
 
@@ -185,11 +187,14 @@ async def what_can_not_be_drawn_is_refused_alone(case: Case) -> None:
     ):
         with pytest.raises(EngineError, match=reason):
             await case.draw(sampling, prompt)
+
     for prompt, sampling in ((PROMPT, sampled(max_new_tokens=CONTEXT)), (PROMPT * 40, PLAIN)):
         with pytest.raises(RequestTooLongError):
             await case.draw(sampling, prompt)
+
     with pytest.raises(EngineError, match="deadline"):
         await case.draw(deadline_s=math.nan)
+
     assert case.difference(case.old, await case.draw()).max() < TOLERANCE
 
 
@@ -201,6 +206,7 @@ async def a_conversation_goes_on_with_the_same_numbers(case: Case) -> None:
         found = await case.draw(sampled(seed=turn), prompt, session="talk")
         assert case.difference(case.old, found, PLAIN, prompt).max() < TOLERANCE
         prompt += [*found.ids, 11, 12, 13]
+
     await case.engine.release("talk")
     await case.engine.release("never heard of")
     await case.engine.forget_cache()
@@ -235,6 +241,7 @@ async def alternatives_are_the_likeliest_of_that_distribution(case: Case) -> Non
             assert np.abs(row[[t for t, _ in told_]] - wanted).max() < TOLERANCE
             if sampling.temperature == 0:
                 assert told_ == [(found.ids[place], 0.0)]
+
     assert (await case.draw()).top_logprobs == []
 
 
@@ -261,6 +268,7 @@ async def a_grammar_is_followed_or_refused(case: Case) -> None:
     except GrammarError:
         assert len((await case.draw()).ids) == 24
         return
+
     assert case.tokenizer.decode(found.ids[:-1]) in ("yes", "no")
     assert found.masks
 
@@ -279,9 +287,11 @@ async def scored_or_refused(
 async def scores_are_those_of_the_model(case: Case) -> None:
     if not isinstance(case.engine, ScoringEngine):
         return
+
     await case.begin()
     ids = [int(token) for token in np.random.default_rng(2).integers(10, 250, 30)]
     drawn = await case.draw()
+
     for temperature in (1.0, 0.7):
         scoring = case.engine.score(PROMPT, ids, temperature=temperature, deadline_s=PATIENCE_S)
         if (found := await scored_or_refused(scoring, temperature)) is None:
@@ -289,6 +299,7 @@ async def scores_are_those_of_the_model(case: Case) -> None:
         rows = case.logprobs(case.old, PROMPT, ids, sampled(temperature=temperature))
         assert found.version == 1
         assert np.abs(rows[np.arange(len(ids)), ids] - found.logprobs).max() < TOLERANCE
+
     again = await case.engine.score(PROMPT, drawn.ids, deadline_s=PATIENCE_S)
     assert np.abs(np.array(again.logprobs) - drawn.logprobs).max() < TOLERANCE
     for context, given, reason in (([], ids, "at least one"), (PROMPT, [5, 10**6], "token 1000")):
@@ -302,16 +313,20 @@ async def finish_lets_running_requests_end_under_the_old_weights(case: Case) -> 
     publishing = asyncio.ensure_future(
         case.engine.publish(2, case.new, in_flight="finish", deadline_s=PATIENCE_S)
     )
+
     await asyncio.sleep(0)
     later = asyncio.ensure_future(case.draw(sampled(seed=9)))
     await publishing
-    first, second = await running, await later
+    first = await running
+    second = await later
+
     assert first.versions == [1] * 200
     assert case.difference(case.old, first).max() < TOLERANCE
     for one in (second, await case.draw()):
         weights = {1: case.old, 2: case.new}[one.versions[0]]
         assert len(set(one.versions)) == 1
         assert case.difference(weights, one).max() < TOLERANCE
+
     assert one.versions == [2] * 24
 
 
@@ -322,9 +337,11 @@ async def continue_draws_what_follows_from_the_new_weights(case: Case) -> None:
     running = await told(case, 5, sampled(max_new_tokens=400))
     await case.engine.publish(2, case.new, in_flight="continue", deadline_s=PATIENCE_S)
     assert case.engine.version == 2
+
     fresh = await case.draw(sampled(seed=9))
     found = await running
     assert sorted(found.versions) == found.versions and set(found.versions) == {1, 2}
+
     before = found.versions.count(1)
     assert 5 <= before < 400 and len(found.ids) == 400
     assert case.difference(case.old, found)[:before].max() < TOLERANCE
@@ -352,8 +369,10 @@ async def weights_that_can_not_be_served_change_nothing(case: Case) -> None:
         for found in (await running, await case.draw()):
             assert set(found.versions) == {4}
             assert case.difference(case.old, found).max() < TOLERANCE
+
     verified = await asyncio.to_thread(case.engine.verify, case.new)
     assert case.difference(case.old, await case.draw()).max() < TOLERANCE
+
     await case.engine.publish(5, verified, deadline_s=PATIENCE_S)
     assert case.difference(case.new, await case.draw()).max() < TOLERANCE
 
@@ -364,6 +383,7 @@ async def a_run_may_begin_again_at_a_lower_version(case: Case) -> None:
     found = await case.draw()
     assert case.engine.version == 3 and set(found.versions) == {3}
     assert case.difference(case.new, found).max() < TOLERANCE
+
     await case.engine.begin(2, deadline_s=PATIENCE_S)
     found = await case.draw()
     assert set(found.versions) == {2}
@@ -373,15 +393,18 @@ async def a_run_may_begin_again_at_a_lower_version(case: Case) -> None:
 async def requests_that_come_during_sleep_wait(case: Case) -> None:
     if not isinstance(case.engine, SleepingEngine):
         return
+
     await case.begin()
     running = await told(case, 3, sampled(max_new_tokens=200))
     await case.engine.sleep(in_flight="continue", deadline_s=PATIENCE_S)
     waiting = asyncio.ensure_future(case.draw())
     await asyncio.sleep(0.2)
     assert case.engine.asleep and not waiting.done() and not running.done()
+
     await case.engine.wake()
     for found in (await running, await waiting):
         assert case.difference(case.old, found).max() < TOLERANCE
+
     assert case.engine.slept_s > 0
 
 
@@ -390,12 +413,15 @@ async def counters_count(case: Case) -> None:
     before = case.engine.stats()
     await case.draw()
     await case.engine.publish(2, case.new, deadline_s=PATIENCE_S)
+
     with pytest.raises(EngineError):
         await case.engine.publish(2, case.new, deadline_s=PATIENCE_S)
+
     after = case.engine.stats()
     grown = {name: after[name] - before[name] for name in before}
     assert grown["engine/generated_tokens"] == 24
     assert (grown["engine/publishes"], grown["engine/refused_publishes"]) == (1, 1)
+
     case.engine.check()
 
 

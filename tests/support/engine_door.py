@@ -75,7 +75,9 @@ class Door:
     """A door on a real port, and ways to knock at it."""
 
     def __init__(self, folder, address: EngineAddress, engine: Any) -> None:
-        self.secret, self.address, self.engine = RunSecret(folder), address, engine
+        self.secret = RunSecret(folder)
+        self.address = address
+        self.engine = engine
         self.port = int(address.url.rpartition(":")[2])
 
     async def client(self) -> ClientConnection:
@@ -103,7 +105,8 @@ class Door:
 async def a_door(
     folder, *, encrypted: bool = False, engine: Engine | None = None
 ) -> AsyncIterator[Door]:
-    engine, listener = engine or CountingEngine(), open_socket("127.0.0.1", 0)
+    engine = engine or CountingEngine()
+    listener = open_socket("127.0.0.1", 0)
     tls, certificate = RunCertificate(folder).server_context() if encrypted else (None, "")
     address = EngineAddress(url_of(listener, encrypted=encrypted), certificate)
     async with listening(EngineDoor(engine, name="e", secret=RunSecret(folder)), listener, tls=tls):

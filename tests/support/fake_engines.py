@@ -20,7 +20,8 @@ class FakeEngine:
     a float is the seconds that it takes."""
 
     def __init__(self, number: int, version: int = 3) -> None:
-        self.number, self.version = number, version
+        self.number = number
+        self.version = version
         self.says: list[BaseException | float] = []
         self.asked: list[tuple[list[int], SamplingParams, str | None, float]] = []
         self.released: list[str] = []
@@ -31,6 +32,7 @@ class FakeEngine:
         said = self.says.pop(0) if self.says else 0.0
         if isinstance(said, BaseException):
             raise said
+
         self.running += 1
         try:
             await asyncio.sleep(said)
@@ -39,6 +41,7 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
+
         return Completion(
             ids=[self.number], logprobs=[-0.1 - 1e-9], versions=[self.version], finish_reason="stop"
         )
@@ -70,14 +73,16 @@ class Engines:
     """Fake engines on real ports, announced in a directory."""
 
     def __init__(self, folder, stack: AsyncExitStack) -> None:
-        self.directory, self._stack = EngineDirectory(folder), stack
+        self.directory = EngineDirectory(folder)
+        self._stack = stack
         self.by_name: dict[str, FakeEngine] = {}
         self.leave: dict[str, AsyncExitStack] = {}
 
     async def start(
         self, number: int, version: int = 3, *, port: int = 0, kind: type[FakeEngine] = FakeEngine
     ) -> FakeEngine:
-        engine, name = kind(number, version), f"e{number}"
+        engine = kind(number, version)
+        name = f"e{number}"
         door = EngineDoor(engine, name=name, secret=RunSecret(self.directory.folder))
         listener = open_socket("127.0.0.1", port)
         announcement = Announcement(url=url_of(listener), name=name, pid=number, started_at=1.0)

@@ -77,6 +77,7 @@ class FakeGateway(LoopbackServer):
             self.sessions[received.path.split("/")[2]].posted.append(Posted(**body))
             gives({})(body, handler)
             return
+
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
         self._on_call(received.session or headers.get("x-api-key") or bearer)
         gives(chat("left"))(body, handler)

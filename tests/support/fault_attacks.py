@@ -45,9 +45,11 @@ def finish(parts: Sequence[Component], *, within_s: float = 150.0) -> None:
     ends = time.monotonic() + within_s
     for part in parts:
         part.start()
+
     while parts[-1].process.is_alive():
         assert time.monotonic() < ends, _stuck(parts, Tally())
         wait([parts[-1].process.sentinel], timeout=1.0)
+
     for part in reversed(parts):
         code = part.reap() if part is parts[-1] else part.end()
         assert code == 0, f"{part.name} ended with {code}:\n{part.tail()}"
@@ -90,23 +92,27 @@ def attack(
     most = int(SPARE * kills if kills is not None else AIMED_SPARE * len(phases))
     steps = last.config.trainer.steps
     assert steps > most, "each kill needs a step"
+
     try:
         last.marks.hold_at = 1
         for member in members:
             if member is not victim:
                 member.start()
+
         while tally.kills < (kills or 0) or (
             tally.kills < most and not set(phases) <= set(tally.phases)
         ):
             _start_and_kill(members, victim, phases, rng, tally, inside=inside)
             last.marks.hold_at = min(steps - 1, int(steps * (tally.kills + 1) / most))
             assert time.monotonic() < began + within_s, _stuck(members, tally)
+
         last.marks.hold_at = 0
         victim.start()
         while last.process.is_alive():
             assert time.monotonic() < began + within_s, _stuck(members, tally)
             wait([last.process.sentinel], timeout=1.0)
             _check_others(members, None)
+
         code = last.reap()
         assert code == 0, f"{last.name} ended with {code}:\n{last.tail()}"
         for member in members[:-1]:
@@ -116,6 +122,7 @@ def attack(
         for member in members:
             if member.process is not None and member.process.is_alive():
                 member.kill()
+
     tally.seconds = time.monotonic() - began
     return tally
 
@@ -142,6 +149,7 @@ def _start_and_kill(
         number = 1 if phase in RARE_PHASES else rng.randint(1, 2)
         planned = PlannedKill(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase]))
         limit_s = 0.5 + 2.0 * victim.progress_s
+
     victim.start(planned)
     ends = time.monotonic() + limit_s
     while (
@@ -156,16 +164,20 @@ def _start_and_kill(
             timeout=min(left, 0.05) if patient else left,
         )
         _check_others(members, victim)
+
     assert victim is last or last.process.is_alive(), (
         f"{last.name} ended by itself with {last.process.exitcode}:\n{last.tail()}"
     )
     if victim.process.is_alive():
         victim.process.kill()
+
     code = victim.reap()
     assert code == -signal.SIGKILL, f"{victim.name} ended by itself with {code}:\n{victim.tail()}"
+
     where = victim.marks.where()
     tally.kills += 1
     tally.phases.update(where or ["-"])
+
     if planned is not None:
         tally.aimed[planned.phase] += 1
         if planned.phase in where or tally.aimed[planned.phase] % 3 == 0:

@@ -61,13 +61,17 @@ def check(config: RunConfig, *, complete: bool = True) -> Account:
     found = account(config)
     last = config.trainer.steps if complete else len(found.steps)
     assert [one.step for one in found.steps] == list(range(1, last + 1)), "steps are missing"
+
     _check_once(found)
     _check_ages(found, config)
     _check_groups(found, config, complete=complete)
+
     assert not found.audit.violations, "\n".join(map(str, found.audit.violations))
     assert not found.audit.poison, found.audit.poison
+
     weights = final_weights(config, complete=complete)
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
     left = [path for path in config.run_dir.rglob("*") if path.name.endswith(".partial")]
     assert not left, f"left half-written: {left}"
     return found
@@ -104,6 +108,7 @@ def _check_ages(found: Account, config: RunConfig) -> None:
                     )
                     masked += age > bound
                     found.ages[age] += 1
+
         assert masked == step.record["plan"]["masked_tokens"], f"step {step.step}"
 
 
@@ -115,6 +120,7 @@ def _check_groups(found: Account, config: RunConfig, *, complete: bool) -> None:
     groups: defaultdict[str, list[StoredTrajectory]] = defaultdict(list)
     for one in found.trajectories.values():
         groups[one.trajectory.group_id].append(one)
+
     size = config.trainer.group_size + config.rollout.extra_attempts
     for name, members in groups.items():
         assert sorted(one.trajectory.attempt for one in members) == list(range(size)), (
@@ -129,6 +135,7 @@ def _check_groups(found: Account, config: RunConfig, *, complete: bool) -> None:
             )
             assert one.state != "dropped" or one.drop_reason, one.trajectory.id
             assert one.state != "failed" or one.trajectory.error, one.trajectory.id
+
     sampled = {members[0].trajectory.task_id for members in groups.values()}
     done = {name for name, task in found.tasks.items() if task.state == "completed"}
     assert done - found.evaluated == sampled - found.evaluated, (

@@ -65,7 +65,8 @@ class LotteryEnvironment(EpisodicEnvironment):
     instructions = "Say words."
 
     def start(self, seed: int) -> None:
-        self._seed, self._said = seed, WORDS[seed % len(WORDS)]
+        self._seed = seed
+        self._said = WORDS[seed % len(WORDS)]
 
     def observe(self) -> str:
         return f"The last word was {self._said}."

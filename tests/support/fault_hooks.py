@@ -29,7 +29,9 @@ def short_store_deadline(launch: Launch) -> None:
 
 def wall_clock_jumps(launch: Launch) -> None:
     """`time.time` is set to another hour some twenty times a second, forward and back."""
-    true, shift, rng = time.time, [0.0], random.Random(launch.name)
+    true = time.time
+    shift = [0.0]
+    rng = random.Random(launch.name)
 
     def jump() -> None:
         while True:
@@ -66,7 +68,8 @@ def late_answers(launch: Launch) -> None:
     """Every 23rd completion takes longer than any deadline."""
     from agentevo.inference.torch_engine import TorchEngine
 
-    generate, count = TorchEngine.generate, [0]
+    generate = TorchEngine.generate
+    count = [0]
 
     @wraps(generate)
     async def late(self: TorchEngine, *args: Any, **kwargs: Any) -> Any:

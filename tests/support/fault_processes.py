@@ -44,7 +44,8 @@ PRELOADED = [
     "fault_preload",
 ]
 _LOOP = "agentevo.orchestration.training_run:TrainingRun."
-_SQL, _MONGODB = "agentevo.store.sql:SQLStore.", "agentevo.store.mongodb:MongoDBStore."
+_SQL = "agentevo.store.sql:SQLStore."
+_MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.orchestration.run:find_resume_point"],
     "replay": ["agentevo.orchestration.resume:_replay_step"],
@@ -144,17 +145,22 @@ def run_launched(launch: Launch) -> None:
     """Runs in the new process."""
     started = time.monotonic()
     log = os.open(launch.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(log, 1), os.dup2(log, 2)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
     marks = Marks.at(launch.marks)
     ctypes.memset(ctypes.byref(marks), 0, Marks.hold_at.offset)
+
     for index, name in enumerate(NAMES):
         for place in PHASES[name]:
             _watch(place, index, marks, launch, started)
+
     _hold(marks)
     if launch.before is not None:
         _find(launch.before)[2](launch)
+
     run_component(launch)
 
 
@@ -278,6 +284,7 @@ class ForkServer:
         }
         before = {name: os.environ.get(name) for name in needed}
         os.environ.update(needed)
+
         try:
             first = self._context.Process(target=_nothing)
             first.start()
@@ -316,13 +323,13 @@ class Component:
         *,
         before: str | None = None,
     ) -> None:
-        self.kind, self.name, self.before = kind, name, before
+        self.kind = kind
+        self.name = name
+        self.before = before
         self.log = folder / f"{name}.log"
-        self._fork_server, self.config, self._marks_file = (
-            fork_server,
-            config,
-            folder / f"{name}.marks",
-        )
+        self._fork_server = fork_server
+        self.config = config
+        self._marks_file = folder / f"{name}.marks"
         self.marks = Marks.at(self._marks_file)
         self.took_s = dict.fromkeys(NAMES, 0.02)
         """Usual duration of each phase, as measured so far."""
@@ -348,6 +355,7 @@ class Component:
         for index, name in enumerate(NAMES):
             if self.marks.took_s[index]:
                 self.took_s[name] = self.marks.took_s[index]
+
         self.num_fruitless = 0 if self.marks.progress_s else self.num_fruitless + 1
         if self.marks.progress_s:
             self.progress_s = 0.7 * self.progress_s + 0.3 * self.marks.progress_s
@@ -362,6 +370,7 @@ class Component:
             raise AssertionError(
                 f"{self.name} did not end within {within_s:g} s of SIGTERM:\n{self.tail()}"
             )
+
         return int(self.process.exitcode)
 
     def tail(self, lines: int = 40) -> str:

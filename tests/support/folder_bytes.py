@@ -16,4 +16,5 @@ def contents(folder: Path) -> dict[str, str]:
         if not is_empty_log and not path.name.endswith("-shm"):
             text = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else "no file"
             found[str(path.relative_to(folder))] = text
+
     return found

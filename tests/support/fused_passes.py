@@ -54,4 +54,5 @@ def num_fused_calls(model: nn.Module) -> int:
         fused(model)
     finally:
         sys.setprofile(None)
+
     return calls

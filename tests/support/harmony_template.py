@@ -5,8 +5,13 @@ own."""
 from __future__ import annotations
 
 MARKS = (
-    *("<|start|>", "<|message|>", "<|channel|>", "<|constrain|>"),
-    *("<|end|>", "<|return|>", "<|call|>"),
+    "<|start|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
 )
 HARMONY = (
     "{{- '<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>' -}}"

@@ -56,106 +56,138 @@ PAIRS = [
 UNICODE = ["é", "日本語", "🦜", "\u202eabc", "e\u0301", "\u200b", "\ufeff", "ß", "\uff21", "\u2028"]
 CONTROLS = ["\n", "\t", "\r", "\x1b[31m", "\x7f", "\x00", "\ud800", "\udcff", "\x85"]
 SYNTAX = [
-    *["${", "}", "${a}", "${run.name}", "${oc.env:HOME}", "${nope:1}", "\\${x}", "???", "${..}"],
-    *["[", "]", "{", "}", "- a", "a: b", "? x", "|", ">", "%", "@", "`", "&a x", "*a", "!!set {a}"],
-    *[
-        "!!binary aGk=",
-        "!x y",
-        "---",
-        "...",
-        "# c",
-        "<<: {a: 1}",
-        "~",
-        "null",
-        "yes",
-        "off",
-        "=",
-        ":",
-    ],
-    *[
-        "2020-01-01",
-        "1:30",
-        "0x_",
-        "0b",
-        "010",
-        "1_000",
-        "._",
-        "1e",
-        ".e1",
-        "'",
-        '"',
-        '"a',
-        "{a: 1}",
-    ],
-    *[
-        "[1, 2]",
-        "[[]]",
-        "{}",
-        "[]",
-        "{a: {b: [c]}}",
-        "!!int x",
-        "!!float",
-        "[a, a]",
-        "{a, a}",
-        "a,b",
-    ],
+    "${",
+    "}",
+    "${a}",
+    "${run.name}",
+    "${oc.env:HOME}",
+    "${nope:1}",
+    "\\${x}",
+    "???",
+    "${..}",
+    "[",
+    "]",
+    "{",
+    "}",
+    "- a",
+    "a: b",
+    "? x",
+    "|",
+    ">",
+    "%",
+    "@",
+    "`",
+    "&a x",
+    "*a",
+    "!!set {a}",
+    "!!binary aGk=",
+    "!x y",
+    "---",
+    "...",
+    "# c",
+    "<<: {a: 1}",
+    "~",
+    "null",
+    "yes",
+    "off",
+    "=",
+    ":",
+    "2020-01-01",
+    "1:30",
+    "0x_",
+    "0b",
+    "010",
+    "1_000",
+    "._",
+    "1e",
+    ".e1",
+    "'",
+    '"',
+    '"a',
+    "{a: 1}",
+    "[1, 2]",
+    "[[]]",
+    "{}",
+    "[]",
+    "{a: {b: [c]}}",
+    "!!int x",
+    "!!float",
+    "[a, a]",
+    "{a, a}",
+    "a,b",
 ]
 URLS = [
-    *[
-        "sqlite:///s.sqlite",
-        "sqlite://",
-        "sqlite:////",
-        "sqlite:///",
-        "sqlite:///folder",
-        "://",
-        "http://",
-    ],
-    *[
-        "sqlite:///run/store.sqlite",
-        "sqlite:///small.yaml",
-        "postgresql://127.0.0.1:1/x",
-        "mongodb:///x",
-    ],
-    *["postgresql://", "postgresql://h:port/x", "postgresql://u:p@[::1/x", "mongodb://h:99999/x"],
-    *[
-        "postgresql://127.0.0.1:99999/x",
-        "mongodb://%zz/x",
-        "ftp://a/b",
-        "http://[",
-        "http://127.0.0.1:1",
-    ],
-    *[
-        "ws://a:b:c",
-        "http://a b",
-        "not a url",
-        "http://x:99999",
-        "postgresql://127.0.0.1:1/x?schema=%00",
-    ],
+    "sqlite:///s.sqlite",
+    "sqlite://",
+    "sqlite:////",
+    "sqlite:///",
+    "sqlite:///folder",
+    "://",
+    "http://",
+    "sqlite:///run/store.sqlite",
+    "sqlite:///small.yaml",
+    "postgresql://127.0.0.1:1/x",
+    "mongodb:///x",
+    "postgresql://",
+    "postgresql://h:port/x",
+    "postgresql://u:p@[::1/x",
+    "mongodb://h:99999/x",
+    "postgresql://127.0.0.1:99999/x",
+    "mongodb://%zz/x",
+    "ftp://a/b",
+    "http://[",
+    "http://127.0.0.1:1",
+    "ws://a:b:c",
+    "http://a b",
+    "not a url",
+    "http://x:99999",
+    "postgresql://127.0.0.1:1/x?schema=%00",
 ]
 PATHS = [
-    *["small.yaml", "folder", "folder/", "empty", "binary", "fifo", "loop", "dangling", "nowhere"],
-    *[
-        "rows.jsonl",
-        "chats.json",
-        "pairs.jsonl",
-        "rows.jsonl.gz",
-        "broken.yaml",
-        "run",
-        "sweep",
-        ".",
-    ],
-    *["/dev/null", "/dev/zero", "/dev/full", "/dev/null/x", "/proc/self/mem", "/proc/x", "empty/x"],
-    *["run/checkpoints", "run/checkpoints/step-000002", "run/store.sqlite", "run/config.yaml", ""],
-    *["loop/x", "nowhere/a/b", "./run/../run", "run/metrics.jsonl", "coins", "~", "~nobody/x", "-"],
-    *[
-        "x.gguf",
-        "model.gguf",
-        "x.parquet",
-        "out.jsonl",
-        "out.jsonl.gz",
-        "nowhere/out.jsonl",
-        "out.md",
-    ],
+    "small.yaml",
+    "folder",
+    "folder/",
+    "empty",
+    "binary",
+    "fifo",
+    "loop",
+    "dangling",
+    "nowhere",
+    "rows.jsonl",
+    "chats.json",
+    "pairs.jsonl",
+    "rows.jsonl.gz",
+    "broken.yaml",
+    "run",
+    "sweep",
+    ".",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/null/x",
+    "/proc/self/mem",
+    "/proc/x",
+    "empty/x",
+    "run/checkpoints",
+    "run/checkpoints/step-000002",
+    "run/store.sqlite",
+    "run/config.yaml",
+    "",
+    "loop/x",
+    "nowhere/a/b",
+    "./run/../run",
+    "run/metrics.jsonl",
+    "coins",
+    "~",
+    "~nobody/x",
+    "-",
+    "x.gguf",
+    "model.gguf",
+    "x.parquet",
+    "out.jsonl",
+    "out.jsonl.gz",
+    "nowhere/out.jsonl",
+    "out.md",
 ]
 
 
@@ -187,21 +219,23 @@ class Hostile:
         exponent = self.random.randrange(0, 40)
         return sign + self.pick(
             [
-                *[
-                    "0",
-                    "1",
-                    "2",
-                    "7",
-                    "0.5",
-                    "1.5",
-                    "nan",
-                    ".nan",
-                    "inf",
-                    ".inf",
-                    "1e308",
-                    "5e-324",
-                ],
-                *[f"1e{exponent}", f"1e-{exponent}", str(10**exponent), str(2**63), "9" * 40],
+                "0",
+                "1",
+                "2",
+                "7",
+                "0.5",
+                "1.5",
+                "nan",
+                ".nan",
+                "inf",
+                ".inf",
+                "1e308",
+                "5e-324",
+                f"1e{exponent}",
+                f"1e-{exponent}",
+                str(10**exponent),
+                str(2**63),
+                "9" * 40,
                 "9" * self.random.choice([100, 4000, 5000, 30000]),
                 f"{self.random.random() * 10:.3f}",
             ]
@@ -219,12 +253,15 @@ class Hostile:
             return str(self.pick(SYNTAX))
         if kind == 4:
             return str(self.pick(URLS))
+
         if kind == 5:
             depth = self.pick([1, 3, 30, 70, 300, 3000, 20000])
             opening, closing = self.pick([("[", "]"), ("{a: ", "}"), ("${", "}"), ("- ", "")])
             return opening * depth + "1" + closing * depth
+
         if kind == 6:
             return "".join(self.pick([*SYNTAX, *UNICODE, "a", " ", "1"]) for _ in range(4))
+
         return self.mangled(
             self.pick(["train", "coins", "grpo", "true", "best", "1", "small.yaml"])
         )
@@ -241,6 +278,7 @@ class Hostile:
             )
             cut = self.random.randrange(3)
             text = text[:place] + piece + text[place + cut :]
+
         return text
 
     def value(self, key: str = "") -> str:
@@ -248,16 +286,19 @@ class Hostile:
         explanation = KEYS.explain(key)[0] if key in KEYS.names() else None
         if explanation is not None and self.chance(0.5 * (1 - self.wild)):
             return self.plausible(explanation)
+
         if explanation is not None and not self.chance(0.1 + self.wild / 2):
             if explanation.choices and self.chance(0.6):
                 choice = str(self.pick(explanation.choices))
                 return choice if self.chance(0.6) else self.mangled(choice)
+
             if "number" in explanation.type:
                 return self.number()
             if "path" in explanation.type or "file" in explanation.meaning.lower():
                 return self.path()
             if explanation.default and self.chance(0.5):
                 return self.mangled(explanation.default)
+
         return str(self.pick([self.number, self.text, self.path, lambda: self.pick(SYNTAX)])())
 
     def plausible(self, explanation: Any) -> str:
@@ -281,6 +322,7 @@ class Hostile:
             return f"{key}.{self.pick(['a', 'type', '0', key])}"
         if kind < 0.9:
             return ".".join(["a"] * self.pick([2, 70, 500, 3000]))
+
         return self.pick(
             ["", ".", "a..b", "-", "k" * self.pick([300, 100_000]), key.upper(), "é.b"]
         )
@@ -307,10 +349,12 @@ class Hostile:
                 line += self._argument(parameter)
             elif parameter.name != "help" and self.chance(0.25):
                 line += self.option(parameter)
+
         if self.chance(0.05 * self.wild):
             line.insert(self.random.randrange(len(line) + 1), self.text())
         if words in (("train",), ("sft",)) and self.chance(0.3):
             line.append("--dry-run")
+
         return line
 
     def _argument(self, parameter: Any) -> list[str]:
@@ -321,6 +365,7 @@ class Hostile:
             return []
         if self.chance(0.2 * self.wild):
             return [self.text()]
+
         usual = {
             "recipe": ["small.yaml", "small.yaml", "broken.yaml", "run/config.yaml"],
             "run_dir": ["run"],
@@ -335,12 +380,14 @@ class Hostile:
             return [self.pick(usual[name])]
         if name == "target" and self.chance(0.5):
             return [self.pick(URLS)]
+
         return [self.path() if self.chance(0.7) else self.text()]
 
     def tree(self, value: Any, probability: float) -> Any:
         """A copy with some of its parts replaced by hostile ones."""
         if self.chance(probability):
             return self.leaf()
+
         if isinstance(value, dict):
             pairs = [
                 (self.text()[:300] if self.chance(probability / 2) else key, item)
@@ -348,8 +395,10 @@ class Hostile:
                 if not self.chance(probability / 2)
             ]
             return {key: self.tree(item, probability) for key, item in pairs}
+
         if isinstance(value, list):
             return [self.tree(item, probability) for item in value]
+
         return value
 
     def leaf(self) -> Any:
@@ -366,24 +415,29 @@ class Hostile:
             return b""
         if kind == 1:
             return content[: self.random.randrange(len(content) + 1)]
+
         if kind == 2:
             place = self.random.randrange(len(content) + 1)
             return (
                 content[:place] + self.random.randbytes(self.pick([1, 16, 500])) + content[place:]
             )
+
         if kind == 3:
             return content + content[: self.random.randrange(len(content) + 1)]
+
         if kind == 4:
             changed = bytearray(content)
             for _ in range(min(len(changed), 20)):
                 changed[self.random.randrange(len(changed))] ^= 1 << self.random.randrange(8)
             return bytes(changed)
+
         if kind == 5:
             return self.text().encode("utf-8", "surrogatepass")
         if kind == 6:
             return self.number().encode()
         if kind == 7:
             return content.decode("utf-8", "replace").encode(self.pick(["utf-16", "utf-8-sig"]))
+
         return b"[" * self.pick([10, 1000, 100_000])
 
     def damaged_file(self, path: Path) -> None:
@@ -405,8 +459,10 @@ class Hostile:
         if suffix == ".yaml":
             tree = self.tree(yaml.safe_load(content), 0.04)
             return _as_yaml(tree)
+
         if suffix == ".json":
             return dump(self.tree(json.loads(content), 0.1))
+
         lines = [dump(self.tree(json.loads(line), 0.05)) for line in content.splitlines()]
         return b"\n".join(lines) + b"\n"
 
@@ -417,11 +473,13 @@ class Hostile:
             names = sorted(name for (name,) in tables if not name.startswith("sqlite_"))
             table = self.pick(names)
             columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+
             value = self.pick(
                 [None, -1, 2**62, 1.5, "", b"", self.text(), self.random.randbytes(30)]
             )
             if isinstance(value, str):
                 value = value.encode("utf-8", "replace").decode()
+
             try:
                 connection.execute(
                     f"UPDATE {table} SET {self.pick(columns)} = ? WHERE rowid = (SELECT rowid FROM "
@@ -432,6 +490,7 @@ class Hostile:
                 connection.rollback()
                 connection.execute("PRAGMA foreign_keys=OFF")
                 connection.execute(f"DROP TABLE {table}")
+
         connection.close()
 
     def odd(self, path: Path) -> None:
@@ -461,14 +520,17 @@ def furnish(folder: Path, hostile: Hostile, run: Path) -> None:
     (folder / "broken.yaml").write_bytes(
         hostile.damaged(content) if hostile.chance(0.4) else content
     )
+
     for name, rows in (("rows.jsonl", ROWS), ("pairs.jsonl", PAIRS)):
         lines = [json.dumps(hostile.tree(row, 0.05)).encode() for row in rows]
         (folder / name).write_bytes(b"\n".join(lines))
+
     (folder / "chats.json").write_text(json.dumps(hostile.tree(CHATS, 0.03)))
     packed = gzip.compress((folder / "rows.jsonl").read_bytes())
     (folder / "rows.jsonl.gz").write_bytes(
         hostile.damaged(packed) if hostile.chance(0.5) else packed
     )
+
     (folder / "empty").touch()
     (folder / "binary").write_bytes(bytes(range(256)))
     (folder / "model.gguf").write_bytes(b"GGUF" + bytes(60))
@@ -478,9 +540,11 @@ def furnish(folder: Path, hostile: Hostile, run: Path) -> None:
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("no-such")
     shutil.copytree(run, folder / "run", copy_function=shutil.copyfile)
+
     files = sorted(path for path in (folder / "run").rglob("*") if path.is_file())
     for path in hostile.random.sample(files, k=hostile.num_damaged):
         hostile.damaged_file(path)
+
     sweep = folder / "sweep"
     sweep.mkdir()
     (sweep / "sweep.yaml").write_bytes(

@@ -28,6 +28,7 @@ def why_not() -> str | None:
         return "network namespaces need root: run this test as root"
     if missing := [name for name in ("ip", "nsenter") if shutil.which(name) is None]:
         return f"no {missing[0]} on this machine (Debian: apt-get install iproute2 util-linux)"
+
     try:
         with Hosts("one", "two"):
             return None
@@ -50,6 +51,7 @@ class Hosts:
         try:
             for name in self._names:
                 _call("ip", "netns", "add", self.namespace(name))
+
             places = [f"{self.namespace(name)}={self.addresses[name]}" for name in self._names]
             self._wires = subprocess.Popen(
                 [sys.executable, str(wires.__file__), *places],
@@ -59,11 +61,13 @@ class Hosts:
                 text=True,
             )
             assert self._wires.stdout is not None
+
             if self._wires.stdout.readline() != "ready\n":
                 raise RuntimeError(self._wires.communicate(timeout=60)[1].strip()[-300:])
         except BaseException:
             self.__exit__()
             raise
+
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -72,9 +76,11 @@ class Hosts:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
         if self._wires is not None:
             self._wires.kill()
             self._wires.communicate()
+
         for name in self._names:
             with suppress(RuntimeError):
                 _call("ip", "netns", "del", self.namespace(name))
@@ -98,6 +104,7 @@ class Hosts:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+
         self._processes.append(process)
         return process
 
@@ -128,6 +135,7 @@ class PostgreSQLOnHost(PostgreSQL):
         super().__init__()
         self._address = hosts.addresses[name]
         self._as = [*hosts.inside(name), *self._as]
+
         key, _, rest = certificate.partition("-----BEGIN CERTIFICATE-----")
         for file, content in (
             ("server.key", key),
@@ -137,10 +145,12 @@ class PostgreSQLOnHost(PostgreSQL):
             path.write_text(content)
             path.chmod(0o600)
             shutil.chown(path, "postgres")
+
         with (self.data / "pg_hba.conf").open("a") as rules:
             rules.write(f"hostssl all all {NETWORK}.0/24 scram-sha-256\n")
         with (self.data / "postgresql.conf").open("a") as settings:
             settings.write(f"ssl = on\nlisten_addresses = '{self._address}'\n")
+
         self._password = password
 
     def begin(self) -> None:

@@ -72,6 +72,7 @@ async def main(url: str, key: str, until: int, kind: str) -> None:
             assert again == trained
             reasons = sorted(set(trained.dropped.values()))
             print(json.dumps([trained.step, trained.reward, reasons]), flush=True)
+
         await model.fetch("fetched")
         print(json.dumps([(one.name, one.is_open) for one in await client.models()]), flush=True)
 

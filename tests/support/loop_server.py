@@ -34,7 +34,8 @@ class Wire(httpx.AsyncBaseTransport):
         async def app(scope, receive, send):
             await door.guarded({**scope, "state": {"connection": Admitted()}}, receive, send)
 
-        self._asgi, self._loses = httpx.ASGITransport(app), loses
+        self._asgi = httpx.ASGITransport(app)
+        self._loses = loses
         self.lost: list[str] = []
 
     async def handle_async_request(self, request):

@@ -50,7 +50,9 @@ class Manager(LoopbackServer):
 
     def __init__(self, *, bare: bool = False, key: str | None = None, asleep: int = 0) -> None:
         super().__init__()
-        self.bare, self.key, self.asleep = bare, key, asleep
+        self.bare = bare
+        self.key = key
+        self.asleep = asleep
         self.counts: dict[str, int] = {"": 0}
         """Node -> how often its tool `count` was called. The one that was there is ""."""
         self.released: list[str] = []
@@ -72,14 +74,18 @@ class Manager(LoopbackServer):
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             gives({"detail": f"{headers.get('authorization')} is not known"}, 401)(body, handler)
             return
+
         parts = urlsplit(handler.path)
         words = [unquote(one) for one in parts.path.strip("/").split("/")]
         if words[0] == "node":
             self._node(words[1], parse_qs(parts.query), handler)
             return
+
         node = ""
         if words[0] == "container":
-            node, words = words[1], words[2:]
+            node = words[1]
+            words = words[2:]
+
         if node not in self.counts:
             gives({"detail": f"no container {node}"}, 404)(body, handler)
             return
@@ -87,8 +93,10 @@ class Manager(LoopbackServer):
         if words[1] == "tool":
             self._call(node, words[2], body, handler)
             return
+
         with self._lock:
             self.asleep -= 1
+
         if self.asleep >= 0:
             gives({"detail": "still starting"}, 503)(body, handler)
         elif words[1] == "servers":
@@ -114,14 +122,17 @@ class Manager(LoopbackServer):
                 self.released.append(node)
                 gives(f"Release session: {node}")(None, handler)
                 return
+
             self.images += query["image_name"]
             if query.get("creator_name") == ["greedy"]:
                 gives({"detail": "User greedy has reached maximum container limit (3)"}, 400)(
                     None, handler
                 )
                 return
+
             node = f"node{len(self.images)}"
             self.counts[node] = 0
+
         headers = {"Set-Cookie": f"node_id={node}; Path=/; SameSite=lax"}
         gives({"message": f"Node {node} created!"}, 200, headers)(None, handler)
 

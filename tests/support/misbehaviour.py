@@ -142,12 +142,15 @@ def cases() -> list[Case]:
 async def agent(task: Any, policy: Any) -> Any:
     if (deed := NOW.due("before generate")) is not None:
         return await _outcome(deed, policy, task)
+
     reply = await policy.generate([agentevo.Message("user", task.query)])
     if (deed := NOW.due("tool")) is not None:
         async with policy.call("tool", "search"):
             return await _outcome(deed, policy, task)
+
     if (deed := NOW.due("after generate")) is not None:
         return await _outcome(deed, policy, task)
+
     return len(reply.text) % 3 / 2
 
 
@@ -224,9 +227,12 @@ def played(
 ) -> tuple[Run, Watch]:
     """A run in which these cases happen. `plays` an environment, or else it is an agent function
     with the scorers that the cases need. When it is resumed, nothing happens."""
-    NOW.cases, NOW.moment, NOW.run = [] if resume else list(wanted), "check", NOW.run + 1
+    NOW.cases = [] if resume else list(wanted)
+    NOW.moment = "check"
+    NOW.run += 1
     hangs = any(case.deed.hangs for case in wanted)
     tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "context_length": 256}
+
     timeout_s = TIMEOUT_S if hangs else 120.0
     tree: dict[str, Any] = {
         "model": {"name": "tiny", "tiny": tiny | {"tokenizer": "word" if plays else "byte"}},
@@ -249,6 +255,7 @@ def played(
             for place in scorers
         ]
         tasks = [agentevo.Task(id=f"t{n}", query="x" * n) for n in range(1, 5 * groups + 1)]
+
     config = build_config(tree, [f"run.dir={folder}"], needs_environment=plays)
     view = Watch()
     run = train(config, agent=None if plays else agent, tasks=tasks, view=view, resume=resume)

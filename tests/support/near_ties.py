@@ -24,6 +24,7 @@ def nudged(model: PreTrainedModel, sign: float) -> PreTrainedModel:
             if name.endswith(ROUTER_WEIGHTS):
                 noise = torch.randn(weight.shape[1], generator=draws)
                 weight[1] = weight[0] + sign * GAP * noise.to(weight.dtype)
+
     return twin
 
 

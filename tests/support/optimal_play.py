@@ -17,4 +17,5 @@ def play_optimally(environment: TextEnvironment, max_actions: int) -> dict[str, 
         _, _, terminated, _, info = environment.step(action)
         if terminated:
             break
+
     return info

@@ -34,6 +34,7 @@ def _readable(span: Span, resource: Resource, scope: InstrumentationScope) -> Re
     parent = None
     if span.parent_id is not None:
         parent = SpanContext(span.trace_id, span.parent_id, False, _SAMPLED)
+
     return ReadableSpan(
         span.name,
         context=SpanContext(span.trace_id, span.span_id, False, _SAMPLED),

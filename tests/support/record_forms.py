@@ -76,6 +76,7 @@ def server(exchanges: list[dict[str, Any]]) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             exchanges.append({"path": self.path, "request": body})
+
             said = json.dumps(RESPONSE if self.path.endswith("/responses") else CHAT).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")

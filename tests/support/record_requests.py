@@ -56,6 +56,7 @@ def proxy(gateway: str, exchanges: list[dict[str, Any]]) -> ThreadingHTTPServer:
             request = urllib.request.Request(gateway + self.path, body, headers)
             with urllib.request.urlopen(request, timeout=60) as answer:
                 said = answer.read()
+
             ids = ids_in(said.decode())
             exchanges.append({"path": self.path, "request": json.loads(body), "ids": ids})
             self.send_response(200)
@@ -84,6 +85,7 @@ def attempt(name: str, base: str, key: str) -> None:
         )
         assert done.stdout.strip().endswith('{"reward":1}'), done
         return
+
     policy = SimpleNamespace(
         base_url=f"{base}/v1", api_key=key, session=SimpleNamespace(base=base, key=key)
     )
@@ -109,6 +111,7 @@ async def record(name: str) -> list[dict[str, Any]]:
         server.shutdown()
         await policy.close()
         await asyncio.to_thread(gateway.close)
+
     return exchanges
 
 

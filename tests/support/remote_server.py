@@ -46,6 +46,7 @@ def gives(body: Any, status: int = 200, headers: Mapping[str, str] | None = None
         handler.send_header("content-length", str(len(content)))
         for name, value in (headers or {}).items():
             handler.send_header(name, value)
+
         handler.end_headers()
         handler.wfile.write(content)
 
@@ -99,6 +100,7 @@ def streams(
             _send_part(handler, event)
             if number == 0 and wait is not None:
                 assert wait.wait(30), "nobody has got the first event"
+
         if then is not None:
             then(request, handler)
         else:
@@ -245,6 +247,7 @@ class RemoteServer(LoopbackServer):
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
             answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
         try:
             answer(body, handler)
         finally:

@@ -55,7 +55,8 @@ class InterruptingView(LiveView):
 
     def __init__(self, *, phase: tuple[str, str] | None = None, step: int | None = None) -> None:
         super().__init__("test", stream=io.StringIO(), plain=True)
-        self._at_phase, self._at_step = phase, step
+        self._at_phase = phase
+        self._at_step = step
 
     def phase(self, name: str, detail: str = "") -> None:
         super().phase(name, detail)
@@ -114,6 +115,7 @@ def _outcome_of(folder: Path) -> dict[str, Any]:
                 one.trained_step,
                 one.drop_reason,
             )
+
         records = [
             (record.step, _without_timings(record.record["metrics"]), record.num_trajectories)
             for record in await store.steps()

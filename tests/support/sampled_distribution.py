@@ -15,13 +15,16 @@ def distribution_of(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     if params.top_k:
         order = order[: params.top_k]
+
     total = sum(probs[token] for token in order)
-    kept, mass = [], 0.0
+    kept = []
+    mass = 0.0
     for token in order:
         if mass >= params.top_p:
             break
         kept.append(token)
         mass += probs[token] / total
+
     kept = [token for token in kept if probs[token] >= params.min_p * probs[kept[0]]]
     found = np.zeros_like(probs)
     found[kept] = probs[kept] / probs[kept].sum()

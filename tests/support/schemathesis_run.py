@@ -25,13 +25,20 @@ def installed(folder):
     )
     if done.returncode:
         pytest.skip(f"schemathesis can't be installed: {done.stderr[-500:]}")
+
     return folder / "venv/bin/schemathesis"
 
 
 async def found(program, url, *options, checks=CHECKS, cwd):
     """What it finds on the page at `url`: its exit status and what it says."""
     process = await asyncio.create_subprocess_exec(
-        *(program, "run", url, "--continue-on-failure", "--checks", checks, *options),
+        program,
+        "run",
+        url,
+        "--continue-on-failure",
+        "--checks",
+        checks,
+        *options,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=cwd,

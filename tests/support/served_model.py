@@ -17,7 +17,9 @@ T = TypeVar("T")
 
 def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> T:
     """What `work(base URL, key)` returns, done in a thread while this one serves."""
-    results, notes, started = [], [], threading.Event()
+    results = []
+    notes = []
+    started = threading.Event()
 
     def note(line):
         notes.append(line)
@@ -26,6 +28,7 @@ def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> 
     def meet():
         if not started.wait(60):
             return
+
         try:
             (base,) = re.findall(r" at (http\S+)", notes[0])
             key = (config.run_dir / "serving" / "secret").read_text().strip()
@@ -39,6 +42,7 @@ def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> 
         serve_model(config, note=note, **options)
     finally:
         client.join(60)
+
     key = (config.run_dir / "serving" / "secret").read_text().strip()
     assert not any(key in line for line in notes)
     return results[0]

@@ -26,7 +26,8 @@ class Run:
 
     def __init__(self, config) -> None:
         ensure_run_folder(config)
-        self.config, self.folder = config, config.run_dir
+        self.config = config
+        self.folder = config.run_dir
         self.model = load_policy(config).model
         self.weights = WeightsFolder(self.folder / "weights")
         self.directory = EngineDirectory(self.folder / "engines")

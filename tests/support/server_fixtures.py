@@ -18,6 +18,7 @@ BACKENDS = ["sqlite", *slow("postgresql", "mongodb")]
 def running_postgresql() -> Iterator[PostgreSQL]:
     if reason := PostgreSQL.why_not():
         pytest.skip(reason)
+
     server = PostgreSQL()
     server.start()
     try:

@@ -41,9 +41,11 @@ class PostgreSQL:
         self.data = self.folder / "data"
         self._as = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
         self.data.mkdir()
+
         if self._as:
             shutil.chown(self.folder, "postgres")
             shutil.chown(self.data, "postgres")
+
         self._call(
             "initdb",
             "--auth=trust",
@@ -130,6 +132,7 @@ class MongoDB:
             )
             assert self._process.stdout is not None
             self.given = self._process.stdout.readline().strip()
+
         if not self.given:
             raise RuntimeError(f"SecantusDB did not start: see {folder.parent / 'mongodb.log'}")
 
@@ -137,6 +140,7 @@ class MongoDB:
     def why_not() -> str | None:
         if os.environ.get("AGENTEVO_TEST_MONGODB"):
             return None
+
         try:
             import secantus  # noqa: F401
         except ImportError:
@@ -144,6 +148,7 @@ class MongoDB:
                 "no MongoDB server: give one by AGENTEVO_TEST_MONGODB=mongodb://..., or pip "
                 "install secantusdb"
             )
+
         return None
 
     def url(self, database: str) -> str:

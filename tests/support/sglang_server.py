@@ -73,17 +73,25 @@ class Sglang:
     def __init__(self, folder: Path, *, api_key: str | None = None, admin: str | None = None):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.model.set_attn_implementation("eager")
+
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.api_key, self.admin = api_key, admin
-        self.label, self.paused, self.released = "default", False, False
+        self.api_key = api_key
+        self.admin = admin
+        self.label = "default"
+        self.paused = False
+        self.released = False
         self.running: dict[str, Asked] = {}
         self.prefixes: list[tuple[list[int], Any]] = []
-        self.fail_loads, self.flushes, self.seeded = 0, True, True
+        self.fail_loads = 0
+        self.flushes = True
+        self.seeded = True
         self.seen: list[tuple[str, Any]] = []
+
         self.app = FastAPI(openapi_url=None)
         for path in FIELDS:
             handler = getattr(self, path[1:])
             self.app.post(path)(self.checked(path, handler))
+
         self.app.post("/flush_cache")(self.checked("/flush_cache", self.flush_cache))
         self.app.get("/health")(lambda: Response())
         self.app.get("/server_info")(self.guarded(self.server_info))
@@ -104,11 +112,13 @@ class Sglang:
         async def route(request: Request) -> Any:
             if (refused := await self.guarded(lambda: None, level)(request)) is not None:
                 return refused
+
             body = json.loads(await request.body() or b"{}")
             unknown = set(body) - FIELDS.get(path, set())
             unknown |= set(body.get("sampling_params", {})) - SAMPLING
             if unknown:
                 return JSONResponse({"error": f"unknown field `{sorted(unknown)[0]}`"}, 400)
+
             self.seen.append((path, body))
             return await handler(body)
 
@@ -134,12 +144,15 @@ class Sglang:
         if cut and not 1 <= params.get("top_k", -1) <= MASK_TOKENS:
             return JSONResponse({"error": {"message": "return_sampling_mask needs top_k"}}, 400)
         assert not (params.get("min_p") and "sampling_seed" in params), "the scheduler ends"
+
         self.running[body["rid"]] = asked
         if body["stream"]:
             return StreamingResponse(self.pieces(asked), media_type="text/event-stream")
+
         while asked.finish is None:
             await asked.changed.wait()
             asked.changed.clear()
+
         return self.answer(asked, 0)
 
     async def pieces(self, asked: Asked) -> Any:
@@ -150,6 +163,7 @@ class Sglang:
             answer = self.answer(asked, done)
             done = len(asked.out)
             yield f"data: {json.dumps(answer)}\n\n"
+
             if asked.finish is not None:
                 yield "data: [DONE]\n\n"
                 return
@@ -160,9 +174,11 @@ class Sglang:
         meta["output_token_logprobs"] = asked.plain[done:]
         if asked.body["top_logprobs_num"]:
             meta["output_top_logprobs"] = asked.top[done:]
+
         if asked.body.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = asked.masks[done:]
             meta["output_token_sampling_logprobs"] = asked.behaviour[done:]
+
         if asked.finish is not None:
             spans: list[dict[str, Any]] = []
             for place, label in enumerate(asked.labels):
@@ -170,6 +186,7 @@ class Sglang:
                     spans.append({"version": label, "start": place, "end": place})
                 spans[-1]["end"] = place + 1
             meta["weight_versions"] = spans
+
         return {"text": "", "output_ids": asked.out[done:], "meta_info": meta}
 
     async def schedule(self) -> None:
@@ -177,12 +194,15 @@ class Sglang:
             for rid, asked in list(self.running.items()):
                 if self.paused or rid not in self.running:
                     break
+
                 self.step(asked)
                 if asked.finish is not None:
                     self.keep(asked)
                     del self.running[rid]
+
                 asked.changed.set()
                 await asyncio.sleep(0)
+
             await asyncio.sleep(0.001 if self.paused or not self.running else 0)
 
     def keep(self, asked: Asked) -> None:
@@ -197,6 +217,7 @@ class Sglang:
         whole = [*asked.ids, *asked.out]
         if asked.cache is None:
             asked.cache = self.prefix_of(whole)
+
         held = asked.cache.get_seq_length() if asked.cache is not None else 0
         passed = self.model(
             input_ids=torch.tensor([whole[held:]]), past_key_values=asked.cache, use_cache=True
@@ -205,16 +226,20 @@ class Sglang:
         self.draw(asked, passed.logits[0, -1].float(), len(whole))
 
     def prefix_of(self, ids: list[int]) -> Any:
-        best, found = 0, None
+        best = 0
+        found = None
         for known, cache in self.prefixes:
             same = next(
                 (i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b),
                 min(len(known), len(ids)),
             )
             if same > best:
-                best, found = same, cache
+                best = same
+                found = cache
+
         if found is None or (best := min(best, len(ids) - 1)) < 8:
             return None
+
         found = copy.deepcopy(found)
         found.crop(best)
         return found
@@ -237,6 +262,7 @@ class Sglang:
         asked.out.append(token)
         asked.labels.append(self.label)
         asked.plain.append([float(logprobs[token]), token, None])
+
         count = asked.body["top_logprobs_num"]
         asked.top.append([[float(logprobs[t]), int(t), None] for t in order[:count]])
         asked.masks.append(order[kept].tolist())
@@ -252,12 +278,15 @@ class Sglang:
         stops = {*params.get("stop_token_ids", []), self.tokenizer.eos_token_id}
         if not params["ignore_eos"] and token in stops:
             return {"type": "stop", "matched": token}
+
         tail = self.tokenizer.decode(asked.out[-80:])
         for text in params.get("stop", []):
             if text in tail:
                 return {"type": "stop", "matched": text}
+
         if len(asked.out) >= params["max_new_tokens"]:
             return {"type": "length", "length": len(asked.out)}
+
         return None
 
     async def abort_request(self, body: dict[str, Any]) -> Any:
@@ -285,6 +314,7 @@ class Sglang:
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
             tensors |= load_file(file)
+
         own = self.model.state_dict()
         for number, (name, one) in enumerate(tensors.items()):
             if self.fail_loads and number > len(tensors) // 2:
@@ -292,6 +322,7 @@ class Sglang:
                 message = "Failed to update weights: on purpose"
                 return JSONResponse({"success": False, "message": message}, 400)
             own[name].copy_(one)
+
         self.label = body["weight_version"]
         return {"success": True, "message": "", "num_paused_requests": 0}
 
@@ -338,6 +369,7 @@ def main() -> None:
         parser.add_argument(name)
     for name in ("memory-saver", "deterministic-inference"):
         parser.add_argument(f"--enable-{name}", action="store_true")
+
     parser.add_argument("--incremental-streaming-output", action="store_true")
     words = parser.parse_args()
     torch.set_num_threads(1)

@@ -32,6 +32,7 @@ def apart(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+
     if errors:
         raise errors[0]
 
@@ -98,6 +99,7 @@ def many() -> list[Trajectory]:
                 duration_s=1.0 + number % 5,
             )
         )
+
     return made
 
 
@@ -152,6 +154,7 @@ def hostile() -> list[Trajectory]:
         Message("assistant", "</script>" * 40),
     ]
     turns = {"said": [said, answered], "long": [[Message("user", long)]]}
+
     return [
         Trajectory(
             id=f"{kind}{CLEAN}@1#{number}".replace("\x00", ""),

@@ -16,8 +16,17 @@ from agentevo.types import Status
 
 NO_PART = {
     "tasks": {
-        *("seq", "fencing_id", "num_leases", "num_failures", "num_expiries", "not_before"),
-        *("worker", "lease_started_at", "lease_expires_at", "error", "history"),
+        "seq",
+        "fencing_id",
+        "num_leases",
+        "num_failures",
+        "num_expiries",
+        "not_before",
+        "worker",
+        "lease_started_at",
+        "lease_expires_at",
+        "error",
+        "history",
     },
     "trajectories": {"started_at", "duration_s", "written_at"},
     "tokens": set(),
@@ -55,6 +64,7 @@ def changed(run: Path, table: str, where: str, column: str) -> Iterator[tuple[Pa
     as far as the database takes them; and the value. Each is deleted after its turn."""
     database = sqlite3.connect(run / "store.sqlite")
     (value,) = database.execute(f"SELECT {column} FROM {table} WHERE {where}").fetchone()
+
     database.close()
     for other in other_values(column, value):
         folder = Path(shutil.copytree(run, run.with_name(f"{run.name}-{uuid.uuid4().hex[:8]}")))
@@ -65,5 +75,6 @@ def changed(run: Path, table: str, where: str, column: str) -> Iterator[tuple[Pa
             continue
         finally:
             database.close()
+
         yield folder, other
         shutil.rmtree(folder)

@@ -73,6 +73,7 @@ def make_base(folder: Path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
     return folder
 
 

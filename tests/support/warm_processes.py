@@ -112,6 +112,7 @@ class WarmParent:
                 (pid,) = struct.unpack("i", _receive(self._connection, 4))
             finally:
                 _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
         return int(pid)
 
 
@@ -150,6 +151,7 @@ def _start(
     restore_signals, new_session, group, gid, groups, uid, umask, preexec = rest[8:16]
     words = [os.fsdecode(word) for word in args]
     wanted = _environment(environment)
+
     parent = None
     if (
         _State.is_warm
@@ -161,6 +163,7 @@ def _start(
         and (cwd is None or os.path.isdir(cwd))
     ):
         parent = _warm_parent()
+
     if parent is None or not parent.can_start(wanted):
         return _start_cold(args, executables, close_fds, kept, cwd, environment, *rest)
 
@@ -231,6 +234,7 @@ def _start_parent() -> WarmParent:
     _receive(ours, 4)  # it is ready
     atexit.register(process.wait)
     atexit.register(ours.close)
+
     return WarmParent(ours, environment)
 
 
@@ -238,8 +242,10 @@ def be_parent(number: int) -> NoReturn:
     """Imports what programs import, then serves requests until the caller has ended."""
     for name in PRELOADED:
         importlib.import_module(name)
+
     gc.collect()
     gc.freeze()
+
     before = {*_entries(os.environ.get("PYTHONPATH", "")), str(SUPPORT)}
     _State.search_path = [entry for entry in sys.path[1:] if entry not in before]
     environment = dict(os.environ)
@@ -251,22 +257,27 @@ def be_parent(number: int) -> NoReturn:
 def _serve(connection: socket.socket, environment: dict[str, str]) -> NoReturn:
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
+
     while True:
         try:
             request, descriptors = _next_request(connection)
         except (EOFError, OSError):
             os._exit(0)
+
         middle = os.fork()
         if middle == 0:
             break
+
         os.waitpid(middle, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
     if os.fork() != 0:
         os._exit(0)
+
     while os.getppid() != request["caller"]:
         time.sleep(0.0002)
+
     connection.sendall(struct.pack("i", os.getpid()))
     connection.close()
     _become(request, descriptors)
@@ -299,6 +310,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
+
     for number, descriptor in zip(request["numbers"], moved, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -308,15 +320,18 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.setsid()
     else:
         os.setpgid(0, request["group"])
+
     os.umask(request["umask"])
     for kind, soft, hard in request["limits"]:
         if resource.getrlimit(kind) != (soft, hard):
             resource.setrlimit(kind, (soft, hard))
+
     os.sched_setaffinity(0, request["affinity"])
     os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
     for number in HANDLED:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
+
     if request["preexec"] is not None:
         module, name = request["preexec"]
         attrgetter(name)(importlib.import_module(module))()
@@ -328,6 +343,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     named = _entries(os.environ.get("PYTHONPATH", ""))
     sys.path[:] = [first, *named, *_State.search_path]
     importlib.invalidate_caches()
+
     tempfile.tempdir = None
     time.tzset()
     sys.modules["numpy"].random.seed()
@@ -351,6 +367,7 @@ def _open_streams(unbuffered: bool) -> None:
         if number:
             by_line = not unbuffered and (number == 2 or os.isatty(number))
             stream.reconfigure(line_buffering=by_line, write_through=unbuffered)
+
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -368,8 +385,10 @@ def _fork_parent(environment: dict[str, str]) -> WarmParent:
         if int(entry) not in (nowhere, theirs.fileno()):
             with suppress(OSError):  # the descriptor of the listing is closed already
                 os.close(int(entry))
+
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
+
     _serve(theirs, environment)
 
 
@@ -401,7 +420,9 @@ def _run(words: list[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+
     if is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+
     os._exit(code & 0xFF)

@@ -14,7 +14,9 @@ class Policies:
     """As they were at the start of the run, and as they are now."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._make, self.models, self.before = components.make_policies, {}, {}
+        self._make = components.make_policies
+        self.models = {}
+        self.before = {}
         monkeypatch.setattr(components, "make_policies", self)
 
     def __call__(self, *arguments: Any) -> Any:

@@ -14,7 +14,8 @@ def write_and_die(folder: str, version: int, die_at: int) -> None:
     from agentevo import files
     from agentevo.inference import weights
 
-    real, count = files.sync_to_disk, 0
+    real = files.sync_to_disk
+    count = 0
 
     def sync(path: Path) -> None:
         nonlocal count

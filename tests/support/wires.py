@@ -25,7 +25,9 @@ import time
 from dataclasses import dataclass
 
 CLONE_NEWNET = 0x40000000
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
 DEVICE = b"link0"
 BROADCAST = b"\xff" * 6
 MAX_FRAME = 65536
@@ -47,6 +49,7 @@ def plugged(namespace: str, address: str) -> Wire:
     with open(f"/run/netns/{namespace}") as space:
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH14x", DEVICE, IFF_TAP | IFF_NO_PI))
     for words in (
@@ -55,18 +58,22 @@ def plugged(namespace: str, address: str) -> Wire:
         ["link", "set", "lo", "up"],
     ):
         subprocess.run(["ip", *words], check=True, timeout=60)
+
     return Wire(fd)
 
 
 def carry(wires: dict[str, Wire], seed: int = 0) -> None:
     """Until the standard input ends."""
-    chance, selector = random.Random(seed), selectors.DefaultSelector()
+    chance = random.Random(seed)
+    selector = selectors.DefaultSelector()
     places: dict[bytes, Wire] = {}
     queue: list[tuple[float, int, Wire, bytes]] = []
     count = 0
+
     selector.register(sys.stdin, selectors.EVENT_READ, None)
     for wire in wires.values():
         selector.register(wire.fd, selectors.EVENT_READ, wire)
+
     while True:
         wait = max(queue[0][0] - time.monotonic(), 0.0) if queue else None
         for key, _ in selector.select(wait):
@@ -77,6 +84,7 @@ def carry(wires: dict[str, Wire], seed: int = 0) -> None:
                 change = json.loads(line)
                 vars(wires[change.pop("host")]).update(change)
                 continue
+
             source: Wire = key.data
             frame = os.read(source.fd, MAX_FRAME)
             places[frame[6:12]] = source
@@ -84,13 +92,16 @@ def carry(wires: dict[str, Wire], seed: int = 0) -> None:
             for wire in [target] if target is not None else wires.values():
                 if wire is source or source.cut or wire.cut:
                     continue
+
                 lost = 1 - (1 - source.loss) * (1 - wire.loss)
                 if lost and chance.random() < lost:
                     continue
+
                 late = source.delay_s + wire.delay_s
                 late += chance.uniform(0, source.jitter_s + wire.jitter_s)
                 count += 1
                 heapq.heappush(queue, (time.monotonic() + late, count, wire, frame))
+
         while queue and queue[0][0] <= time.monotonic():
             _, _, wire, frame = heapq.heappop(queue)
             if not wire.cut:

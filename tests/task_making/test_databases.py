@@ -69,9 +69,11 @@ def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop)
             for told in step.question.told.values():
                 assert str(told) in row["query"]
             assert "SELECT" not in row["query"] and "query" not in row["query"]
+
     said = Counter(step.question.what for row in rows for step in steps_of(row))
     assert {"count", "total", "average", "largest", "smallest", "value"} <= set(said)
     assert {row["difficulty"] for row in rows} >= {1, 2, 3}
+
     sql = " ".join(row[CALLS][0]["arguments"]["sql"] for row in rows)
     assert " IN (SELECT id FROM customers" in sql and "'St. John''s'" in sql
     assert 'FROM "order"' in sql and '"home city"' in sql and "nobody" not in sql
@@ -98,7 +100,8 @@ def test_harder_variants_have_a_further_condition(made, shop):
     harder = made_for(sections(shop), wanted, harder_than=easy)
     by_id = {row["id"]: steps_of(row)[-1].question for row in easy}
     for row in harder.train:
-        question, before = steps_of(row)[-1].question, by_id[row["variant_of"]]
+        question = steps_of(row)[-1].question
+        before = by_id[row["variant_of"]]
         assert question.conditions[: len(before.conditions)] == before.conditions
         assert question.clauses > before.clauses
         assert (question.what, question.column) == (before.what, before.column)
@@ -128,10 +131,12 @@ def test_a_table_is_asked_for_its_values_once_as_long_as_they_fit_into_a_result(
     (section,) = sections(shop)
     found, asked_for = surveyed(monkeypatch, section)
     (tables,) = (one.tables for one in found.values())
+
     assert asked_for == 3 + 2 * 3, "a number, the tables, a first count; of each, SQL and values"
     assert {column.name: len(column.values) for column in tables[0].columns} == {
         "id": 15, "name": 15, "home city": 3, "age": 15,
     }  # fmt: skip
+
     short = section.model_copy(update={"max_result_chars": 700})
     in_parts, asked_in_parts = surveyed(monkeypatch, short)
     assert in_parts == found and asked_in_parts > asked_for
@@ -158,6 +163,7 @@ def test_many_tables_with_long_statements_and_short_names(tmp_path):
             rows = [(f"w{one}", 7 * one + number) for one in range(12)]
             connection.executemany(f"INSERT INTO t{number} VALUES (?, ?)", rows)
         connection.commit()
+
     made = made_for(sections(file), Wanted(train=20, held_out=5))
     asked = [steps_of(row)[-1].question for row in made.train]
     assert len(made.known.databases["query"].tables) == 20

@@ -26,6 +26,7 @@ def test_a_folder_is_read_whole_but_for_what_is_hidden_or_no_text(tmp_path: Path
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
+
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     read = read_documents([tmp_path, tmp_path / "b.md"])
     texts = {one.id: one.text for one in read.passages}
@@ -38,6 +39,7 @@ def test_a_folder_is_read_whole_but_for_what_is_hidden_or_no_text(tmp_path: Path
     assert read.left_out == {".pdf": 1, "without an ending": 1, "empty": 1}
     assert "1 .pdf" in read.note()
     assert changed(read.digests) == []
+
     (tmp_path / "b.md").write_text("Else.")
     (tmp_path / "a.txt").unlink()
     assert sorted(changed(read.digests)) == [str(tmp_path / "a.txt"), str(tmp_path / "b.md")]
@@ -53,11 +55,14 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "there is no text in it" in refused(tmp_path)
+
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     assert "it has 1 .pdf" in refused(tmp_path) and "pdftotext" in refused(tmp_path)
     assert "no.txt: can't be read: No such file" in refused(tmp_path / "no.txt")
+
     os.mkfifo(tmp_path / "pipe.txt")
     assert "pipe.txt: is a device, pipe or socket" in refused(tmp_path)
+
     (tmp_path / "pipe.txt").unlink()
     (tmp_path / "image.txt").write_bytes(b"\x89PNG\r\n\x1a\n\0")
     (tmp_path / "zero.md").write_bytes(b"a\0b")
@@ -65,18 +70,24 @@ def test_what_can_not_be_read_is_refused_with_all_that_can_not(
     said = refused(tmp_path)
     assert "image.txt: not UTF-8 text (byte 0)" in said
     assert "zero.md: is no text (byte 1 is 0)" in said
+
     for name in ("image.txt", "zero.md"):
         (tmp_path / name).unlink()
+
     with (tmp_path / "huge.txt").open("wb") as file:
         file.truncate(10**9)
+
     said = refused(tmp_path)
     assert "huge.txt: has 1,000,000,000 bytes, and of one text at most 32,000,000" in said
+
     (tmp_path / "huge.txt").unlink()
     (tmp_path / "link.txt").symlink_to("/dev/zero")
     assert "link.txt: is a device" in refused(tmp_path)
+
     (tmp_path / "link.txt").unlink()
     monkeypatch.setattr(document_files, "MOST_BYTES", 3)
     assert "5 bytes together, and at most 3" in refused(tmp_path)
+
     monkeypatch.setattr(document_files, "MOST_FILES", 0)
     assert "more than 0 texts" in refused(tmp_path)
 
@@ -93,6 +104,7 @@ def test_documents_are_told_from_programs_and_servers(
     (tmp_path / "manual").mkdir()
     (tmp_path / "my notes.md").write_text("x")
     (tmp_path / "sh").mkdir()
+
     documents = ("manual", "manual/", "my notes.md", "away.md", "away/", ".", str(tmp_path))
     others = ("http://x/a.md", "npx -y server notes.md", "sh", "server", "", "a\0b")
     assert [is_document(word) for word in documents] == [True] * len(documents)

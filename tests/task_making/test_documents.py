@@ -39,12 +39,14 @@ COUNTS = {"train": 40, "held_out": 10, "per_passage": 2, "seed": 3}
 def test_a_gap_is_what_stands_in_the_passage_and_nowhere_else_in_the_sentence() -> None:
     made = tasks_from(PASSAGES, **COUNTS)
     assert (len(made.train), len(made.held_out)) == (40, 10)
+
     texts = {one.id: one.text for one in PASSAGES}
     for row in [*made.train, *made.held_out]:
         sentence = row["query"].partition("“")[2].partition("”")[0]
         assert sentence.count(GAP) == 1 and row["scorer"] == "contains"
         assert sentence.replace(GAP, row["answer"]) in texts[row["passage"]]
         assert not re.search(rf"(?<!\w){row['answer']}(?!\w)", sentence)
+
     assert tasks_from(PASSAGES, **COUNTS) == made
     assert tasks_from(PASSAGES, **COUNTS | {"seed": 4}) != made
 
@@ -67,13 +69,16 @@ def test_a_sentence_that_stands_on_both_sides_is_not_asked_for_nor_what_was_aske
     found = tasks_from(both, train=400, held_out=400, per_passage=9, seed=0)
     rows = [*found.train, *found.held_out]
     assert rows and not [row for row in rows if "river Aller" in row["query"]]
+
     alone = [one for one in both if not is_held_out(found_content(one))]
     asked = tasks_from(alone, train=400, held_out=0, per_passage=9, seed=0)
     assert [row for row in asked.train if "river Aller" in row["query"]], "on one side it is"
+
     first = tasks_from(both, train=400, held_out=400, per_passage=1, seed=0)
     known = {row["query"] for row in first.train}
     again = tasks_from(both, train=400, held_out=0, per_passage=1, seed=0, asked=known)
     assert again.train and not {row["query"] for row in again.train} & known
+
     with pytest.raises(ConfigError, match="no task held out could be made"):
         check_made(again, 1)
 
@@ -101,9 +106,11 @@ def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None
     assert "".join("".join(one.text.split()) for one in passages) == "".join(
         (tmp_path / "a.md").read_text().split()
     )
+
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ConfigError, match="it is empty"):
         read_documents([tmp_path / "empty.txt"])
+
     (tmp_path / "b").mkdir()
     (tmp_path / "b/a.md").write_text("Short.")
     names = [one.id for one in read_documents([tmp_path / "a.md", tmp_path / "b/a.md"]).passages]
@@ -116,13 +123,17 @@ class Model:
     section = RemoteModelSection(base_url="http://127.0.0.1:1", model="m")
 
     def __init__(self, *, fails: bool = False, after: int = 0) -> None:
-        self.fails, self.after, self.asked = fails, after, list[str]()
+        self.fails = fails
+        self.after = after
+        self.asked = list[str]()
 
     async def generate(self, messages: Any, **options: Any) -> Any:
         assert options["form"] is None
+
         self.asked.append(messages[1]["content"])
         if self.fails and len(self.asked) > self.after:
             raise RemoteModelError("nobody is there")
+
         passage = next(one for one in PASSAGES if one.text in self.asked[-1])
         people = passage.text.partition("It has ")[2].partition(" ")[0]
         pairs = [
@@ -146,6 +157,7 @@ def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage()
     for row in [*found.train, *found.held_out]:
         town = row["query"].removeprefix("How many people live in Town ").rstrip("?")
         assert row["answer"] == str(1000 + 7 * int(town)) and row["passage"] == f"p{town}"
+
     assert set(found.reasons) == {
         "an answer does not stand in the passage",
         "a question holds its answer",
@@ -155,6 +167,7 @@ def test_a_models_questions_are_taken_where_their_answers_stand_in_the_passage()
         "a question has two answers",
     }
     assert len(model.asked) <= len(PASSAGES)
+
     marks = {text.partition("<<<")[2].split("\n")[0] for text in model.asked}
     assert len(marks) == len(model.asked), "a passage can't know the mark that ends it"
 
@@ -187,8 +200,10 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     words = ["tasks", "from-documents", str(corpus), "--out", str(out)]
     assert main([*words, "--train", "30", "--held-out", "5"]) == 0
     assert "30 to train on, 5 held out" in capsys.readouterr().out
+
     rows = [json.loads(line) for line in (out / "eval.jsonl").open()]
     assert all(is_held_out(row["content"]) for row in rows)
+
     search = {"name": "search", "options": {"corpus": str(out / "corpus.jsonl")}}
     recipe = tmp_path / "read.yaml"
     recipe.write_text(
@@ -202,6 +217,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
         )
     )
     assert load_config(recipe).tasks.train
+
     graded = tmp_path / "graded"
     few = ["sampling.max_new_tokens=4", "agent.max_turns=1", "model.tiny.tokenizer=byte"]
     few += ["model.tiny.context_length=8192", "model.tiny.hidden_size=16", "model.tiny.num_heads=2"]
@@ -211,6 +227,7 @@ def test_the_folder_is_a_runs_tasks_and_its_search_tools_corpus(
     assert (graded / "corpus.jsonl").read_text() == (out / "corpus.jsonl").read_text()
     assert main([*words, "--train", "30"]) == 2
     assert "is there already" in capsys.readouterr().err
+
     few = tmp_path / "few.txt"
     few.write_text("Nothing.")
     assert main(["tasks", "from-documents", str(few), "--out", str(tmp_path / "no")]) == 2
@@ -228,13 +245,16 @@ def test_a_model_that_is_computed_here_writes_questions_in_the_form(
     fetch("smollm2-135m-instruct")
     for number, one in enumerate(PASSAGES[:6]):
         (tmp_path / f"{number}.txt").write_text(one.text)
+
     out = tmp_path / "out"
     words = ["tasks", "from-documents", str(tmp_path), "--out", str(out), "--held-out", "0"]
     assert main([*words, "--writer", "smollm2-135m-instruct", "--per-passage", "1"]) == 0
+
     rows = [json.loads(line) for line in (out / "train.jsonl").open()]
     texts = {json.loads(line)["id"]: line for line in (out / "corpus.jsonl").open()}
     assert rows and all(row["answer"] in texts[row["passage"]] for row in rows)
     assert all(row["query"].endswith("?") for row in rows)
+
     account = json.loads((out / "made.json").read_text())
     assert len(rows) + sum(account["writer"].values()) <= 6
     assert "no JSON object with a list under `questions`" not in account["writer"]

@@ -74,8 +74,10 @@ def test_held_out_tasks_follow_from_their_content(hotel):
     assert not trained & held
     assert all(map(is_held_out, held)) and not any(map(is_held_out, trained))
     assert not {row["query"] for row in hotel.train} & {row["query"] for row in hotel.held_out}
+
     again = made_for("booking", SETTINGS, rooms=9)
     assert (again.train, again.held_out) == (hotel.train, hotel.held_out)
+
     other = made_for("booking", Wanted(train=20, held_out=4, seed=5, worlds=12), rooms=9)
     assert not {row["content"] for row in other.train} & held
 
@@ -88,6 +90,7 @@ def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
     assert len({row["difficulty"] for row in rows}) >= 3
     assert len(hotel.account["pairs"]) >= 3
     assert hotel.account["changing"] == ["book", "cancel"]
+
     found = [row for row in rows if any(step.get("found") for step in row[CALLS])]
     assert found  # some have to be looked up
     for row in found:
@@ -155,7 +158,8 @@ class Mute:
 
 
 class Empty:
-    name, has_outcome = "shop", False
+    name = "shop"
+    has_outcome = False
 
     def __init__(self, error=None):
         self.error = error
@@ -184,13 +188,16 @@ def test_servers_that_can_not_be_asked_are_told_of_in_plain_words(monkeypatch):
     found = made_for("liar", Wanted(train=3, held_out=1), told=told)
     assert {tool for row in found.train for tool in row["tools"]} == {"greet"}
     assert len(told) == 1 and "guess" in told[0] and "numbers are words" in told[0]
+
     with pytest.raises(ConfigError, match="no tool of the server answers"):
         made_for("mute", Wanted())
     with pytest.raises(AgentEvoError, match="second time"):
         made_for("clocked", Wanted(train=3, held_out=0))
+
     monkeypatch.setattr(toolbox, "make_toolsets", lambda section: [Empty()])
     with pytest.raises(ConfigError, match="shop has no tools at all"):
         made_for("any", Wanted())
+
     monkeypatch.setattr(toolbox, "make_toolsets", lambda section: [Empty("it is away")])
     with pytest.raises(ToolUnavailableError, match="it is away"):
         made_for("any", Wanted())
@@ -255,8 +262,13 @@ def test_values_that_a_schema_names():
 @pytest.mark.parametrize(
     ("verb", "done"),
     [
-        *(("books", "booking"), ("get", "getting"), ("creates", "creating")),
-        *(("copies", "copying"), ("reads", "reading"), ("sees", "seeing"), ("run", "running")),
+        ("books", "booking"),
+        ("get", "getting"),
+        ("creates", "creating"),
+        ("copies", "copying"),
+        ("reads", "reading"),
+        ("sees", "seeing"),
+        ("run", "running"),
         ("searches", "searching"),
     ],
 )

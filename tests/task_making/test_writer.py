@@ -31,7 +31,8 @@ class Model:
     """Answers with these texts in turn."""
 
     def __init__(self, *texts):
-        self.texts, self.asked = list(texts), []
+        self.texts = list(texts)
+        self.asked = []
 
     async def generate(self, messages, **options):
         self.asked.append(messages[0]["content"])

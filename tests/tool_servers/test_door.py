@@ -18,7 +18,9 @@ class Sessions:
     """The SDK's application as far as sessions go: room for MOST of them."""
 
     def __init__(self):
-        self.open, self.made, self.hold = [], 0, asyncio.Event()
+        self.open = []
+        self.made = 0
+        self.hold = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
         headers = dict(scope["headers"])
@@ -32,11 +34,14 @@ class Sessions:
                 told = [(b"mcp-session-id", self.open[-1].encode())]
         else:
             status = 200 if name in self.open else 404
+
         if scope["method"] == "DELETE" and status == 200:
             self.open.remove(name)
+
         await send({"type": "http.response.start", "status": status, "headers": told})
         if scope["method"] == "GET":
             await self.hold.wait()
+
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -72,6 +77,7 @@ def test_a_session_that_asks_nothing_makes_room_and_the_most_silent_first(monkey
         now[0] = door.SILENT_S - 1
         assert await asked(app) == 503, "they may only be thinking"
         assert await asked(app, session="s1") == 200
+
         now[0] = door.SILENT_S + 10
         assert await asked(app) == 200
         assert sessions.open == ["s1", "s3", "s4"]
@@ -87,11 +93,14 @@ def test_who_waits_keeps_the_place_and_who_is_gone_loses_it_soon(monkeypatch):
         await asyncio.sleep(0)
         now[0] = door.SILENT_S * 9
         assert await asked(app) == 200 and sessions.open == ["s1", "s2", "s4"], "s3 has no stream"
+
         streams[1].cancel()  # as its client vanishes
         await asyncio.wait(streams[1:])
         assert await asked(app) == 503
+
         now[0] += door.GONE_S
         assert await asked(app) == 200 and sessions.open == ["s1", "s4", "s5"]
+
         sessions.hold.set()
         await streams[0]
         assert await asked(app, "DELETE", "s1") == 200

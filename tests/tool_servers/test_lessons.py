@@ -33,13 +33,16 @@ def test_every_tool_has_a_lesson():
 @pytest.mark.parametrize("tool", sorted(LESSONS))
 def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path):
     write_lesson(tool, tmp_path, count=150, held_out=30, shown=60, seed=3)
-    train, held_out = read(tmp_path / "train.jsonl"), read(tmp_path / "eval.jsonl")
+    train = read(tmp_path / "train.jsonl")
+    held_out = read(tmp_path / "eval.jsonl")
     shown = read(tmp_path / "demonstrations.jsonl")
     assert (len(train), len(held_out), len(shown)) == (150, 30, 60)
+
     queries = {row["query"] for row in held_out}
     asked = {row["messages"][1]["content"] for row in shown} | {row["query"] for row in train}
     assert not queries & asked
     assert len({json.dumps(row) for row in train}) == 150
+
     calls = [one for row in shown for one in row["messages"] if one["role"] == "assistant"]
     assert all(one.get("tool_calls") or one["content"] for one in calls)
     assert all(row["messages"][-1]["content"] != GIVES_UP for row in shown)
@@ -51,7 +54,8 @@ def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path)
 def test_a_file_of_tasks_keeps_what_the_tool_needs(tool):
     """A key that says the answer of a task in files is no metadata there."""
     for row in lesson_tasks(LESSONS[tool], 5, 0):
-        read_task, made = task_of(row, TaskFields(), "agentevo"), task_of_row(row)
+        read_task = task_of(row, TaskFields(), "agentevo")
+        made = task_of_row(row)
         assert read_task.metadata == made.metadata
         assert (read_task.query, read_task.answer) == (made.query, made.answer)
 
@@ -87,10 +91,12 @@ def test_there_are_only_so_many(monkeypatch):
 def test_the_command_writes_it(tmp_path, capsys):
     words = ["data", "prepare", "lesson/search", str(tmp_path / "facts"), "--count", "20"]
     assert main([*words, "--demonstrations", "4"]) == 0
+
     names = ["corpus.jsonl", "demonstrations.jsonl", "eval.jsonl", "train.jsonl"]
     assert sorted(one.name for one in (tmp_path / "facts").iterdir()) == names
     assert main(["data", "prepare", "lesson/nothing", str(tmp_path / "x")]) == 2
     assert "there are booking, calculator" in capsys.readouterr().err
+
     (tmp_path / "file").touch()
     assert main(["data", "prepare", "lesson/search", str(tmp_path / "file" / "x")]) == 2
     assert "is a file: give a folder" in capsys.readouterr().err

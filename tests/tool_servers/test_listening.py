@@ -24,7 +24,8 @@ class Echo:
     """Answers with the body, and hears of its start and end."""
 
     def __init__(self):
-        self.heard, self.answered = [], asyncio.Event()
+        self.heard = []
+        self.answered = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -32,21 +33,27 @@ class Echo:
                 self.heard.append((await receive())["type"])
                 await send({"type": f"lifespan.{event}.complete"})
             return
-        body, more = b"", True
+
+        body = b""
+        more = True
         while more:
             message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+            body = body + message.get("body", b"")
+            more = message.get("more_body", False)
+
         await send({"type": "http.response.start", "status": 200, "headers": []})
         pieces = [body * LARGE] * 8 if body == b"much" else [body]
         for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+
         await send({"type": "http.response.body", "body": b""})
         self.answered.set()
 
 
 def served(ask, key=None, app=None):
     """What `ask(port)` gives while the application is served."""
-    app, is_over = app or Echo(), asyncio.Event()
+    app = app or Echo()
+    is_over = asyncio.Event()
 
     async def work():
         listener = open_socket("127.0.0.1", 0)
@@ -70,12 +77,14 @@ async def sent(port, *parts):
     for part in parts:
         writer.write(part)
         await writer.drain()
+
     told = b""
     try:
         while part := await reader.read(2**16):
             told += part
     except ConnectionError:
         pass
+
     writer.close()
     return told, time.monotonic() - begun
 
@@ -110,12 +119,14 @@ def test_connections_are_bounded(monkeypatch):
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         for _, writer in held[:3]:
             writer.write((REQUEST % b"")[:-2])
+
         ends = [asyncio.ensure_future(reader.read(1)) for reader, _ in held]
         for number, one in enumerate(asyncio.as_completed(ends), start=1):
             with suppress(ConnectionError):
                 await one
             if number == 17:
                 break
+
         told, _ = await sent(
             port, (REQUEST % b"").replace(b"Host", b"Connection: close\r\nHost"), b"abcd"
         )
@@ -123,6 +134,7 @@ def test_connections_are_bounded(monkeypatch):
             one.cancel()
         for _, writer in held:
             writer.close()
+
         return told
 
     told = served(ask)
@@ -148,10 +160,12 @@ def test_who_does_not_take_an_answer_is_cut_off(monkeypatch):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
         writer.write(REQUEST % b"" + b"much")
         await app.answered.wait()
+
         got = 0
         with suppress(ConnectionError):
             while part := await reader.read(2**20):
                 got += len(part)
+
         writer.close()
         return got
 

@@ -83,18 +83,22 @@ def database(**metadata):
 def test_a_database_is_read_and_changed_and_judged_by_its_rows():
     world = database(solved_by="UPDATE goods SET price = 7 WHERE name = 'fig'")
     assert world.schema() == "CREATE TABLE goods (name TEXT, price INT)"
+
     query = "SELECT name, price FROM goods WHERE name LIKE 'P%'"
     assert world.query(query) == "name | price\npear | 7"
     assert world.outcome() == 0.0
+
     world = database(solved_by="UPDATE goods SET price = 7 WHERE name = 'fig'")
     assert world.execute("DELETE FROM goods WHERE name = 'fig'") == "Done: 1 row changed."
     assert world.execute("INSERT INTO goods VALUES ('fig', 7)") == "Done: 1 row changed."
     assert world.query("SELECT 1 WHERE 0") == "No rows."
     assert world.outcome() == 1.0
+
     world.close()
     world = database(solved_by="UPDATE goods SET price = 7 WHERE name = 'fig'")
     world.execute("UPDATE goods SET price = 7")
     world.execute("INSERT INTO goods VALUES ('plum', 7)")
+
     assert world.outcome() == 0.0, "what nobody asked for is no solution"
     assert database().outcome() is None
 
@@ -176,12 +180,15 @@ def test_a_file_is_copied_for_each_attempt(tmp_path):
     path = tmp_path / "shop.db"
     with sqlite3.connect(path) as made:
         made.executescript(GOODS)
+
     made.close()
     first, second = (Database(task(), file=str(path)) for _ in range(2))
     first.execute("DELETE FROM goods")
     assert second.query("SELECT count(*) AS n FROM goods") == "n\n2"
+
     with pytest.raises(ConfigError, match="can't be read"):
         Database(task(), file=str(tmp_path / "none.db"))
+
     assert not (tmp_path / "none.db").exists()
 
 
@@ -231,6 +238,7 @@ def test_no_statement_gives_much_or_fills_a_disk():
     with pytest.raises(ToolError, match="more than 1,048,576 characters"):
         world.query(f"{rows} SELECT {columns} FROM c")
     assert world.query("SELECT count(*) AS n FROM goods") == "n\n2"
+
     for what in (
         "TABLE x (y)",
         "VIEW x AS SELECT 1",
@@ -309,6 +317,7 @@ def test_files_are_read_written_found_and_judged(folder):
     assert files.outcome() == 0.0
     assert files.delete_file("b.txt") == "Deleted b.txt."
     assert files.outcome() == 1.0
+
     files.write_file("notes/a.txt", "spoiled")
     assert files.outcome() == 0.0
     assert folder().outcome() is None
@@ -321,6 +330,7 @@ def test_no_path_leads_out_of_the_folder(folder, tmp_path):
     os.symlink(secret, os.path.join(files._own, "link.txt"))
     os.symlink(tmp_path, os.path.join(files._own, "out"))
     os.mkfifo(os.path.join(files._own, "pipe"))
+
     paths = [
         "../secret.txt",
         "notes/../../secret.txt",
@@ -347,8 +357,10 @@ def test_no_path_leads_out_of_the_folder(folder, tmp_path):
         ):
             with pytest.raises(ToolError):
                 call(path)
+
     with pytest.raises(ToolError):
         files.list_files("out")
+
     assert files.search_files("secret") == "Nothing was found."
     assert "link" not in files.list_files() and "out" not in files.list_files()
     assert secret.read_text() == "secret" and os.listdir(tmp_path) == ["secret.txt"]
@@ -358,15 +370,20 @@ def test_files_have_bounds(folder, tmp_path):
     files = folder()
     with pytest.raises(ToolError, match="at most"):
         files.write_file("big.txt", "x" * (MAX_FILE + 1))
+
     for number in range(15):
         files.write_file(f"{number}.txt", "x" * MAX_FILE)
+
     with pytest.raises(ToolError, match="room"):
         files.write_file("one_more.txt", "x" * MAX_FILE)
+
     files = folder()
     for number in range(MAX_FILES):
         os.mkdir(f"{files._own}/{number}")
+
     with pytest.raises(ToolError, match="files and folders"):
         files.write_file("one/more.txt", "")
+
     (tmp_path / "large.txt").write_bytes(b"x" * (MAX_FILE + 1))
     files = Files(task(), root=str(tmp_path), read_only=True)
     with pytest.raises(ToolError, match="no more are read"):
@@ -375,10 +392,12 @@ def test_files_have_bounds(folder, tmp_path):
         files.write_file("large.txt", "")
     with pytest.raises(ToolError, match="only be read"):
         files.delete_file("large.txt")
+
     files.close()
     with pytest.raises(EnvironmentFailure, match="read_only"):
         Files(task(files={"large.txt": ""}), root=str(tmp_path), read_only=True)
     assert (tmp_path / "large.txt").stat().st_size
+
     with pytest.raises(ConfigError, match="is no folder"):
         Files(task(), root=str(tmp_path / "none"))
 
@@ -412,11 +431,14 @@ def test_rooms_are_booked_and_cancelled_and_judged():
     assert desk.outcome() == 0.0
     assert desk.book(2, "Bob", 2) == "Booked room 2 for Bob, 2 nights."
     assert desk.outcome() == 1.0
+
     for room, guest, nights in [(9, "A", 1), (2, "A", 1), (1, "A", 0), (1, " ", 1), (1, "A", 31)]:
         with pytest.raises(ToolError):
             desk.book(room, guest, nights)
+
     with pytest.raises(ToolError, match="not booked"):
         desk.cancel(1)
+
     desk.cancel(3)
     assert desk.outcome() == 0.0, "Eve did not ask for that"
 

@@ -102,8 +102,10 @@ def test_the_search_tool_asks_it(corpus, monkeypatch):
     assert Search(**options, api_key="${env:RETRIEVER_KEY}").search("capital city") == (
         f"[1] {ROWS[1]['contents']}"
     )
+
     with pytest.raises(ToolError, match="nonsense"):
         Search(**options).search("capital city")
+
     for wrong in ({"api_key": "sesame"}, {"api_key": "${env:NOT_SET_HERE}"}, {"kind": "dense"}):
         with pytest.raises(ConfigError):
             Search(**options, **wrong)
@@ -121,6 +123,7 @@ def encoder(tmp_path_factory):
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
+
     shape = BertConfig(
         vocab_size=len(words),
         hidden_size=32,
@@ -130,6 +133,7 @@ def encoder(tmp_path_factory):
         max_position_embeddings=64,
     )
     BertModel(shape).save_pretrained(folder)
+
     return str(folder)
 
 
@@ -140,6 +144,7 @@ def test_dense_search_compares_meanings(corpus, encoder):
     (best, score), *others = index.find("Perth\nPerth is a city in Western Australia.", 3)
     assert best.id == "a" and score == pytest.approx(1.0, abs=1e-5) and len(others) == 2
     assert index.find(" ", 3) == []
+
     texts = ["a b", "a long one. " * 40, "cats", ""]
     made = load_encoder(encoder)
     together = made.encode(texts)

@@ -63,7 +63,8 @@ def played(section, *attempts):
     return run_coroutine(work())
 
 
-READ, STEP = ("query", {"sql": "SELECT x FROM t"}), ("execute", {"sql": "UPDATE t SET x = x + 1"})
+READ = ("query", {"sql": "SELECT x FROM t"})
+STEP = ("execute", {"sql": "UPDATE t SET x = x + 1"})
 
 
 @pytest.mark.slow
@@ -83,13 +84,16 @@ def served(tmp_path_factory):
     with errors.open("wb") as out:
         environment = os.environ | {"PYTHONPATH": SOURCE, "OF_THE_TEST": "sesame"}
         process = subprocess.Popen([sys.executable, *words], stderr=out, env=environment)
+
     try:
         for _ in range(600):
             found = re.search(r"at (http\S+)", errors.read_text())
             if found or process.poll() is not None:
                 break
             asyncio.run(asyncio.sleep(0.1))
+
         assert found, errors.read_text()
+
         yield found[1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -152,14 +156,17 @@ def test_strangers_and_nonsense_are_refused(served):
     hello = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
     accepts = {"accept": "application/json, text/event-stream"}
     assert httpx.post(served, json=hello, headers=accepts).status_code == 401
+
     key = accepts | {"authorization": "Bearer sesame"}
     later = httpx.post(served, json=hello, headers=key | {"mcp-protocol-version": "2099-01-01"})
     assert later.status_code == 400 and later.json()["error"]["data"]["supported"]
     assert httpx.post(served, json=hello, headers=key).status_code == 400, "it has no session"
     assert httpx.post(served, content=b"{" * 100, headers=key).status_code >= 400
     assert httpx.post(served, content=b" " * (5 * 2**20), headers=key).status_code == 413
+
     strange = key | {"mcp-session-id": "none"}
     assert httpx.post(served, json=hello, headers=strange).status_code == 404
+
     begin = {
         "protocolVersion": "2025-06-18",
         "capabilities": {},
@@ -170,6 +177,7 @@ def test_strangers_and_nonsense_are_refused(served):
     junk = key | {"mcp-session-id": session, "agentevo-seed": "x"}
     for _ in range(2):
         assert "agentevo-seed" in httpx.post(served, json=hello, headers=junk).text.lower()
+
     rebound = key | {"host": "evil.example", "origin": "http://evil.example"}
     assert httpx.post(served, json=first, headers=rebound).status_code in (403, 421)
 

@@ -48,13 +48,16 @@ def played(*attempts, sections=None):
                     for name, given in calls:
                         (result,) = await tools.call([ToolCall(name, json.dumps(given))])
                         texts.append(result.text)
+
                     try:
                         outcome = await tools.outcomes()
                     except EnvironmentFailure as error:
                         outcome = error
+
                 done.append((texts, outcome, tools.metrics, tools.schemas))
         finally:
             await box.close()
+
         return done
 
     return run_coroutine(work())
@@ -75,6 +78,7 @@ def url(request, port):
             break
         assert process.poll() is None
         time.sleep(0.1)
+
     yield {"transport": request.param, "url": f"http://127.0.0.1:{port}/{_path(request.param)}"}
     process.kill()
     process.wait()
@@ -104,8 +108,10 @@ def test_every_attempt_has_a_server_of_its_own_which_knows_the_task():
     first, second = played([add(2), add(3)], [add(1)], sections=sections)
     assert first[:2] == (["6", "9"], {"c": {"count": 9}})
     assert second[:2] == (["5"], {"c": {"count": 5}})
+
     names = [one["function"]["name"] for one in first[3]]
     assert "worth" not in names and "grow" not in names and "add" in names
+
     (schema,) = [one["function"] for one in first[3] if one["function"]["name"] == "add"]
     assert schema["description"].startswith("Adds a number to the count.")
     assert schema["parameters"]["properties"]["number"]["type"] == "integer"
@@ -125,11 +131,13 @@ def test_a_prompt_is_read_first_and_resources_are_tools():
                 calls = [ToolCall("read_resource", json.dumps(one)) for one in asked]
                 results = await tools.call([*calls, ToolCall("list_resources", "{}")])
                 found.append((tools.instructions, [one.text for one in results]))
+
         await box.close()
         return found, tools.schemas
 
     (first, second), schemas = run_coroutine(work())
     assert first == second
+
     instructions, texts = first
     assert instructions == "Count in a low voice, and be short."
     assert texts[0] == "4" and texts[4].startswith("count://now  The count.\ncount://{number}/half")
@@ -216,9 +224,11 @@ def test_a_server_that_is_ending_has_ended_when_its_tools_are_closed():
         async with asyncio.timeout(60):
             while not servers():
                 await asyncio.sleep(0.01)
+
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
+
         await box.close()
 
     run_coroutine(work())
@@ -240,9 +250,11 @@ def test_an_opening_that_is_cancelled_leaves_nothing_behind():
         await asyncio.sleep(0.1)
         second = asyncio.create_task(attempt())
         await asyncio.sleep(0.1)
+
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
+
         text = await second
         await box.close()
         return text
@@ -292,10 +304,12 @@ def test_a_first_try_that_failed_is_no_restart(tmp_path):
         (tmp_path / "tried").touch()
         async with box.open(TASK, 7) as tools:
             pass
+
         (tmp_path / "tried").unlink()
         async with box.open(TASK, 7) as tools:
             (result,) = await tools.call([ToolCall("add", '{"number": 1}')])
             outcomes = await tools.outcomes()
+
         await box.close()
         return result.text, outcomes
 
@@ -334,6 +348,7 @@ def test_a_frozen_server_is_started_again():
                 os.kill(one.pid, signal.SIGSTOP)
             for _ in range(2):
                 results += await tools.call([ToolCall("add", '{"number": 1}')])
+
         await box.close()
         return [one.text for one in results]
 
@@ -423,9 +438,11 @@ def test_a_server_gets_no_secrets_of_this_process(monkeypatch, tmp_path):
     script = f"import json, os; json.dump(dict(os.environ), open({str(seen)!r}, 'w'))"
     monkeypatch.setenv("SECRET", "s")
     monkeypatch.setenv("WANTED", "w")
+
     options = {"args": ("-c", script), "pass_env": ("WANTED",), "env": {"OWN": "o"}}
     with pytest.raises(ToolUnavailableError):
         played([], sections=[section(**options)])
+
     found = json.loads(seen.read_text())
     assert "SECRET" not in found
     assert (found["WANTED"], found["OWN"], found["AGENTEVO_TASK_ID"]) == ("w", "o", "t")

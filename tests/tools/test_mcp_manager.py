@@ -40,6 +40,7 @@ def played(*attempts, **options):
                 done.append((texts, tools.metrics, names))
         finally:
             await box.close()
+
         return done
 
     return run_coroutine(work())
@@ -55,12 +56,20 @@ def test_tools_are_called_by_their_own_names_and_by_those_of_their_servers(bare)
             ("web.search", {"query": "q"}),
         ]
         ((texts, metrics, names),) = played(calls, url=manager.node_url)
+
     assert names == [
-        *("web__search", "fetch_url", "execute_code"),
-        *("python__search", "count", "give"),
+        "web__search",
+        "fetch_url",
+        "execute_code",
+        "python__search",
+        "count",
+        "give",
     ]
     assert [tool for tool, _ in manager.calls] == [
-        *("web.fetch_url", "web.fetch_url", "python.search", "web.search")
+        "web.fetch_url",
+        "web.fetch_url",
+        "python.search",
+        "web.search",
     ]
     assert texts[0] == 'web.fetch_url of {"url": "u"}'
     assert metrics == {"num_tool_calls": 4}
@@ -72,6 +81,7 @@ def test_tools_are_chosen_by_server_and_by_name():
         assert played([], url=url, servers=("web",))[0][2] == ["search", "fetch_url"]
         chosen = played([], url=url, include=("web.*", "count"), exclude=("web.fetch_url",))
         assert chosen[0][2] == ["web__search", "count"]
+
         with pytest.raises(ConfigError, match="there is no 'wib': did you mean web"):
             played([], url=url, servers=("wib",))
         with pytest.raises(ConfigError, match=r"no tool is called 'web\.serch'"):
@@ -83,6 +93,7 @@ def test_what_a_tool_gives_is_read_in_every_form():
     with Manager() as manager:
         calls = [("give", {"what": what}) for what in given]
         ((texts, metrics, _),) = played(calls, url=manager.node_url)
+
     assert texts == [
         "a text",
         '{"title": "a page", "hits": [1, 2]}',
@@ -98,6 +109,7 @@ def test_an_error_inside_of_a_good_answer_is_an_error():
     with Manager() as manager:
         calls = [*(("give", {"what": what}) for what in given), ("web__search", {"q": 1})]
         ((texts, metrics, _),) = played(calls, url=manager.node_url)
+
     assert texts[:2] == [
         "Error: the page is gone",
         'Error: {"status": "error", "message": "no luck"}',
@@ -118,10 +130,12 @@ def test_a_manager_that_breaks_costs_its_call(monkeypatch):
         ((late, counted, _),) = played(
             [("give", {"what": "hang"}), ("count", {})], url=manager.node_url, timeout_s=1.0
         )
+
     for text, said in zip(
         texts, ["broke off", "no JSON", "no object", "Error connecting", "1,048,576"], strict=False
     ):
         assert "can't be reached" in text and said in text
+
     assert texts[-1] == "a text" and metrics["num_tool_failures"] == 5
     assert late == ["Error: give: no answer within 1 s", "1"]
     assert counted["num_tool_timeouts"] == 1
@@ -144,6 +158,7 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
         assert played([("count", {})], **good)[0][0] == ["1"]
         with pytest.raises(ToolUnavailableError, match=r"HTTP 401: Bearer \*\*\* is not known"):
             played([], **{**good, "api_key": "${env:WRONG_KEY}", "start_timeout_s": 0.5})
+
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         played([], url=good["url"], api_key="${env:NO_SUCH_KEY}")
 
@@ -151,13 +166,17 @@ def test_a_key_is_sent_and_never_shown(monkeypatch):
 def test_every_attempt_may_have_a_node_which_is_released():
     with Manager() as manager:
         done = played(
-            *([("count", {}), ("count", {})], [("count", {})], []),
+            [("count", {}), ("count", {})],
+            [("count", {})],
+            [],
             **{"url": manager.url, "image": "explore:1", "session": "attempt"},
         )
         assert [texts for texts, _, _ in done] == [["1", "2"], ["1"], []]
+
         # The attempt that called nothing had none.
         assert manager.images == ["explore:1", "explore:1"]
         assert manager.released == ["node1", "node2"] and manager.counts == {"": 0}
+
         done = played([("count", {})], [("count", {})], url=manager.url, image="full")
         assert [texts for texts, _, _ in done] == [["1"], ["2"]]
         assert manager.released[2:] == ["node3"]
@@ -171,6 +190,7 @@ def test_a_node_that_is_gone_is_replaced_and_the_policy_is_told():
         assert texts[1].startswith("Error: give can't be reached") and "HTTP 404" in texts[1]
         assert texts[2:] == [f"{RESTARTED}1", "2"]
         assert manager.released == ["node1", "node2"]
+
         with pytest.raises(ToolUnavailableError, match="maximum container limit"):
             played([], **options, creator="greedy")
 
@@ -191,10 +211,12 @@ def test_a_node_that_is_made_for_nobody_any_more_is_released():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2), box.open(Task(id="t"), 0):
                 pass
+
         for _ in range(600):
             if manager.released:
                 break
             await asyncio.sleep(0.05)
+
         await box.close()
 
     with Manager() as manager:

@@ -81,9 +81,11 @@ def test_it_reaches_nothing_of_the_host(needs_bubblewrap, port, tmp_path, monkey
         ("who", {}),
     )
     assert texts[1].startswith('"""An MCP server') and texts[4:7] == ["written"] * 3
+
     for place in (0, 2, 3, 7, 8):
         assert texts[place].startswith("Error: "), texts[place]
     assert "secret" not in texts[0].replace("secret.txt", "")
+
     who = json.loads(texts[9])
     assert who["user"] != 0 and who["processes"] <= 5 and not who["host"]
     assert who["folder"] == "/sandbox" and "SECRET" not in who["variables"]
@@ -109,7 +111,8 @@ def test_it_has_what_it_was_given(needs_bubblewrap, port, tmp_path):
 def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
     needs_bubblewrap, tmp_path
 ):
-    real, linked = tmp_path / "real", tmp_path / "linked"
+    real = tmp_path / "real"
+    linked = tmp_path / "linked"
     venv.create(real, symlinks=True)
     script = real / "bin" / "hello"
     script.write_text(f"#!{real}/bin/python\nprint('hello')\n")
@@ -130,6 +133,7 @@ def test_what_can_not_be_is_refused_before_anything_starts(needs_bubblewrap, mon
     with pytest.raises(ValueError, match="leave out cwd"):
         MCPServerSection(name="a", command="x", cwd="y", sandbox=True)
     assert MCPServerSection(name="a", command="x", sandbox=False).sandbox is None
+
     monkeypatch.setattr(Bubblewrap, "obstacle", lambda self: "there is no program `bwrap`")
     with pytest.raises(ConfigError, match="sandbox: bubblewrap: there is no program `bwrap`"):
         Toolbox([section()])

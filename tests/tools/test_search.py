@@ -50,15 +50,18 @@ def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
     path = tmp_path / "corpus.jsonl"
     with pytest.raises(ConfigError, match="can't be read"):
         Search(corpus=str(path))
+
     path.write_text('{"text": "fine"}\n{"words": "odd"}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"corpus.jsonl:2: no passage"):
         Search(corpus=str(path))
+
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no passages"):
         Search(corpus=str(path))
     with pytest.raises(ConfigError, match="needs the option `corpus`"):
         Search()
     assert passage_of({"title": "", "text": "x"}).contents == "x"
+
     row = {"id": 7, "contents": "T\nx\ny"}
     assert passage_of(row) == Passage("7", "T", "x\ny") and passage_of(row).contents == "T\nx\ny"
 
@@ -66,7 +69,8 @@ def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
 @pytest.fixture
 def retriever():
     """A retriever's URL; `answers` is what it says next: a status and a value."""
-    asked, answers = [], []
+    asked = []
+    answers = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -92,14 +96,17 @@ def test_a_retriever_is_asked_as_search_r1_does(retriever):
     url, asked, answers = retriever
     search = Search(url=url, top_k=1)
     answers.append((200, {"result": [[{"document": {"contents": "T\nx"}, "score": 1.0}]]}))
+
     assert search.search("who?") == "[1] T\nx"
     assert asked == [{"queries": ["who?"], "topk": 1, "return_scores": True}]
     for answer in [(500, {}), (200, {"result": 3}), (200, [1]), (200, {"result": [[{"a": 1}]]})]:
         answers.append(answer)
         with pytest.raises(ToolError, match="nonsense"):
             search.search("who?")
+
     with pytest.raises(ToolUnavailableError) as raised:
         Search(url="http://127.0.0.1:9/retrieve").search("who?")
+
     assert raised.value.was_sent is False
 
 

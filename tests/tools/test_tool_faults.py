@@ -19,7 +19,9 @@ from agentevo.types import Task, ToolCall
 
 @pytest.mark.slow
 def test_a_call_that_is_given_up_before_it_began_is_never_made():
-    goes_on, made, closed = threading.Event(), [], threading.Event()
+    goes_on = threading.Event()
+    made = []
+    closed = threading.Event()
 
     @tool("world")
     class World:
@@ -37,11 +39,13 @@ def test_a_call_that_is_given_up_before_it_began_is_never_made():
             calls = [ToolCall("act", json.dumps({"number": one})) for one in range(3)]
             late = await tools.call(calls)
             goes_on.set()
+
             for _ in range(1000):
                 (after,) = await tools.call([ToolCall("act", '{"number": 7}')])
                 if not after.is_error:
                     break
                 await asyncio.sleep(0.01)
+
         await box.close()
         return late, after
 
@@ -119,6 +123,7 @@ def test_methods_of_every_kind_are_called_with_their_arguments():
         "Error: wrong failed: ValueError: the reward of a ToolResult is nan",
     ]
     assert metrics["num_tool_failures"] == 1
+
     with pytest.raises(ConfigError, match="its calls can't be cached"):
         called(cache=True)
 
@@ -239,4 +244,5 @@ def test_every_toolset_is_closed_whatever_one_raises(monkeypatch):
     monkeypatch.setattr("agentevo.tools.functions.FunctionTools.close", close)
     with pytest.raises(OSError, match="one"):
         called()
+
     assert sorted(closed) == ["one", "two"]

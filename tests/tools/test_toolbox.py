@@ -44,6 +44,7 @@ def test_a_schema_is_made_of_type_hints_and_docstring():
 
     function = schemas()["move"]
     assert function["description"] == "Moves the piece.\n\nIt has to be there."
+
     parameters = function["parameters"]
     assert parameters["required"] == ["to"]
     assert parameters["properties"]["to"]["description"] == "Where it ends."
@@ -142,7 +143,9 @@ def test_each_attempt_has_an_object_of_its_own():
     @tool("account")
     class Account:
         def __init__(self, task, seed: int, fee: float = 0.0):
-            self.balance, self.fee, self.seed = task.metadata["start"], fee, seed
+            self.balance = task.metadata["start"]
+            self.fee = fee
+            self.seed = seed
             self.thread = threading.current_thread()
 
         def pay(self, amount: float) -> dict[str, float]:
@@ -169,6 +172,7 @@ def test_each_attempt_has_an_object_of_its_own():
         assert results[0].text == '{"balance": 1.0}'
         assert results[1].text.startswith("Error: there is no tool '_hidden'")
         assert outcomes == {"account": {"left": 1.0}}
+
     assert closed == [3, 3]  # the end of a process waits for them
 
 
@@ -236,6 +240,7 @@ def test_equal_calls_are_made_once_if_the_tool_says_so():
     results, _, _ = called(*asked, ("search", {"query": "b"}), *[("search", {"query": "bad"})] * 2)
     assert [one.text for one in results[:3]] == ["A", "A", "B"]
     assert sorted(made) == [("a", 3), ("b", 3), ("bad", 3), ("bad", 3)]
+
     made.clear()
     called(*asked, cache=False)
     assert len(made) == 2
@@ -270,9 +275,11 @@ def test_names_of_several_toolsets_never_collide():
             return "a dog"
 
     assert sorted(schemas()) == ["cats__look", "dogs__look", "feed"]
+
     results, _, _ = called(("cats__look", {}), ("dogs__look", {}), ("look", {}))
     assert [one.text for one in results[:2]] == ["a cat", "a dog"]
     assert results[2].is_error
+
     only = [
         FunctionToolSection(name="cats", exclude=("fee*",)),
         FunctionToolSection(name="dogs", exclude=("*",)),
@@ -287,7 +294,10 @@ def test_a_long_result_keeps_its_head_and_tail(text, longest):
     if len(text) <= longest:
         assert short == text
         return
-    head, note, tail = short.rpartition("]\n")[0], short, short.rpartition("]\n")[2]
+
+    head = short.rpartition("]\n")[0]
+    note = short
+    tail = short.rpartition("]\n")[2]
     assert text.startswith(head.rpartition("\n[")[0]) and text.endswith(tail)
     assert f"[{len(text) - longest:,} characters are left out here]" in note
     assert len(head.rpartition("\n[")[0]) + len(tail) == longest
@@ -397,6 +407,7 @@ def test_the_tools_that_ship_are_known_by_name():
         ("calculator", {"expression": "6 * 7"}), sections=[FunctionToolSection(name="calculator")]
     )
     assert result.text == "42"
+
     with pytest.raises(ConfigError, match=r"did you mean 'calculator'\?.*import=\[./my_file.py\]"):
         Toolbox([FunctionToolSection(name="calculater")])
 

@@ -44,9 +44,11 @@ def test_a_value_is_what_its_schema_allows(schema, value):
 
 def test_a_schema_without_an_end_is_cut():
     node = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
-    made, depth = made_value(node, node), 0
+    made = made_value(node, node)
+    depth = 0
     while made:
-        made, depth = made["next"], depth + 1
+        made = made["next"]
+        depth += 1
     assert 1 < depth < 10
 
 
@@ -88,5 +90,6 @@ def test_each_tool_is_called_once_and_says_how_it_ended():
     }
     assert (found["look"].text, found["look"].arguments) == ("5 1", '{"number": 1}')
     assert found["sleep"].seconds >= 0.4
+
     (wrong,) = run_coroutine(work([ToolCall("look", '{"number": "one"}')]))
     assert wrong.status == "refused" and "number" in wrong.text

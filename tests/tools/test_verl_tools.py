@@ -30,7 +30,9 @@ class Check:
     """As verl's GSM8K tool: an answer that is right earns."""
 
     def __init__(self, config, tool_schema):
-        self.config, self.schema, self.truths = config, tool_schema, {}
+        self.config = config
+        self.schema = tool_schema
+        self.truths = {}
 
     async def create(self, instance_id=None, ground_truth=None, **kwargs):
         events.append("create")
@@ -83,14 +85,17 @@ def test_a_tool_is_made_with_its_row_called_paid_and_released(written, capsys):
         async with box.open(task, 0) as tools:
             given = [{"answer": one} for one in ("3", "4", "break")]
             results = await tools.call([ToolCall("check", json.dumps(one)) for one in given])
+
         async with box.open(Task(id="other"), 0):
             pass
+
         await box.close()
         return results, tools.metrics, tools.schemas
 
     results, metrics, schemas = run_coroutine(work())
     assert [(one.text, one.reward) for one in results[:2]] == [
-        *(("right: False!", -0.05), ("right: True!", 0.5)),
+        ("right: False!", -0.05),
+        ("right: True!", 0.5),
     ]
     assert results[2].is_error and "no luck" in results[2].text
     assert schemas == [SCHEMA] and metrics["num_tool_calls"] == 2

@@ -64,12 +64,14 @@ def test_the_json_says_what_opentelemetrys_encoder_says(spans: list[Span]) -> No
     line = encoded(spans, SOURCE, end=b"\n")
     assert line.endswith(b"}\n")
     assert line.count(b"\n") == 1
+
     mine = request_of_json(line)
     theirs = request_of_sdk(spans, SOURCE)
     for span in theirs.resource_spans[0].scope_spans[0].spans:
         span.flags = 0  # our files leave it out
         for link in span.links:
             link.flags = 0
+
     assert mine == theirs
 
 

@@ -48,6 +48,7 @@ def played(folder: Path, name: str = "t/train@3#1") -> list[Any]:
                     tool.keep(arguments=f'{{"key": "{SECRET}"}}', result="found")
                     with record_call("tool", "inner") as inner:
                         inner.outcome("failed", "ToolError: the words")
+
             with calls.call("scorer", "exact") as scorer:
                 scorer.note(score=1.0)
 
@@ -74,6 +75,7 @@ def test_an_export_has_the_spans_that_the_tracer_made(
     live = {span.span_id: span for span in played(tmp_path)}
     assert len(live) == 5
     assert exported(tmp_path, tmp_path / "out.jsonl", requests=True) == Exported(5, 0)
+
     lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
     assert [len(of_line(line)) for line in lines] == [2, 2, 1]
     for span in (span for line in lines for span in of_line(line)):
@@ -82,6 +84,7 @@ def test_an_export_has_the_spans_that_the_tracer_made(
             assert getattr(span, name) == getattr(same, name)
         assert abs(span.start_ns - same.start_ns) + abs(span.end_ns - same.end_ns) < 10_000
         assert "process.pid" not in span.resource
+
     assert not live
 
 
@@ -91,8 +94,10 @@ def test_a_line_may_be_one_span_and_contents_are_asked_for(tmp_path: Path) -> No
     exported(tmp_path, tmp_path / "b.jsonl.gz", requests=False, contents=True)
     plain = (tmp_path / "a.jsonl").read_text()
     assert "found" not in plain and "the words" not in plain
+
     told = gzip.decompress((tmp_path / "b.jsonl.gz").read_bytes()).decode()
     assert "found" in told and SECRET not in told
+
     spans = {span["name"]: span for span in map(json.loads, told.splitlines())}
     root = spans["invoke_agent Player"]
     assert spans["chat tiny"]["parent_id"] == root["span_id"]
@@ -107,11 +112,15 @@ def test_a_run_that_was_never_traced_has_trace_ids_of_its_own(tmp_path: Path) ->
         (folder := tmp_path / name).mkdir()
         played(folder)
         (folder / "tracing" / "run_id").unlink()
+
         for out in ("1.jsonl", "2.jsonl"):
             exported(folder, folder / out, requests=True)
+
         assert (folder / "1.jsonl").read_bytes() == (folder / "2.jsonl").read_bytes()
         assert not (folder / "tracing" / "run_id").exists()
+
         ids.append({span.trace_id for span in of_line((folder / "1.jsonl").read_bytes())})
+
     assert len(ids[0]) == len(ids[1]) == 1 and ids[0] != ids[1]
 
 

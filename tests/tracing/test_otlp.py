@@ -75,8 +75,10 @@ def test_the_environment_says_where_and_how(
             ("PROTOCOL", "http/protobuf"),
         ):
             monkeypatch.setenv(own + name, value)
+
         export(headers={"x-more": "1"})
         (headers,) = collector.headers
+
     assert collector.spans[0].attributes["words"] == SPAN.own["words"]
     assert (headers["x-key"], headers["x-more"]) == ("a b", "1")
     assert headers["authorization"] == "Basic c=="
@@ -209,9 +211,11 @@ class Odd:
                 if odd.num_requests in drops:
                     self.close_connection = True
                     return
+
                 self.send_response(400 if words else 200)
                 self.send_header("content-length", str(10**9 if words else 0))
                 self.end_headers()
+
                 with suppress(OSError):
                     self.wfile.write(words)
 
@@ -238,9 +242,11 @@ def test_a_connection_is_kept_and_one_that_was_closed_meanwhile_is_made_anew() -
         exporter.export(made)
         exporter.export(made)
         assert server.num_connections == 1
+
         exporter.export(made)
         assert (server.num_connections, server.num_requests) == (2, 4)
         exporter.close()
+
     with Odd(drops=[1, 2]) as server, pytest.raises(ExportError, match="RemoteProtocolError"):
         export(server.url)
 
@@ -267,6 +273,8 @@ def test_tls_is_checked_against_the_given_certificate(
         url = collector.url.replace("http", "https")
         with pytest.raises(ExportError, match="certificate verify failed"):
             export(url)
+
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(file))
         export(url)
+
     assert len(collector.spans) == 1

@@ -107,5 +107,6 @@ def test_a_message_of_many_calls_is_as_long_as_it_may_be(calls: int) -> None:
     assert len(json.dumps(told)) < 4000
     assert told["parts"][0] == {"type": "text", "content": "hm"}
     assert told["parts"][1]["type"] == "tool_call"
+
     if calls > 3:
         assert "further parts are left out" in told["parts"][-1]["content"]

@@ -82,16 +82,21 @@ async def one_attempt(log: CallLog, name: str = ATTEMPT) -> None:
     with calls.attempt("Player") as attempt:
         with record_call("policy", "generate", prompt_tokens=5) as asked:
             asked.note(turn=0, completion_tokens=2, completions=1, version=4)
-            question, answer = Message("user", "What?"), Message("assistant", "That.")
+            question = Message("user", "What?")
+            answer = Message("assistant", "That.")
             asked.said = Said(asked=[question], answers=[answer], finish_reasons=["stop"])
+
         async with record_call("tool", "search") as tool:
             tool.keep(arguments='{"q": 1}', result="found")
             with record_call("remote", "judge", prompt_tokens=3):
                 pass
+
         with record_call("tool", "broken") as broken:
             broken.outcome("failed", "ToolError: the secret words")
+
         attempt.note(reward=1.0)
         attempt.keep(ending="in a hole")
+
     with calls.call("scorer", "exact") as scorer:
         scorer.note(score=1.0)
         scorer.keep(reason="right")
@@ -109,23 +114,28 @@ def test_an_attempt_is_one_trace_with_the_names_of_the_conventions() -> None:
         "invoke_agent Player",
         "score exact",
     ]
+
     root = spans["invoke_agent Player"]
     assert root.parent_id is None
     assert {span.trace_id for span in kept.spans} == {root.trace_id}
     assert spans["chat judge"].parent_id == spans["execute_tool search"].span_id
+
     for name in ("chat tiny", "execute_tool search", "score exact"):
         assert spans[name].parent_id == root.span_id
+
     chat = spans["chat tiny"].attributes
     assert (chat["gen_ai.usage.input_tokens"], chat["gen_ai.usage.output_tokens"]) == (5, 2)
     assert chat["gen_ai.response.finish_reasons"] == ["stop"]
     assert chat["agentevo.version"] == 4
     assert root.attributes["agentevo.reward"] == 1.0
+
     for span in kept.spans:
         told = {name: span.attributes[f"agentevo.{name}"] for name in ("step", "attempt", "label")}
         assert told == {"step": 3, "attempt": 1, "label": "train"}
         assert span.attributes["agentevo.group.id"] == "t/train@3"
         assert span.attributes["agentevo.run.name"] == "coins"
         assert span.start_ns <= span.end_ns
+
     (event,) = spans["score exact"].events
     assert event.attributes["gen_ai.evaluation.score.value"] == 1.0
 
@@ -134,16 +144,19 @@ def test_an_attempt_is_one_trace_with_the_names_of_the_conventions() -> None:
 def test_what_was_said_is_there_if_it_was_asked_for(contents: bool) -> None:
     kept = Kept()
     played(make(kept, contents=contents), one_attempt)
+
     told = repr(kept.spans)
     for words in ("What?", "That.", "q", "found", "right", "secret words", "in a hole"):
         assert (words in told) == contents or words == "q"
+
     if contents:
         chat = kept.spans[0].attributes
         assert json.loads(str(chat["gen_ai.output.messages"]))[0]["finish_reason"] == "stop"
 
 
 def test_an_attempt_outside_of_the_share_has_no_spans_and_programs_are_told_so() -> None:
-    kept, headers = Kept(), []
+    kept = Kept()
+    headers = []
 
     async def play(log: CallLog) -> None:
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
@@ -189,9 +202,11 @@ def test_a_call_for_a_program_is_a_child_of_its_span_or_linked_with_it() -> None
     played(tracer, play)
     child, linked, plain = (span for span in kept.spans if span.name == "chat tiny")
     root = kept.spans[-1]
+
     assert (child.parent_id, child.links) == (77, ())
     assert (linked.parent_id, linked.links) == (root.span_id, ((5, 6),))
     assert (plain.parent_id, plain.links) == (root.span_id, ())
+
     inner = [span for span in kept.spans if span.name == "execute_tool inner"]
     chats = [child.span_id, linked.span_id, plain.span_id]
     assert [span.parent_id for span in inner] == chats
@@ -208,6 +223,7 @@ def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> No
     tracer = make(Kept(raises), tell=lines.append, limits=Limits(delay_s=0.01))
     played(tracer, one_attempt)
     assert tracer.dropped == 6
+
     first, last = lines
     assert "RuntimeError: no such collector" in first
     assert "the run goes on" in first
@@ -218,7 +234,8 @@ def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> No
 
 
 def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time() -> None:
-    released, lines = threading.Event(), []
+    released = threading.Event()
+    lines = []
     kept = Kept(lambda: released.wait(600) or None)
     options = {"tell": lines.append, "limits": Limits(delay_s=0.01), "flush_s": 0.2}
     played(make(kept, **options), one_attempt)
@@ -232,7 +249,8 @@ class Slow(Kept):
 
     def __init__(self, opening_s: float) -> None:
         super().__init__()
-        self.opening_s, self.opened = opening_s, 0
+        self.opening_s = opening_s
+        self.opened = 0
 
     def open(self) -> None:
         if not self.opened:
@@ -298,7 +316,8 @@ def test_an_exporter_that_can_not_be_opened_fails_as_one_that_takes_nothing() ->
 
 
 def test_after_the_deadline_an_exporter_gets_nothing_more() -> None:
-    released, given = threading.Event(), []
+    released = threading.Event()
+    given = []
     kept = Kept(lambda: (given.append(1), released.wait(600)))
 
     async def play(log: CallLog) -> None:
@@ -342,9 +361,11 @@ def test_a_span_that_can_not_be_made_costs_itself_alone() -> None:
                 raise ValueError("no such span")
             return span
 
-    kept, lines = Picky(), list[str]()
+    kept = Picky()
+    lines = list[str]()
     tracer = make(kept, tell=lines.append)
     played(tracer, one_attempt)
+
     assert (len(kept.spans), tracer.exported, tracer.dropped) == (5, 5, 1)
     assert "no such span" in lines[0]
 
@@ -353,6 +374,7 @@ def test_what_a_call_notes_after_somebody_looked_at_it_is_recorded() -> None:
     calls = AttemptCalls(None, ATTEMPT)
     with calls.call("scorer", "exact") as call:
         call.note(score=0.5)
+
     assert call.record("r").attributes == {"score": 0.5}
     assert call.record("r") is call.record("r")
     call.note(score=1.0)
@@ -377,6 +399,7 @@ def test_a_huge_batch_goes_in_pieces(monkeypatch) -> None:
     run = RunFacts("coins", "run-1", "tiny", False)
     spans = Spans(run, Texts(2**20, {}), contents=True)
     played(Tracer(Sized(), spans, run_id="r", contents=True, limits=Limits(delay_s=600)), play)
+
     assert sum(sizes) > 2.5e6
     assert max(sizes) < 0.7e6
 
@@ -401,10 +424,12 @@ def test_a_collector_gets_what_the_file_says(tmp_path: Path) -> None:
 
         both = Both()
         played(make(both, contents=True), one_attempt)
+
     lines = [request_of_json(line) for line in path.read_bytes().splitlines()]
     assert [span for line in lines for span in received(line)] == collector.spans
     assert collector.spans == received(request_of_sdk(both.spans, SOURCE))
     assert len(collector.spans) == 6
+
     failed = next(span for span in collector.spans if span.name == "execute_tool broken")
     assert failed.error == "ToolError: the secret words"
     assert failed.resource["service.name"] == "test"

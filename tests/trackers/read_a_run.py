@@ -28,6 +28,7 @@ def wandb(place: str) -> dict[str, Any]:
             if record.WhichOneof("record_type") == "run":
                 found["runs"].append(record.run.run_id)
                 found["config"] += str(record.run.config)
+
             if record.WhichOneof("record_type") == "history":
                 items = {
                     item.key or "/".join(item.nested_key): json.loads(item.value_json)
@@ -35,8 +36,10 @@ def wandb(place: str) -> dict[str, Any]:
                 }
                 if SCORE in items:
                     found["steps"].append([record.history.step.num, items[SCORE]])
+
                 found["pictures"] += "plots/curve" in str(items)
                 found["tables"] += "table-file" in str(items)
+
     return found | {"runs": len(set(found["runs"]))}
 
 
@@ -44,15 +47,19 @@ def log_records(data: bytes) -> Iterator[bytes]:
     """The records of LevelDB's log format, in which a .wandb file is written behind its head of 7
     bytes: blocks of 32 KiB, of pieces with a checksum, a length and a kind (1 whole, 2 first,
     3 middle, 4 last)."""
-    block, place, record = 32768, 7, b""
+    block = 32768
+    place = 7
+    record = b""
     data = b"\0" * 7 + data
     while place + 7 <= len(data):
         if block - place % block < 7:
             place += block - place % block
             continue
+
         length, kind = struct.unpack_from("<HB", data, place + 4)
         record = (b"" if kind in (1, 2) else record) + data[place + 7 : place + 7 + length]
         place += 7 + length
+
         if kind in (1, 4):
             yield record
 
@@ -63,10 +70,12 @@ def mlflow(place: str) -> dict[str, Any]:
     client = MlflowClient(tracking_uri=place)
     experiment = client.get_experiment_by_name("agentevo-test")
     assert experiment is not None
+
     runs = client.search_runs([experiment.experiment_id])
     known = runs[0].info.run_id
     history = client.get_metric_history(known, SCORE)
     names = [one.path for one in client.list_artifacts(known)]
+
     return {
         "runs": len(runs),
         "steps": [[one.step, one.value] for one in history],
@@ -87,9 +96,11 @@ def swanlab(place: str) -> dict[str, Any]:
             points = [[one["index"], one["data"]] for one in lines]
             if all(value == step / 2 for step, value in points):
                 found["steps"] += points
+
         found["config"] += (run / "files" / "config.yaml").read_text()
         found["pictures"] += len(list(run.glob("media/image/*")))
         found["tables"] += len(list(run.glob("media/text/*")))
+
     return found
 
 

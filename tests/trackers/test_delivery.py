@@ -63,9 +63,11 @@ def test_every_step_arrives_in_order_and_the_end_after_them(tmp_path: Path) -> N
     tracking, notes, warnings = begun(tmp_path, tracker)
     for step in range(50):
         tracking.put(row(step))
+
     tracking.close("finished", {})
     assert [one.step for one in tracker.rows] == list(range(50))
     assert (tracker.ends, notes, warnings) == (["finished"], [], [])
+
     kept = json.loads((tmp_path / "tracking.json").read_text())
     assert kept["heard"]["step"] == 49
 
@@ -75,11 +77,13 @@ def test_a_resumed_run_goes_on_in_the_same_one_without_a_step_twice(tmp_path: Pa
     tracking, *_ = begun(tmp_path, first)
     for step in range(4):
         tracking.put(row(step))
+
     tracking.close("stopped", {})
     second = Heard(TrackerConfig(name="heard"))
     tracking, *_ = begun(tmp_path, second)
     for step in range(6):  # the log is offered whole
         tracking.put(row(step))
+
     tracking.close("finished", {})
     assert [one.step for one in second.rows] == [4, 5]
     assert second.runs[0].id == first.runs[0].id
@@ -99,6 +103,7 @@ def test_a_tracker_that_raises_costs_one_warning(tmp_path: Path) -> None:
         delivery._first_pause_s = 0.001
     for step in range(3):
         tracking.put(row(step))
+
     tracking.close("finished", {})
     assert len(warnings) == 1
     assert "step 0 failed" in warnings[0]
@@ -108,7 +113,8 @@ def test_a_tracker_that_raises_costs_one_warning(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_back_has_every_step(tmp_path: Path) -> None:
-    tracker, away = Heard(TrackerConfig(name="away")), [3]
+    tracker = Heard(TrackerConfig(name="away"))
+    away = [3]
 
     def fail_three_times(row: Row) -> None:
         if away[0]:
@@ -121,6 +127,7 @@ def test_a_tracker_that_is_back_has_every_step(tmp_path: Path) -> None:
         delivery._first_pause_s = 0.001
     for step in range(5):
         tracking.put(row(step))
+
     tracking.close("finished", {})
     assert [one.step for one in tracker.rows] == list(range(5))
     assert len(warnings) == 1
@@ -135,6 +142,7 @@ def test_one_that_cannot_begin_is_given_up(tmp_path: Path) -> None:
     tracking, _, warnings = begun(tmp_path, Closed(TrackerConfig(name="closed")))
     for delivery in tracking._deliveries:
         delivery._first_pause_s = 0.001
+
     tracking.put(row(1))
     tracking.close("finished", {})
     assert len(warnings) == 1
@@ -143,24 +151,29 @@ def test_one_that_cannot_begin_is_given_up(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
-    tracker, free = Heard(TrackerConfig(name="hangs")), threading.Event()
+    tracker = Heard(TrackerConfig(name="hangs"))
+    free = threading.Event()
     tracker.hook = lambda row: free.wait(PATIENCE_S) and None
     tracking, _, warnings = begun(tmp_path, tracker, flush_s=0.2)
     began = time.monotonic()
+
     for step in range(3 * delivery_module.MAX_WAITING):
         tracking.put(row(step))
+
     waiting = len(tracking._deliveries[0]._rows)
     tracking.close("finished", {})
     assert time.monotonic() - began < PATIENCE_S / 2
     assert waiting <= delivery_module.MAX_WAITING
     assert len(warnings) == 1
     assert "steps behind" in warnings[0]
+
     free.set()
 
 
 def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> None:
     tracker = Heard(TrackerConfig(name="hangs"))
-    entered, free = threading.Event(), threading.Event()
+    entered = threading.Event()
+    free = threading.Event()
 
     def wait(row: Row) -> None:
         entered.set()
@@ -170,11 +183,14 @@ def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> 
     tracking, _, warnings = begun(tmp_path, tracker, flush_s=0.0)
     tracking.put(row(1))
     assert entered.wait(PATIENCE_S)
+
     monkeypatch.setattr(delivery_module, "HANG_S", 0.0)
     tracking.hear()
     assert "step 1 has not come back" in warnings[0]
+
     tracking.close("finished", {})
     assert len(warnings) == 1
+
     free.set()
 
 

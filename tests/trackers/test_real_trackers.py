@@ -48,9 +48,11 @@ def call(name: str, folder: Path, program: str, *words: str) -> str:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+
     if program == "write_a_run.py":
         assert not done.stdout, "a tracker has written to the command's stdout"
         assert "tracker " not in done.stderr, done.stderr
+
     return done.stdout
 
 
@@ -60,6 +62,7 @@ def write_and_read(name: str, folder: Path, options: dict[str, str], place: str 
     written = ["write_a_run.py", name, json.dumps(options), str(run)]
     for first, last in ((0, 2), (3, 4)):
         call(name, folder, *written, str(first), str(last))
+
     read = call(name, folder, "read_a_run.py", name, place or str(run))
     found = json.loads(read.splitlines()[-1])
     assert sorted(found["steps"]) == STEPS, "no step is lost, and none is there twice"
@@ -106,6 +109,7 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+
     words = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
     stored = ["--backend-store-uri", f"sqlite:///{folder}/mlruns.db", "--workers", "1"]
     server = subprocess.Popen(
@@ -116,7 +120,8 @@ def mlflow_server(folder: Path) -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE_S
+        url = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + PATIENCE_S
         while True:
             with suppress(OSError):
                 urllib.request.urlopen(f"{url}/health", timeout=5)
@@ -124,6 +129,7 @@ def mlflow_server(folder: Path) -> Iterator[str]:
             assert server.poll() is None, (folder / "server.log").read_text()
             assert time.monotonic() < until, (folder / "server.log").read_text()
             time.sleep(0.5)
+
         yield url
     finally:
         with suppress(ProcessLookupError):

@@ -30,6 +30,7 @@ def test_steps_texts_and_pictures_come_back(tmp_path: Path) -> None:
     assert scores == [(step, step / 2) for step in range(5)]
     assert math.isnan(events.Scalars("actor/grad_norm")[1].value)
     assert events.Images("plots/curve")[-1].width == 1
+
     texts = {
         tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
         for tag in events.Tags()["tensors"]
@@ -61,12 +62,14 @@ def test_a_log_hands_over_what_is_committed(
             log.log(step, {"y": step * 2.0})
             log.hand_over(step - 1)  # step 3 is never committed
         log.tracking.close("failed", {})
+
     with MetricsLog(tmp_path / "m.jsonl") as log:
         log.tracking = begun()
         log.resume(2)
         log.log(3, {"x": 30.0})
         log.hand_over(3)
         log.tracking.close("finished", {})
+
     events = read(tmp_path)
     assert [(one.step, one.value) for one in events.Scalars("x")] == [
         *((step, step * 1.0) for step in range(3)),

@@ -25,6 +25,7 @@ def test_two_ranks_are_one_run_in_the_trackers(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
+
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert lines == [["begin", 0], [0, 0], [1, 0], [2, 0], ["finished", 0]]
     assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == 1

@@ -37,6 +37,7 @@ def run_of(place: str) -> RunConfig:
     folder.mkdir(exist_ok=True)
     keys: dict[str, Any] = {"backend": "mlflow", "flush_s": 600}  # the machine may be slow
     keys |= {"endpoint": place, "experiment": EXPERIMENT} if "://" in place else {}
+
     return build_config(
         {
             "run": {"dir": str(folder), "name": EXPERIMENT},
@@ -64,7 +65,9 @@ async def run(place: str, attempts: int) -> tuple[list[str], float]:
                     for _ in range(CALLS):
                         with record_call("policy", "generate"):
                             pass
+
         ended = time.monotonic()
+
     return told, time.monotonic() - ended
 
 
@@ -75,6 +78,7 @@ def found(uri: str) -> list[int]:
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment is not None
+
     numbers: list[int] = []
     token = None
     while True:

@@ -53,6 +53,7 @@ def main(folder: Path) -> None:
         for step in range(STEPS):
             distributed.barrier()
             tracking.put(Row(step=step, time=time.time(), metrics={"a": 1.0 * step}))
+
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -66,6 +66,7 @@ def main(name: str, options: str, folder: Path, first: int, last: int) -> None:
                 tables=(table,) if step == last else (),
             )
         )
+
     artifact = folder / "summary.json"
     artifact.write_text("{}")
     tracking.close(

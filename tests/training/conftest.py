@@ -28,6 +28,7 @@ def _samples_of(
         mask = [False, *(rng.random() < 0.5 for _ in ids[1:])]
         if len(ids) > 1 and not any(mask):
             mask[-1] = True
+
         advantage = rng.gauss(0, 1)
         found.append(
             Sample(
@@ -41,6 +42,7 @@ def _samples_of(
                 temperature=temperature,
             )
         )
+
     return found
 
 
@@ -60,13 +62,15 @@ def _slow_loss(
         places = [i for i, m in enumerate(sample.loss_mask) if m]
         if not places:
             continue
+
         rows = torch.log_softmax(
             model(input_ids=ids, use_cache=False).logits[0] / sample.temperature, -1
         )
         losses = []
         for place in places:
             logp = rows[place - 1, sample.ids[place]]
-            ratio, advantage = torch.exp(logp - sample.logprobs[place]), sample.advantages[place]
+            ratio = torch.exp(logp - sample.logprobs[place])
+            advantage = sample.advantages[place]
             bounded = torch.clamp(ratio, 1 - bounds["clip_low"], 1 + bounds["clip_high"])
             loss = -torch.minimum(ratio * advantage, bounded * advantage)
             if reference is not None:
@@ -76,13 +80,17 @@ def _slow_loss(
                     )
                 distance = other[place - 1, sample.ids[place]] - logp
                 loss = loss + section.kl_coef * (torch.exp(distance) - distance - 1)
+
             entropy = -(rows[place - 1].exp() * rows[place - 1]).sum()
             losses.append(loss - section.entropy_coef * entropy)
+
         per_sequence.append(torch.stack(losses))
+
     if algorithm.aggregation == "token-mean":
         return torch.cat(per_sequence).mean()
     if algorithm.aggregation == "seq-mean-token-sum":
         return torch.stack([losses.sum() for losses in per_sequence]).mean()
+
     return torch.stack([losses.mean() for losses in per_sequence]).mean()
 
 
@@ -99,6 +107,7 @@ def _referred(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
     """The samples with the reference's log-probs, as `Trainer.prepare` would give them."""
     reference = trainer.roles.reference
     assert reference is not None
+
     (table,) = token_tables(
         samples, 10**9, torch.device("cpu"), lambda batch: {"ref_logp": reference.logprobs(batch)}
     ).values()

@@ -50,6 +50,7 @@ def model_of(seed: int, layers: int = 2) -> LlamaForCausalLM:
         )
     )
     prepare(model.eval())
+
     return model
 
 
@@ -75,6 +76,7 @@ def samples_of(num_groups: int, size: int = 4) -> list[Sample]:
                     columns=numbers,
                 )
             )
+
     return found
 
 
@@ -86,7 +88,8 @@ def reinforced(
     bound: int | None = None,
 ):
     """bound: tokens are of versions 0 to 4, the trainer is at 4."""
-    model, samples = model_of(1), samples_of(num_groups, size)
+    model = model_of(1)
+    samples = samples_of(num_groups, size)
     if bound is not None:
         aged = [
             msgspec.structs.replace(
@@ -95,6 +98,7 @@ def reinforced(
             for s in samples
         ]
         samples, _ = mask_stale(aged, trainer_version=4, bound=bound)
+
     trainer = Trainer(model, SECTION, algorithm, critic=critic)
     trainer.begin()
     reference = trainer.roles.reference
@@ -108,13 +112,15 @@ def reinforced(
             )
             for s, row in zip(samples, tables["ref_logp"], strict=True)
         ]
+
     metrics = [trainer.step(samples) for _ in range(2)]
     roles = [] if trainer.roles.critic is None else list(trainer.roles.critic.weights.values())
     return [*model.parameters(), *roles], metrics
 
 
 def supervised():
-    model, samples = model_of(2), samples_of(3)
+    model = model_of(2)
+    samples = samples_of(3)
     trainer = SupervisedTrainer(
         model, SFTSection(learning_rate=1e-3, micro_batch_tokens=64), total_steps=2
     )
@@ -127,9 +133,11 @@ def supervised():
 
 def compared():
     """A loss of whole answers, as preferences and process rewards have."""
-    model, samples = model_of(3), samples_of(3)
+    model = model_of(3)
+    samples = samples_of(3)
     optimization = Optimization(model.parameters(), SECTION)
     optimization.begin()
+
     owners = [index // 2 for index in range(len(samples))]
     loss, sums = backward_through_sums(
         model,
@@ -184,10 +192,12 @@ def writes(process: int, meeting: str) -> list[object]:
     for step, value in ((1, 0.5), (2, 0.25)):
         path, sha256 = checkpoints.save(step, model, Silent(), {}, {"by": process}, value)
         found.append((path.name, sha256, checkpoints.best_step, checkpoints.best_value))
+
     try:
         checkpoints.save(3, model, Silent(full=True), {}, {}, None)
     except CheckpointError as error:
         found.append(str(error))
+
     return found
 
 

@@ -71,6 +71,7 @@ class Published:
             "give_changes": self._parts.give,
             "keep": self._parts.keep,
         }
+
         if self.first:
             lies_in_parts(model, InParts(skeleton_of(model), own, self._tell))
 
@@ -87,6 +88,7 @@ class Published:
                 break
             name, *arguments = told[0]
             self._calls[name](*arguments)
+
         try:
             yield self.first
         finally:
@@ -116,7 +118,8 @@ def manifest(folder: WeightsFolder, version: int) -> Manifest:
 @contextmanager
 def full_disk(after: int) -> Iterator[None]:
     """The disk is full after so many tensors."""
-    add, count = TensorFile.add, 0
+    add = TensorFile.add
+    count = 0
 
     def adding(self: TensorFile, name: str, tensor: torch.Tensor) -> None:
         nonlocal count
@@ -143,31 +146,43 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
     name, sizes, steps = case
     plain = in_bfloat16(name)
     model = spread(in_bfloat16(name), make_meshes(ParallelSection(**sizes), "cpu"))
-    published, trainer = Published(model), SupervisedTrainer(model, SECTION, steps)
+    published = Published(model)
+    trainer = SupervisedTrainer(model, SECTION, steps)
     parts, whole = (WeightsFolder(folder / kind, full_every=FULL_EVERY) for kind in ("in", "of"))
     follower = WeightsFolder(parts.folder, full_every=FULL_EVERY)
-    wrong, kinds, sizes_found, states = [], [], [], []
+
+    wrong = []
+    kinds = []
+    sizes_found = []
+    states = []
     for version in range(steps + 1):
         if version:
             trainer.step(of_groups((2,)))
+
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for n, tensor in whole_tensors(model, trained).items():
             dict(plain.named_parameters())[n].data.copy_(tensor)
+
         changed(model)
         if version == 4:
             with published.writing() as writes:
                 if writes:
                     wrong += _without_room(parts, version, model)
+
         with published.writing() as writes:
             if not writes:
                 continue
+
             sha256 = parts.write(version, model, keep=KEEP)
             whole.write(version, plain, keep=KEEP)
+
             readers = [follower] if version % 5 else [follower, WeightsFolder(parts.folder)]
             for number, reader in enumerate(readers):
                 if not same(reader.read(version, sha256=sha256), plain):
                     wrong.append(f"version {version}, reader {number}")
-            of_parts, of_whole = manifest(parts, version), manifest(whole, version)
+
+            of_parts = manifest(parts, version)
+            of_whole = manifest(whole, version)
             kinds.append((len(of_parts.chain), len(of_whole.chain)))
             sizes_found.append((of_parts.bytes, of_whole.bytes))
             states += [
@@ -175,6 +190,7 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
                 for n in of_parts.state
                 if of_parts.chain and of_whole.chain
             ]
+
     layouts = layouts_by_name(model)
     alone = [n for n in trained if n not in layouts or layouts[n].dim is None]
     return {
@@ -200,6 +216,7 @@ def _without_room(folder: WeightsFolder, version: int, model: torch.nn.Module) -
             left = [path.name for path in folder.folder.iterdir()]
             whole = folder.announced() == before and folder.path(version).name not in left
             return [] if whole else [f"a half-written version: {left}"]
+
     return ["a version was written to a full disk"]
 
 
@@ -211,13 +228,16 @@ def memory(folder: Path) -> dict[str, int]:
     with published.writing() as writes:
         if writes:
             versions.write(0, model, keep=KEEP)
+
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         one = local(parameter.detach())
         one.mul_(1 + (torch.rand(one.shape, generator=generator) < 0.02).to(one.dtype))
+
     with TensorMemory() as used, published.writing() as writes:
         if writes:
             versions.write(1, model, keep=KEEP)
+
     specs = {name: part.spec for name, part in weight_parts(model).items()}
     found = {
         "peak": used.peak,
@@ -226,6 +246,7 @@ def memory(folder: Path) -> dict[str, int]:
     }
     if published.first:
         found |= {"delta": manifest(versions, 1).bytes, "chain": len(manifest(versions, 1).chain)}
+
     return found
 
 
@@ -236,10 +257,12 @@ def dies(folder: Path) -> str:
     published = Published(model)
     if distributed.get_rank() == distributed.get_world_size() - 1:
         published._calls["give_changes"] = lambda: os._exit(0)
+
     versions = WeightsFolder(folder / "dies", full_every=FULL_EVERY)
     for version in (1, 2):
         for parameter in model.parameters():
             local(parameter.detach())[:1].mul_(1 if version == 1 else 2)
+
         with published.writing() as writes:
             if writes:
                 try:
@@ -247,6 +270,7 @@ def dies(folder: Path) -> str:
                 except RuntimeError as error:
                     torch.save({"said": str(error)}, folder / "died.pt")
                     os._exit(0)
+
     return "nobody died"
 
 

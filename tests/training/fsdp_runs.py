@@ -29,8 +29,10 @@ def trained(mesh: Any) -> dict[str, Any]:
     algorithm = AlgorithmSection(kl_coef=0.2, kl_in="loss", reference="ema", reference_decay=0.5)
     model = model_of(1)
     make_plain(model)  # as a sharded one is
+
     if mesh is not None:
         shard(model, mesh)
+
     trainer = Trainer(model, SECTION, algorithm)
     trainer.begin()
     metrics = [trainer.step(with_reference(trainer)) for _ in range(STEPS + 1)]

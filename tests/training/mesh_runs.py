@@ -66,6 +66,7 @@ def of_groups(sizes: tuple[int, ...] = (3, 2, 1, 2)) -> list[Sample]:
             columns = {"values": [0.1] * count, "returns": [0.2 * (i % 5) for i in range(count)]}
             names = {"group_id": f"g{group}", "trajectory_id": f"{group}-{s.trajectory_id}"}
             found.append(msgspec.structs.replace(s, columns=columns, **names))
+
     return found
 
 
@@ -83,8 +84,10 @@ def grpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     trainer = Trainer(model, SECTION, section, memory=memory)
     trainer.begin()
     steady(trainer.optimization)
-    reference, metrics = trainer.roles.reference, []
+    reference = trainer.roles.reference
+    metrics = []
     assert reference is not None
+
     for _ in range(STEPS // 2):
         samples = of_groups()
         compute = lambda batch: {"ref_logp": reference.logprobs(batch)}  # noqa: E731
@@ -94,6 +97,7 @@ def grpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
             for s, row in zip(samples, rows, strict=True)
         ]
         metrics.append(trainer.step(samples))
+
     return {"": model, "reference": reference.model}, metrics, [trainer.optimization]
 
 
@@ -105,6 +109,7 @@ def ppo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     trainer.begin()
     value = trainer.roles.critic
     assert value is not None
+
     steady(trainer.optimization)
     steady(value.optimization)
     metrics = [trainer.step(of_groups()) for _ in range(1 + STEPS // 2)]
@@ -116,6 +121,7 @@ def dpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     trainer = PreferenceTrainer(model, SECTION, section, memory=memory)
     trainer.begin()
     steady(trainer.optimization)
+
     answers = [Answer(s.trajectory_id, (s,)) for s in of_groups((4, 2, 2))]
     groups = [a.rows[0].group_id for a in answers[::2]]
     pairs = [
@@ -142,9 +148,11 @@ def prime(model: PreTrainedModel, memory: MemorySection) -> Trained:
     section = ProcessRewardSection(learning_rate=RATE)
     reward = ImplicitProcessReward(model, section, SECTION, memory)
     steady(reward.optimization)
+
     samples = of_groups()
     width = max(s.num_trained for s in samples)
-    table, owners = torch.full((len(samples), width), -0.2), list(range(len(samples)))
+    table = torch.full((len(samples), width), -0.2)
+    owners = list(range(len(samples)))
     metrics = [
         reward.update(samples, owners, table, [i % 2 == 0 for i in owners]) for _ in range(STEPS)
     ]
@@ -155,10 +163,12 @@ def replay(model: PreTrainedModel, memory: MemorySection) -> Trained:
     """By advantages, over experts that no router has chosen."""
     routers = routers_of(model)
     assert routers is not None
+
     replayed = SECTION.model_copy(update={"routing_replay": "rollout"})
     trainer = Trainer(model, replayed, AlgorithmSection(), memory=memory)
     trainer.begin()
     steady(trainer.optimization)
+
     draws = np.random.default_rng(5)
     samples = []
     for sample in of_groups():
@@ -166,6 +176,7 @@ def replay(model: PreTrainedModel, memory: MemorySection) -> Trained:
         rows = draws.random(shape).argsort(-1)[..., : routers.top_k]
         rows = RoutedExperts.of(rows, routers.num_experts)
         samples.append(msgspec.structs.replace(sample, routed_experts=rows))
+
     metrics = [trainer.step(samples) for _ in range(STEPS // 2)]
     return {"": model}, metrics, [trainer.optimization]
 
@@ -184,10 +195,12 @@ def made(name: str) -> PreTrainedModel:
         torch.manual_seed(3)
         config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config).eval()
+
     if extra == "routed":
         model = routed(model)
     if extra == "bfloat16":
         model = model.to(torch.bfloat16)
+
     return model
 
 
@@ -251,13 +264,17 @@ def single(case: Case) -> tuple[str, str, str, bool]:
 def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
     """Whole weights by model and name, metrics, and how many numbers this process keeps."""
     name, kind, memory, sizes = case
-    section, model = MEMORY[memory], made(name)
+    section = MEMORY[memory]
+
+    model = made(name)
     if "shard" in sizes:
         make_plain(model)  # as a sharded one is
+
     keep_activations(model, section)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     if meshes is not None:
         model = spread(model, meshes)
+
     models, metrics, optimizations = KINDS[kind](model, section)
     weights = {
         f"{role} {n}": whole.clone()
@@ -274,8 +291,10 @@ def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
         if meshes is None
         else 0.0
     )
+
     for one in models.values():
         changed(one)  # what has been gathered is given back
+
     return {
         "weights": weights,
         "moved": moved,
@@ -302,12 +321,14 @@ def rewards_apart(section: ParallelSection) -> float:
             model = spread(model, make_meshes(section, "cpu"))
         rewards = TokenRewardModel(model, RewardModelSection(coef=2.0)).rewards(plain())
         found.append(rewards)
+
     return difference(*found) / float(found[0].abs().max())
 
 
 def long_samples(count: int) -> list[Sample]:
     """So many, of 256 tokens each and no common beginning."""
-    draws, mask = np.random.default_rng(0), [place > 0 for place in range(256)]
+    draws = np.random.default_rng(0)
+    mask = [place > 0 for place in range(256)]
     rows = [draws.integers(1, VOCABULARY, 256).tolist() for _ in range(count)]
     return [Sample.given(f"t{n}", f"g{n}", row, mask) for n, row in enumerate(rows)]
 
@@ -317,6 +338,7 @@ def peaks_of_stages(count: int) -> list[int]:
     are stages, and in steps of more."""
     model = made("llama+deep")
     spread(model, make_meshes(ParallelSection(pipeline=count), "cpu"))
+
     optimization = Optimization(model.parameters(), SECTION, layouts=layouts_of(model))
     found = []
     for times in (1, 1, 2, 5):
@@ -327,12 +349,14 @@ def peaks_of_stages(count: int) -> list[int]:
                 optimization.backward(-token_logprobs(model, batches.pop()[1])[0].sum())
             optimization.finish()
         found.append(memory.peak)
+
     return found[1:]  # the first step has made moments
 
 
 def compared(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
     """Largest differences to one process, and shares of what it keeps."""
     assert found["weights"].keys() == alone["weights"].keys()
+
     shown = ("actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "sft/loss", "sft/eval/loss")
     pairs = [
         (one[key], other[key])

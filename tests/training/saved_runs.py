@@ -57,10 +57,12 @@ def started(meshes: Meshes | None, weights: Path | None = None) -> Trainer:
     model = model_of(1, 4) if weights is None else LlamaForCausalLM.from_pretrained(weights)
     if weights is not None:
         prepare(model.eval())
+
     make_plain(model)
     if meshes is not None:
         spread(model, meshes)
         lies_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
+
     return Trainer(model, SECTION, ALGORITHM)
 
 
@@ -81,7 +83,8 @@ def resumed(meshes: Meshes | None, path: Path) -> Trainer:
 
 def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Moments, reference and weights as plain tensors."""
-    optimizer, layouts = trainer.optimization.optimizer, layouts_of(trainer.model)
+    optimizer = trainer.optimization.optimizer
+    layouts = layouts_of(trainer.model)
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     found = {
         f"{index}.{name}": whole_of(value, p, layouts.get(p)) if value.dim() else value
@@ -91,6 +94,7 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     for role, model in (("reference", trainer.roles.reference.model), ("policy", trainer.model)):
         whole = whole_tensors(model, dict(model.named_parameters()))
         found |= {f"{role}.{n}": tensor for n, tensor in whole.items()}
+
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
@@ -105,6 +109,7 @@ def save(trainer: Trainer, folder: Path, step: int, *, full: bool = False) -> st
     if distributed.is_initialized() and distributed.get_rank():
         given.give()
         return "gave"
+
     checkpoints = Checkpoints(folder, 9, alone=True)
     state = trainer.state_dict()
     try:
@@ -113,6 +118,7 @@ def save(trainer: Trainer, folder: Path, step: int, *, full: bool = False) -> st
         )
     except CheckpointError as error:
         return str(error)
+
     return "saved"
 
 
@@ -138,8 +144,10 @@ def memory_of_writing(meshes: Meshes, folder: Path) -> dict[str, Any]:
     }
     expected = whole_tensors(model, dict(model.named_parameters()))
     lies_in_parts(model, InParts(skeleton_of(model), lambda only: weight_parts(model, only)))
+
     first = distributed.get_rank() == 0
     versions = WeightsFolder(folder / "weights")
+
     with TensorMemory() as memory:
         given = Contribution(parts, {"some": next(iter(parts.values()))})
         if first:
@@ -147,17 +155,20 @@ def memory_of_writing(meshes: Meshes, folder: Path) -> dict[str, Any]:
             checkpoints.save(1, model, Silent(), {}, {}, None, contribution=given)
         else:
             given.give()
+
     found["saving"] = memory.peak
     with TensorMemory() as memory:
         if first:
             versions.write(1, model, keep=2)
         else:
             give(weight_parts(model, True))
+
     found["publishing"] = memory.peak
     if first:
         again = LlamaForCausalLM.from_pretrained(folder / "larger/step-000001")
         found["saved"] = _equal(dict(again.named_parameters()), expected)
         found["published"] = _equal(versions.read(1), expected)
+
     return found
 
 
@@ -170,7 +181,8 @@ def _equal(found: Any, expected: dict[str, torch.Tensor]) -> bool:
 def killed(folder: Path, rounds: int) -> list[str]:
     """What is wrong after each of so many times that one of two processes was killed while they
     saved one checkpoint after the other; the other one has to end by itself."""
-    rng, wrong = random.Random(5), []
+    rng = random.Random(5)
+    wrong = []
     for number in range(rounds):
         place = folder / f"killed-{number}"
         place.mkdir()
@@ -181,24 +193,30 @@ def killed(folder: Path, rounds: int) -> list[str]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                 os._exit(_save_for_ever(process, place))
             children.append(child)
+
         deadline = time.monotonic() + 120
         while not any(place.glob("checkpoints/step-*")) and time.monotonic() < deadline:
             time.sleep(0.01)
+
         time.sleep(rng.uniform(0, 0.4))
         os.kill(children[number % 2], signal.SIGKILL)
         for child in children:
             os.waitpid(child, 0)
+
         checkpoints = Checkpoints(place / "checkpoints", 3, alone=True)
         if not checkpoints.folders():
             wrong.append("nothing was saved")
+
         for step in checkpoints.folders():
             try:
                 checkpoints.verify(checkpoints.path(step))
             except CheckpointError as error:
                 wrong.append(str(error))
+
         checkpoints.forget_after(10**6)
         left = [p.name for p in checkpoints.folder.iterdir() if p.name.startswith(".")]
         wrong += [f"left behind: {left}"] if left else []
+
     return wrong
 
 
@@ -230,6 +248,7 @@ def _save_for_ever(process: int, place: Path) -> int:
                 checkpoints.save(step, model, Silent(), {}, {}, None, contribution=given)
     except Exception:  # noqa: BLE001 (the other one was killed)
         return 1
+
     return 0
 
 
@@ -242,24 +261,29 @@ def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
             found[name] = {"state": whole_state(trainer)}
             found[name]["metrics"] = trainer.step(with_reference(trainer))
         return found
+
     trainer = taught(meshes)
     found = {"state": whole_state(trainer), "said": save(trainer, folder / "of-2", STEPS)}
     found["full"] = save(trainer, folder / "of-2", 9, full=True)
     writer = state_parts.dcp.FileSystemWriter
     whole_writer = writer.write_data
+
     if distributed.get_rank() == 1:
         writer.write_data = _no_room  # type: ignore[method-assign]
+
     found["part"] = save(trainer, folder / "of-2", 9)
     writer.write_data = whole_writer  # type: ignore[method-assign]
     found["left"] = sorted(path.name for path in (folder / "of-2").iterdir())
     late = contribution(trainer).copied()
     found["metrics"] = trainer.step(with_reference(trainer))
+
     if distributed.get_rank():
         late.give()
     else:
         Checkpoints(folder / "late", 9, alone=True).save(
             STEPS, trainer.model, Silent(), {}, {}, None, contribution=late
         )
+
     return found | {"memory": memory_of_writing(meshes, folder)}
 
 

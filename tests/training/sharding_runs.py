@@ -104,6 +104,7 @@ def samples_of(seed: int, count: int = 6) -> list[Sample]:
                 advantages=[rng.gauss(0, 1) if m else 0.0 for m in mask],
             )
         )
+
     return found
 
 
@@ -141,8 +142,10 @@ def computed(model: PreTrainedModel, batch: PackedBatch, share: float = 1.0) -> 
     model.zero_grad()
     (share * loss).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
     with torch.no_grad():
         again, squares = token_logprobs_and_squares(model, batch)
+
     return {
         "logp": logp.detach(),
         "entropy": entropy.detach(),
@@ -161,6 +164,7 @@ def compared(model: PreTrainedModel, found: dict[str, Any], alone: dict[str, Any
     grads = whole_tensors(model, found["grads"])
     highest = max(float(g.abs().max()) for g in alone["grads"].values())
     assert grads.keys() == alone["grads"].keys()
+
     result = {key: difference(found[key], alone[key]) for key in alone if key != "grads"}
     result["grads"] = max(difference(grads[n], g) for n, g in alone["grads"].items()) / highest
     exact = torch.cat([g.flatten() for g in alone["grads"].values()]).norm()
@@ -176,6 +180,7 @@ def of_tensor(name: str, ranks: Ranks, batch: PackedBatch) -> dict[str, float]:
     tensor_parallel(model, ranks)
     found = computed(model, batch)
     add_parts(layouts_of(model))
+
     weights = whole_tensors(model, dict(model.named_parameters()))
     result = compared(model, found, alone)
     result["weights"] = max(difference(weights[n], w) for n, w in kept.items())
@@ -184,8 +189,10 @@ def of_tensor(name: str, ranks: Ranks, batch: PackedBatch) -> dict[str, float]:
     )
     copied = computed(copy.deepcopy(model), batch)
     result["copy"] = difference(copied["logp"], found["logp"])
+
     with torch.no_grad():
         logits = model(**batch.inputs).logits
+
     result["logits"] = float(logits.shape[-1] - VOCABULARY)
     return result
 
@@ -196,26 +203,32 @@ def of_context(name: str, mesh: Any, batch: PackedBatch) -> dict[str, float]:
     alone = computed(model, batch)
     if "tensor" in mesh.mesh_dim_names:
         tensor_parallel(model, Ranks.of(mesh, "tensor"))
+
     ranks = Ranks.of(mesh, "context")
     context_parallel(model, ranks)
     found = computed(model, batch, 1 / ranks.size)
     add_parts(layouts_of(model))
+
     for grad in found["grads"].values():
         distributed.all_reduce(grad, group=ranks.group)
+
     return compared(model, found, alone)
 
 
 def of_experts(mesh: Any) -> dict[str, float]:
     """Every process has data of its own; the losses add up."""
-    model, ranks = model_of("moe"), Ranks.of(mesh, "expert")
+    model = model_of("moe")
+    ranks = Ranks.of(mesh, "expert")
     singles = [computed(model, plain(seed)) for seed in range(ranks.size)]
     grads = {n: sum(one["grads"][n] for one in singles) for n in singles[0]["grads"]}
     expert_parallel(model, ranks)
     found = computed(model, plain(ranks.rank))
+
     layouts = layouts_of(model)
     for parameter in model.parameters():
         if parameter not in layouts:
             distributed.all_reduce(parameter.grad, group=ranks.group)
+
     return compared(model, found, {**singles[ranks.rank], "grads": grads})
 
 
@@ -226,10 +239,12 @@ def of_fsdp(name: str, mesh: Any) -> dict[str, float]:
     singles = [computed(model, plain(seed)) for seed in range(dp.size)]
     grads = {n: sum(one["grads"][n] for one in singles) for n in singles[0]["grads"]}
     tensor_parallel(model, Ranks.of(mesh, "tensor"))
+
     for module in (*model.base_model.layers, model):
         fully_shard(module, mesh=mesh["dp"])
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+
     found = computed(model, plain(dp.rank))
     model.reshard()
     add_parts(layouts_of(model))
@@ -255,6 +270,7 @@ def checks(count: int) -> dict[str, dict[str, float]]:
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
         found |= {f"both {name}": of_context(name, both, plain()) for name in MODELS}
         found |= fsdp_checks()
+
     return found
 
 

@@ -36,16 +36,21 @@ class TensorMemory(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor:
                 self._see(leaf, before)
+
         return result
 
     def _see(self, tensor: torch.Tensor, before: set[int]) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
+
         if key in before or key in self._known or tensor.device.type != "cpu":
             return
+
         self._known.add(key)
         self.now += size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+        self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, size)
         weakref.finalize(storage, self._freed, key, size)
 
     def _freed(self, key: int, size: int) -> None:

@@ -65,6 +65,7 @@ def counted_bytes() -> Iterator[list[int]]:
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield sizes
+
     sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
 
 
@@ -90,10 +91,13 @@ def test_log_probs_and_gradient_stay_the_same(
     plain = copy.deepcopy(random_model(name).model)
     model = keep_activations(copy.deepcopy(plain), SECTIONS[kind])
     batch = batch_of(samples_of)
-    (logp, expected), (other, found) = run(plain, batch, gradient), run(model, batch, gradient)
+    logp, expected = run(plain, batch, gradient)
+    other, found = run(model, batch, gradient)
     assert torch.equal(logp, other)
+
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert bool(everything_leaves) == SECTIONS[kind].offload_activations
+
     parameters = {p.data_ptr() for p in model.parameters()}
     assert not any(tensor.data_ptr() in parameters for tensor in everything_leaves), (
         "weights stay where they are"
@@ -109,18 +113,22 @@ def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_o
         for parameter in plain.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1)
+
     model = keep_activations(copy.deepcopy(plain), SECTIONS[kind])
-    batch, found = batch_of(samples_of), []
+    batch = batch_of(samples_of)
+    found = []
     for one in (plain, model):
         with dropping_out(one, seed=3):
             found.append(run(one, batch, gradient)[1])
+
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
     assert not torch.equal(found[0], run(plain, batch, gradient)[1]), "it did drop out"
 
 
 def test_less_is_kept(random_model, samples_of):
     plain = random_model("llama").model
-    batch, kept = batch_of(samples_of, 400), {}
+    batch = batch_of(samples_of, 400)
+    kept = {}
     for kind in ("none", "selective", "full"):
         model = keep_activations(copy.deepcopy(plain), MemorySection(checkpointing=kind))
         calls = count_products(model, batch)
@@ -128,6 +136,7 @@ def test_less_is_kept(random_model, samples_of):
             logp, _ = token_logprobs(model, batch)
         kept[kind] = sizes[0], calls
         logp.sum().backward()
+
     assert kept["full"][0] < kept["none"][0] / 4
     assert kept["full"][1] > kept["selective"][1] == kept["none"][1], (
         "selective makes no product twice, full makes those of layers twice"
@@ -148,6 +157,7 @@ def count_products(model, batch) -> int:
     with Counter():
         logp, _ = token_logprobs(model, batch)
         logp.sum().backward()
+
     model.zero_grad()
     return Counter.count
 
@@ -166,10 +176,12 @@ def test_passes_without_gradient_stay_fused_and_twins_keep_what_they_were_given(
         assert packed is None or forward.inner.packed is None, (
             "what publishing drops is found behind it"
         )
+
     twin = copy_policy(model)
     assert vars(twin.model.layers[0])["forward"].layer is twin.model.layers[0]
     with torch.no_grad():
         next(iter(twin.model.layers[0].parameters())).mul_(1.5)
+
     assert not torch.equal(run(twin, batch, gradient)[0], run(model, batch, gradient)[0])
 
 
@@ -188,6 +200,7 @@ def test_policy_and_critic_learn_the_same(trunk, random_model, samples_of):
         samples.append(
             msgspec.structs.replace(one, columns={"returns": values, "values": [0.0] * len(values)})
         )
+
     found = []
     for kind in ("none", "selective", "full"):
         model = keep_activations(
@@ -201,6 +214,7 @@ def test_policy_and_critic_learn_the_same(trunk, random_model, samples_of):
         )
         trainer.begin()
         found.append(trainer.step(samples))
+
     assert found[0]["critic/grad_norm"] > 0
     for metrics in found[1:]:
         assert metrics == pytest.approx(found[0], rel=1e-4, abs=1e-6)

@@ -87,6 +87,7 @@ def found(
     samples = []
     for row in rows:
         assert row.name == "rows.jsonl:7" and len(row.ids) == len(row.mask) and not row.mask[0]
+
         starts = [
             0,
             *(at for at in range(1, len(row.ids)) if row.mask[at] != row.mask[at - 1]),
@@ -98,6 +99,7 @@ def found(
                 for a, b in pairwise(starts)
             ]
         )
+
     return samples
 
 
@@ -193,6 +195,7 @@ def test_a_template_that_strips_old_thinking_gives_each_turn_its_own_context():
             ("<think>so two</think>TWO<|im_end|>", True),
         ],
     ]
+
     last = found(tokenizer_with(THINKING), conversation, train_on="last")
     assert [text for sample in last for text, trained in sample if trained] == [
         "<think>so two</think>TWO<|im_end|>"
@@ -222,6 +225,7 @@ def test_a_thought_that_the_prompt_opens_is_finished(template, content, reasonin
     conversation = talk(*pairs)
     if reasoning is not None:
         conversation.messages[1]["reasoning_content"] = reasoning
+
     first, second = found(tokenizer, conversation)
     prompts = [
         tokenizer.apply_chat_template(
@@ -239,6 +243,7 @@ def test_a_thought_of_the_rows_own_tag_goes_on_behind_the_prompts():
     In some tokenizers the tags are special tokens, which an answer may say all the same."""
     keeps = R1.replace(".split('</think>')[-1]", "")
     assert keeps != R1
+
     tokenizer = template_tokenizer(keeps)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     for content, said in (
@@ -249,6 +254,7 @@ def test_a_thought_of_the_rows_own_tag_goes_on_behind_the_prompts():
         ((prompt, answer),) = found(tokenizer, talk(("user", "one"), ("assistant", content)))
         assert prompt == ("<|begin|><|User|>one<|Assistant|><think>\n", False)
         assert answer == (said + "<|im_end|>", True)
+
     error = refused(tokenizer, talk(("user", "<think>"), ("assistant", "ONE")))
     assert "special" in error.reason or "special" in error.detail
 
@@ -264,6 +270,7 @@ def test_a_template_that_writes_the_newest_thought_itself():
         (f"{ANSWERED}ONE<|im_end|>\n{QUESTION.replace('one', 'two')}", False),
         ("\n</think>\n\nTWO<|im_end|>", True),
     ]
+
     hybrid = found(template_tokenizer(QWEN3), conversation)
     assert hybrid[0] == [(ANSWERED, False), ("<think>\nso one\n</think>\n\nONE<|im_end|>", True)]
 
@@ -320,6 +327,7 @@ def test_tools_and_calls():
         ]
     ]
     assert "leaves out tools" in refused(tokenizer_with(CHATML), conversation).detail
+
     without = ChatRow("rows.jsonl:7", conversation.messages, None)
     assert "leaves out tool_calls" in refused(tokenizer_with(CHATML), without).detail
     assert (
@@ -334,12 +342,16 @@ def test_what_a_template_can_not_say():
         "otherwise than its own generation prompt"
         in refused(tokenizer_with(prompted), talk(*TALK)).detail
     )
+
     endless = CHATML.replace("<|im_end|>\n", "\n")
     assert "no special token behind it" in refused(tokenizer_with(endless), talk(*TALK)).detail
+
     strict = "{{ raise_exception('roles must alternate') }}"
     assert "roles must alternate" in refused(tokenizer_with(strict), talk(*TALK)).detail
+
     broken = "{{ messages[0].content + 1 }}"
     assert refused(tokenizer_with(broken), talk(*TALK)).reason == "template"
+
     begins = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' "
         "}}{% endif %}{% endfor %}"
@@ -375,10 +387,12 @@ def test_too_long_rows_are_refused_or_shortened_by_whole_turns():
     tokenizer = tokenizer_with(CHATML)
     whole = sum(len(tokenizer.encode(text)) for text, _ in CHATML_PIECES)
     assert found(tokenizer, talk(*TALK), max_tokens=whole) == [CHATML_PIECES]
+
     error = refused(tokenizer, talk(*TALK), max_tokens=whole - 1)
     assert (
         error.reason == "too_long" and f"{whole} tokens, the limit is {whole - 1}" in error.detail
     )
+
     rows, shortened = AssistantTokens(tokenizer, max_tokens=whole - 1, too_long="shorten").encode(
         talk(*TALK)
     )
@@ -408,6 +422,7 @@ def test_a_token_that_takes_up_what_stands_behind_it_is_encoded_with_it():
         [AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)], special_tokens=True
     )
     assert tokenizer.encode("<|im_end|>\nx") == tokenizer.encode("<|im_end|>x")
+
     whole = tokenizer.apply_chat_template(talk(*TALK).messages, tokenize=True, return_dict=True)[
         "input_ids"
     ]
@@ -441,6 +456,7 @@ def test_smollm2_keeps_the_border_of_the_prompt(smollm2_tokenizer):
     assert row.ids[:size].tolist() == prompt["input_ids"]
     assert row.mask.tolist() == [False] * size + [True] * (len(row.ids) - size)
     assert smollm2_tokenizer.decode(row.ids[size:].tolist()) == "\n\nyes<|im_end|>"
+
     pairs = [("user", "one 12\n\n"), ("assistant", "two 3")] * 3
     (long,), _ = AssistantTokens(smollm2_tokenizer, max_tokens=512).encode(talk(*pairs))
     whole = smollm2_tokenizer.apply_chat_template(

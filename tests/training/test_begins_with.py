@@ -49,14 +49,17 @@ def test_moments_of_another_model_are_refused(shape: dict[str, int]):
 
 
 def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
-    (policy, _), (other, tokenizer) = tiny(0), tiny(1)
+    policy, _ = tiny(0)
+    other, tokenizer = tiny(1)
     save_model(other, tokenizer, tmp_path / "other")
     section = AlgorithmSection(kl_coef=0.1, reference_model=str(tmp_path / "other"))
     weights = Reference(policy, section).weights
     theirs = dict(other.named_parameters())
+
     assert weights
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
     assert not any(one.requires_grad for one in weights.values())
+
     larger = tiny(0, SHAPE.model_copy(update={"hidden_size": 32}))[0]
     with pytest.raises(ModelError, match="own architecture"):
         Reference(larger, section)

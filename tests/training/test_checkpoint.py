@@ -45,6 +45,7 @@ def test_what_was_saved_comes_back(loaded, save):
     path = checkpoints.find("last")
     assert path == checkpoints.path(7)
     assert checkpoints.load(path) == ({"optimizer_steps": 7}, {"progress": {"step": 7}})
+
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     again = dict(model.named_parameters())
@@ -59,6 +60,7 @@ def test_the_newest_stay_and_the_best_besides(save):
     for step, value in [(1, 0.1), (2, 0.9), (3, 0.3), (4, None), (5, 0.5), (6, 0.95), (7, 0.2)]:
         checkpoints = save(step, value)
         kept.append(checkpoints.steps())
+
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
     assert (checkpoints.best_step, checkpoints.best_value) == (6, 0.95)
     assert checkpoints.find("best") == checkpoints.path(6)
@@ -106,11 +108,13 @@ def test_a_checkpoint_that_fails_half_way_is_not_there(where, save, monkeypatch,
         match=r"step-000002 could not be written \(no space.*make room.*of steps: 1\)",
     ):
         save(2, 0.9)
+
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.joinpath("checkpoints").iterdir()) == [
         "index.json",
         "step-000001",
     ]
+
     checkpoints = save(3)
     assert checkpoints.steps() == [1, 3]
     assert checkpoints.best_step == 1
@@ -153,6 +157,7 @@ def test_a_torn_file_is_a_checkpoint_error(name, content, save):
         (path / name).unlink()
     else:
         (path / name).write_bytes(content)
+
     with pytest.raises(
         CheckpointError, match=r"can't be read as a checkpoint.*resume from an older one"
     ):
@@ -162,6 +167,7 @@ def test_a_torn_file_is_a_checkpoint_error(name, content, save):
 def test_a_resumed_run_forgets_what_came_after(save):
     for step, value in [(1, 0.1), (2, 0.2), (3, 0.9)]:
         checkpoints = save(step, value, keep_last=9)
+
     checkpoints.forget_after(2)
     assert checkpoints.steps() == [1, 2]
     assert (checkpoints.best_step, checkpoints.best_value) == (2, 0.2), (

@@ -37,6 +37,7 @@ def saved(loaded, tmp_path):
             step, loaded.model, loaded.tokenizer, STATE, {"progress": {"step": step}}, value
         )
         assert path == checkpoints.path(step)
+
     return checkpoints, sums
 
 
@@ -58,8 +59,10 @@ def test_the_manifest_names_every_file_with_its_checksum(saved):
     content = json.loads((path / "checkpoint.json").read_text())
     expected = snapshot(path)
     del expected["checkpoint.json"]
+
     assert {"model.safetensors", "config.json", "trainer.pt", "state.json"} <= expected.keys()
     assert (content["files"], content["step"], content["value"]) == (expected, 2, 0.1)
+
     del content["sha256"]
     whole = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     assert sums[2] == hashlib.sha256(whole).hexdigest() == checkpoints.verify(path).sha256
@@ -90,17 +93,20 @@ DAMAGES |= {f"byte flipped at {place}": flip(place) for place in (0.0, 0.37, 1.0
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_any_file_shows_and_the_one_before_is_taken(damage, saved, tmp_path):
     checkpoints, _ = saved
-    path, copy = checkpoints.path(2), tmp_path / "copy"
+    path = checkpoints.path(2)
+    copy = tmp_path / "copy"
     shutil.copytree(path, copy)
     for name in files_of(path):
         DAMAGES[damage](path / name)
         with pytest.raises(CheckpointError, match=f"step-000002/{name}.* resume from"):
             checkpoints.verify(path)
+
         told = {}
         assert Checkpoints(checkpoints.folder, 9).newest_whole(torn=told.__setitem__) == 1
         assert list(told) == [2]
         assert name in str(told[2])
         assert 1 in Checkpoints(checkpoints.folder, 9).steps()
+
         shutil.copyfile(copy / name, path / name)
         assert checkpoints.newest_whole() == 2, "mended, so nothing else had changed"
 
@@ -111,7 +117,8 @@ def test_damage_to_any_file_shows_and_the_one_before_is_taken(damage, saved, tmp
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
 def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
     checkpoints, _ = saved
-    victim, opened = checkpoints.path(2) / name, Path.open
+    victim = checkpoints.path(2) / name
+    opened = Path.open
 
     def refused(path, *args, **kwargs):
         if path == victim:
@@ -124,6 +131,7 @@ def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
         Checkpoints(checkpoints.folder, 9).newest_whole(
             torn=lambda step, error: pytest.fail(f"{step}: {error}")
         )
+
     monkeypatch.undo()
     assert Checkpoints(checkpoints.folder, 9).newest_whole() == 2
 
@@ -169,6 +177,7 @@ def test_a_renamed_checkpoint_is_not_of_that_step(saved):
     told = {}
     assert checkpoints.newest_whole(torn=told.__setitem__) == 1
     assert "is of step 2" in str(told[7])
+
     elsewhere = checkpoints.folder.parent / "moved"
     checkpoints.path(7).rename(elsewhere)
     assert checkpoints.verify(elsewhere).sha256 == sums[2], (
@@ -180,11 +189,13 @@ def test_older_ones_stay_until_the_step_is_committed(saved, loaded):
     checkpoints, _ = saved
     one = Checkpoints(checkpoints.folder, 1)
     one.save(3, loaded.model, loaded.tokenizer, STATE, {}, 0.95, prune=False)
+
     assert one.steps() == [1, 2, 3]
     assert json.loads((one.folder / "index.json").read_text()) == {
         "steps": [1, 2, 3],
         "best": {"step": 3, "value": 0.95},
     }
+
     one.prune()
     assert one.steps() == [3]
     assert sorted(path.name for path in one.folder.iterdir()) == ["index.json", "step-000003"]
@@ -199,9 +210,11 @@ def test_a_deletion_that_is_cut_short_leaves_no_half_checkpoint(saved, monkeypat
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.forget_after(1)
+
     monkeypatch.undo()
     again = Checkpoints(checkpoints.folder, 9)
     assert again.newest_whole(torn=lambda step, error: pytest.fail(f"{step}: {error}")) == 1
+
     again.forget_after(1)
     assert sorted(path.name for path in again.folder.iterdir()) == ["index.json", "step-000001"]
 
@@ -216,7 +229,8 @@ def test_a_value_that_is_no_number_rates_nothing(saved, loaded):
 def test_all_is_on_the_disk_before_it_gets_its_name(saved, loaded, monkeypatch):
     checkpoints, _ = saved
     events = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def spy_fsync(handle):
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
@@ -229,6 +243,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(saved, loaded, monkeypatch):
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(Path, "rename", spy_rename)
     checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, None)
+
     named = events.index("rename to step-000003")
     before = [Path(event) for event in events[:named]]
     assert {path.name for path in before if path.suffix != ".partial"} == set(
@@ -242,7 +257,9 @@ def test_all_is_on_the_disk_before_it_gets_its_name(saved, loaded, monkeypatch):
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_disk_that_fills_up_while_files_are_synced(after, saved, loaded, monkeypatch):
     checkpoints, sums = saved
-    before, fsync, count = snapshot(checkpoints.folder), os.fsync, iter(range(1000))
+    before = snapshot(checkpoints.folder)
+    fsync = os.fsync
+    count = iter(range(1000))
 
     def full(handle):
         if next(count) >= after:
@@ -255,6 +272,7 @@ def test_a_disk_that_fills_up_while_files_are_synced(after, saved, loaded, monke
         match=r"step-000003 could not be written.*No space left.*make room.*of steps: 1, 2",
     ):
         checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, 1.0)
+
     monkeypatch.undo()
     assert snapshot(checkpoints.folder) == before
     assert (checkpoints.newest_whole(), checkpoints.verify(checkpoints.path(2)).sha256) == (
@@ -273,6 +291,7 @@ def test_a_disk_that_is_full_for_the_index_alone(saved, loaded, monkeypatch):
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(CheckpointError, match=r"index\.json could not be written.*No space left"):
         checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, None)
+
     monkeypatch.undo()
     assert checkpoints.newest_whole() == 3
     assert ".index.json.tmp" not in files_of(checkpoints.folder)
@@ -283,13 +302,16 @@ def small_disk(tmp_path):
     """A file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
+
     mount = shutil.which("mount")
     if mount is None or os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
+
     if subprocess.run(
         [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
     ).returncode:
         pytest.skip("this machine does not allow mounting a tmpfs")
+
     try:
         yield folder
     finally:
@@ -301,6 +323,7 @@ def test_a_disk_that_is_really_full(what, loaded, small_disk, tiny_policy):
     checkpoints = Checkpoints(small_disk / "checkpoints", 9)
     _, digest = checkpoints.save(1, loaded.model, loaded.tokenizer, STATE, {}, None)
     before = snapshot(checkpoints.folder)
+
     model = (
         loaded.model
         if what == "optimizer"
@@ -311,12 +334,14 @@ def test_a_disk_that_is_really_full(what, loaded, small_disk, tiny_policy):
         CheckpointError, match=r"step-000002 could not be written.*No space left.*of steps: 1\)"
     ):
         checkpoints.save(2, model, loaded.tokenizer, state, {}, None)
+
     assert snapshot(checkpoints.folder) == before
     assert (checkpoints.newest_whole(), checkpoints.verify(checkpoints.path(1)).sha256) == (
         1,
         digest,
     )
     assert [path.name for path in checkpoints.folder.iterdir() if path.name.startswith(".")] == []
+
     checkpoints.save(2, loaded.model, loaded.tokenizer, STATE, {}, None)
     assert checkpoints.newest_whole() == 2, "there is room again"
 

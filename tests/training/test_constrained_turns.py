@@ -67,6 +67,7 @@ def attempts() -> tuple[Trajectory, ...]:
         engine,
         [([*PROMPT, *a.ids, 30, 31], one) for a, one in zip(answers, seconds, strict=True)],
     )
+
     return tuple(
         Trajectory(
             id=f"t{number}",
@@ -84,7 +85,8 @@ def attempts() -> tuple[Trajectory, ...]:
 
 
 def samples_of(trajectories=None):
-    loaded, trajectories = tiny_policy(), trajectories or attempts()
+    loaded = tiny_policy()
+    trajectories = trajectories or attempts()
     masks, _ = masks_of(trajectories, Grammars.of(loaded.model, loaded.tokenizer))
     return [row.sample for t in trajectories for row in trajectory_rows(t, masks.get(t.id, {}))]
 
@@ -92,19 +94,24 @@ def samples_of(trajectories=None):
 def by_hand(model, samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob, entropy and chance of two equal draws of every trained token, [M] each: one sample
     at a time, by a softmax over the allowed tokens alone."""
-    logprobs, entropies, squares = [], [], []
+    logprobs = []
+    entropies = []
+    squares = []
     for sample in samples:
         logits = model(input_ids=torch.tensor([sample.ids.tolist()])).logits[0]
         for place in sample.loss_mask.nonzero()[0].tolist():
-            row, kept = logits[place - 1], torch.ones(logits.shape[1], dtype=torch.bool)
+            row = logits[place - 1]
+            kept = torch.ones(logits.shape[1], dtype=torch.bool)
             if sample.masks is not None and sample.masks.rows[place] >= 0:
                 mask = sample.masks.table[sample.masks.rows[place]]
                 kept = torch.from_numpy(allowed(mask, len(row)))
+
             own = (torch.arange(len(row)) == int(sample.ids[place]))[kept]
             logp = row[kept].log_softmax(0)
             logprobs.append(logp[own].sum())
             entropies.append(-(logp.exp() * logp).sum())
             squares.append(logp.exp().square().sum())
+
     return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
 
 
@@ -114,7 +121,8 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(
     path, merge, monkeypatch
 ):
     samples = samples_of()
-    model, plain = copy.deepcopy(tiny_policy().model), alone()
+    model = copy.deepcopy(tiny_policy().model)
+    plain = alone()
     if path == "logits":  # an output layer with a hook is more than one product
         model.lm_head.register_forward_hook(lambda *_: None)
     elif path == "frozen output layer":
@@ -125,6 +133,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(
         monkeypatch.setattr(cells, "CELL_BYTES", {})
         monkeypatch.setattr(cells, "OTHER_CELL_BYTES", 64)
         monkeypatch.setattr(cells, "CELL_ROWS", {"cpu": 3})
+
     batch = pack(samples, CPU, merge=merge)
     logp, entropy = token_logprobs(model, batch)
     expected, of_entropy, of_squares = by_hand(plain, samples)
@@ -132,10 +141,12 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_softmax_over_the_allowed(
     torch.testing.assert_close(entropy[batch.rows], of_entropy, rtol=0, atol=1e-5)
     _, squares = token_logprobs_and_squares(model, batch)
     torch.testing.assert_close(squares[batch.rows], of_squares, rtol=0, atol=1e-5)
+
     weights = torch.linspace(-1, 2, len(logp))
     for of_token, entropies in ((logp, entropy[batch.rows]), (expected, of_entropy)):
         used = entropies.sum() * 0.1 if path != "frozen output layer" else 0.0
         ((weights * of_token).sum() + used).backward()
+
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
@@ -153,9 +164,11 @@ def test_on_policy_the_ratio_is_one_and_a_frozen_reference_is_at_distance_0():
         assert metrics["trainer/unmasked_tokens"] == 0
         assert metrics["actor/logprob_diff_max"] < 1e-5
         assert abs(metrics["actor/ppo_kl_first"]) < 1e-5
+
         if algorithm is section:
             assert metrics["rollout/logprob_gap_max"] < 1e-5
             assert abs(metrics["actor/kl_loss"]) < 1e-6
+
     plain = [
         msgspec.structs.replace(t, turns=[_free(turn) for turn in t.turns]) for t in attempts()
     ]
@@ -188,6 +201,7 @@ def test_masks_that_can_not_be_made_again_make_a_turn_context_and_are_counted(ca
     prepared = trainer.prepare([altered, attempts()[1]])
     assert prepared.metrics["trainer/unmasked_tokens"] == len(turns[0].completion_ids)
     assert "same version of llguidance" in caplog.text
+
     sample = prepared.samples[0]
     assert sample.num_trained == len(turns[1].completion_ids)
     assert not sample.loss_mask[: len(PROMPT) + len(turns[0].completion_ids)].any()
@@ -199,10 +213,12 @@ def test_a_trainer_without_grammars_refuses_such_turns():
 
 
 def test_drawn_again_the_tokens_are_the_same():
-    loaded, sampling = tiny_policy(), SamplingParams(stop_token_ids=(END,))
+    loaded = tiny_policy()
+    sampling = SamplingParams(stop_token_ids=(END,))
     for trajectory in attempts():
         again = resample(trajectory, 0, loaded, sampling)
         assert again.num_tokens == trajectory.num_completion_tokens() and not again.differences
+
     first = attempts()[0]
     free = msgspec.structs.replace(first, turns=[_free(turn) for turn in first.turns])
     assert resample(free, 0, loaded, sampling).differences

@@ -103,6 +103,7 @@ def test_a_rule_that_can_not_be_is_refused():
 def test_an_unknown_function_and_one_without_a_name_are_refused_with_what_to_do():
     with pytest.raises(ConfigError) as refused:
         agentevo.train("coins", algorithm={"credit": "nobody-has"})
+
     said = str(refused.value)
     assert said.startswith("algorithm.credit: no credit is called 'nobody-has': known credits: ")
     assert "`@agentevo.credit('nobody-has')`" in said and "key import" in said
@@ -112,6 +113,7 @@ def test_an_unknown_function_and_one_without_a_name_are_refused_with_what_to_do(
 
     with pytest.raises(ConfigError) as refused:
         agentevo.train("coins", algorithm={"credit": mine})
+
     assert "algorithm.credit: <function" in str(refused.value)
     assert "put `@agentevo.credit(NAME)` above it, and give that name here" in str(refused.value)
 
@@ -128,6 +130,7 @@ def test_the_rule_in_force_is_in_the_log_the_record_and_what_is_shown(tmp_path, 
         return sum(map(ord, second.text)) % 7 / 7
 
     assert credit_functions.get("last_turn_of_test") is last_turn
+
     run = agentevo.train(
         twice,
         [{"id": str(n), "query": str(n)} for n in range(4)],
@@ -141,9 +144,12 @@ def test_the_rule_in_force_is_in_the_log_the_record_and_what_is_shown(tmp_path, 
     )
     rule = "credit by last_turn_of_test (scale_by_std=True, epsilon=1e-06, turn_baseline=none)"
     assert f"credit: {rule}" in capsys.readouterr().out
+
     (record,) = read_store(run.dir, lambda store: store.steps())
     assert record.record["plan"]["credit"] == rule
+
     trained = run.trajectories(trained_step=1)[0]
     assert main(["trajectories", "show", str(run.dir), trained.id]) in (0, None)
+
     shown = " ".join(capsys.readouterr().out.split())
     assert f"trained in step 1, credit: {rule}" in shown

@@ -36,6 +36,7 @@ def spawned(folder: Path, shape: str, count: int):
     for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
+
     return [torch.load(out) for out in outs]
 
 
@@ -55,10 +56,12 @@ def check_equal(found, name: str) -> None:
     """One process's run (weights, metrics) is that of a single process."""
     with torch.random.fork_rng(devices=[]):
         parameters, metrics = runs.RUNS[name]()
+
     weights = torch.cat([p.detach().flatten() for p in parameters])
     theirs, told = found
     torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-5)
     assert len(told) == len(metrics)
+
     for one, other in zip(told, metrics, strict=True):
         assert one.keys() == other.keys()
         for key, value in other.items():
@@ -96,8 +99,10 @@ def test_processes_that_are_one_rank_count_once(of_mesh):
     assert [one["gathered"] for one in of_mesh] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert of_mesh[0]["summed"] == {"tokens": 21.0, "0": 1.0, "2": 1.0}
     assert of_mesh[0]["parts"] == of_mesh[1]["parts"] != of_mesh[2]["parts"] == of_mesh[3]["parts"]
+
     split = [index for one in (of_mesh[0], of_mesh[2]) for part in one["parts"] for index in part]
     assert sorted(split) == list(range(16))
+
     for name in of_mesh[0]["runs"]:
         for one in of_mesh:
             check_equal(one["runs"][name], name)

@@ -65,15 +65,18 @@ tries = st.builds(
 )
 STEM = list(range(40, 68))
 DEEP = [
-    *(
-        [*STEM, 5, 5, 5],
-        [*STEM, 5, 5, 6, 6],
-        [*STEM, 5, 5, 6, 7, 7],
-        [*STEM, 5, 5, 6, 7, 5, 5],
-        [*STEM, 5, 7],
-        [*STEM[:9], 6, 6],
-    ),
-    *([*STEM, 5, 5, 6, 6], STEM, [40], [40], [8], [8, 9]),
+    [*STEM, 5, 5, 5],
+    [*STEM, 5, 5, 6, 6],
+    [*STEM, 5, 5, 6, 7, 7],
+    [*STEM, 5, 5, 6, 7, 5, 5],
+    [*STEM, 5, 7],
+    [*STEM[:9], 6, 6],
+    [*STEM, 5, 5, 6, 6],
+    STEM,
+    [40],
+    [40],
+    [8],
+    [8, 9],
 ]
 """Branches three deep, duplicates, beginnings of others, single tokens."""
 
@@ -104,6 +107,7 @@ def alone_logprobs(model, samples) -> list[torch.Tensor]:
         )
         places = torch.tensor(sample.loss_mask).nonzero()[:, 0]
         found.append(rows[places - 1, torch.tensor(sample.ids)[places]].detach())
+
     return found
 
 
@@ -120,7 +124,8 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
     alone.zero_grad()
     loss = slow_loss(alone, samples, GRPO)
     loss.backward()
-    wanted, logprobs = gradient(alone), alone_logprobs(alone, samples)
+    wanted = gradient(alone)
+    logprobs = alone_logprobs(alone, samples)
     for merge in (True, False):
         tables = token_tables(
             samples,
@@ -135,8 +140,10 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
         )
         metrics = Trainer(model, section, GRPO).step(samples)
         assert distance(gradient(model), wanted) < TOLERANCE
+
         found = metrics["actor/pg_loss"] - GRPO.entropy_coef * metrics["actor/entropy"]
         assert found == pytest.approx(float(loss.detach()), rel=TOLERANCE, abs=TOLERANCE)
+
         distinct = build_tree([s.ids for s in samples], merge=merge).num_nodes
         assert metrics["trainer/distinct_tokens"] >= distinct
         if tokens > 64:
@@ -182,9 +189,11 @@ def test_an_update_of_samples_drawn_at_two_temperatures(
     ]
     one.alone.zero_grad()
     slow_loss(one.alone, samples, GRPO).backward()
+
     section = TrainerSection(max_grad_norm=1e9, learning_rate=1e-30)
     metrics = Trainer(one.model, section, GRPO).step(samples)
     assert distance(gradient(one.model), gradient(one.alone)) < TOLERANCE
+
     parts = (samples[::2], samples[1::2])
     distinct = [build_tree([s.ids for s in part], merge=True).num_nodes for part in parts]
     assert metrics["trainer/distinct_tokens"] == sum(distinct)
@@ -244,6 +253,7 @@ def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of)
     def any_trie(sequences, tokens, merge):
         for module in modules:
             module.zero_grad()
+
         samples = samples_of(sequences, len(sequences))
         for sample in samples:
             places = torch.tensor(sample.loss_mask).nonzero()[:, 0]
@@ -253,9 +263,11 @@ def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of)
                 ]
             )[places - 1, 0]
             (values - torch.tensor(sample.advantages)[places]).square().sum().backward()
+
         batches = micro_batches(samples, tokens, CPU, merge=merge)
         for _, batch in batches:
             (batch.table(critic.values(batch)) - batch.advantages).square().sum().backward()
+
         wanted, found = (
             [p.grad for module in side for p in module.parameters()]
             for side in (modules[::2], modules[1::2])

@@ -48,6 +48,7 @@ def tree(samples_of, seed: int = 0):
             ]
             for _ in range(4)
         ]
+
     return samples_of(sequences, group_size=4)
 
 
@@ -65,7 +66,8 @@ def attempts(num: int = 6) -> list[Trajectory]:
             versions=[0] * len(done),
             finish_reason="stop",
         )
-        group, reward = f"g{index // 3}", float(index % 2)
+        group = f"g{index // 3}"
+        reward = float(index % 2)
         found.append(
             Trajectory(
                 id=f"t{index}",
@@ -76,6 +78,7 @@ def attempts(num: int = 6) -> list[Trajectory]:
                 success=reward > 0,
             )
         )
+
     return found
 
 
@@ -101,10 +104,12 @@ def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
         metrics = trainer.step(samples)
         assert metrics["trainer/distinct_tokens"] < metrics["trainer/logical_tokens"]
         found.append((metrics, gradient(trainer.model)))
+
     loss = slow_loss(alone, samples, GRPO)
     loss.backward()
     expected = gradient(alone)
     assert expected.norm() > 0.01
+
     for metrics, one in found:
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
         assert metrics["actor/pg_loss"] - GRPO.entropy_coef * metrics[
@@ -150,10 +155,12 @@ def test_a_reference_that_follows_keeps_no_second_base(kind, random_model, sampl
             expected = {name: 0.75 * p + 0.25 * now[name] for name, p in expected.items()}
         elif step == 2:
             expected = now
+
         found = trainer.state_dict()["roles"]["reference"]
         assert found.keys() == expected.keys()
         for name, weights in found.items():
             torch.testing.assert_close(weights, expected[name])
+
     own = {id(p) for p in trainer.roles.reference.model.parameters()} - {
         id(p) for p in policy.parameters()
     }
@@ -183,15 +190,18 @@ def test_models_beside_the_policy_train_adapters_of_their_own(preset, role, trun
         {**(made := trainer.prepare(attempts())).metrics, **trainer.step(made.samples)}
         for _ in range(12)
     ]
+
     key = "critic/vf_loss" if role == "critic" else "process_reward/loss"
     assert metrics[-1][key] < 0.7 * metrics[0][key]
     assert all(torch.equal(p, base[name]) for name, p in policy.named_parameters() if name in base)
+
     saved = trainer.state_dict()["roles"][role]["weights"]
     if trunk == "own":
         shared = {id(p) for p in beside.model.parameters()} & {id(p) for p in policy.parameters()}
         assert len(shared) >= len(base) - 1, (
             "the base is the policy's, but for the output layer that the critic has none of"
         )
+
     heads = {name for name in saved if "lora_" not in name}
     assert len(heads) == (2 if role == "critic" else 0)
 
@@ -221,6 +231,7 @@ def test_a_saved_trainer_goes_on_bit_for_bit(algorithm, random_model):
 
     whole = fresh()
     step(whole)
+
     file = io.BytesIO()
     torch.save(
         (whole.state_dict(), {name: p.detach() for name, p in trained(whole.model).items()}), file
@@ -232,6 +243,7 @@ def test_a_saved_trainer_goes_on_bit_for_bit(algorithm, random_model):
     with torch.no_grad():
         for name, p in trained(resumed.model).items():
             p.copy_(weights[name])
+
     resumed.load_state_dict(state)
     step(resumed)
     for (name, one), (_, other) in zip(

@@ -28,13 +28,15 @@ def alone(tmp_path_factory):
 def found(request, alone, tmp_path_factory):
     """Of each process: case -> how far it is from one process, what a shared reward model's rewards
     are apart, and the memory of a stage of a pipeline."""
-    folder, count = tmp_path_factory.mktemp("mesh"), request.param
+    folder = tmp_path_factory.mktemp("mesh")
+    count = request.param
     outs = [folder / f"{process}.pt" for process in range(count)]
     run_processes(
         runs.__file__,
         [(count, process, folder / "meeting", alone, out) for process, out in enumerate(outs)],
         within_s=900,
     )
+
     return [
         (list(zip(runs.CASES[count], cases, strict=True)), rewards, peaks)
         for cases, rewards, peaks in map(torch.load, outs)
@@ -58,12 +60,14 @@ def test_each_process_keeps_its_part_of_all_models(found):
     wrong = []
     for of_process, _, _ in found:
         for (model, kind, _, sizes), differences in of_process:
-            tensor, stages = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+            tensor = sizes.get("tensor", 1)
+            stages = sizes.get("pipeline", 1)
             most = 1.15 / sizes.get("shard", 1) / tensor / stages
             most += 0.1 if max(tensor, stages) > 2 else 0.0
             held = differences["held"] if "+" not in model else 0.0
             if max(held, differences["moments"]) > most:
                 wrong.append((model, kind, sizes, differences))
+
     assert not wrong
 
 

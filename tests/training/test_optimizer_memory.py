@@ -38,6 +38,7 @@ def batch_of(samples_of, num_groups: int = 4):
             [*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))]
             for _ in range(4)
         ]
+
     return [
         msgspec.structs.replace(s, logprobs=[-4.5 if m else 0.0 for m in s.loss_mask])
         for s in samples_of(sequences, group_size=4)
@@ -58,12 +59,14 @@ def test_micro_batches_add_up_to_the_large_batch(tokens, model, samples_of, grad
     samples = batch_of(samples_of)
     found = {}
     for size in (tokens, 16384):
-        rl, supervised = copy.deepcopy(model), copy.deepcopy(model)
+        rl = copy.deepcopy(model)
+        supervised = copy.deepcopy(model)
         Trainer(rl, SECTION.model_copy(update={"micro_batch_tokens": size}), GRPO).step(samples)
         SupervisedTrainer(
             supervised, SFTSection(max_grad_norm=1e9, micro_batch_tokens=size), 1
         ).step(samples)
         found[size] = gradient(rl), gradient(supervised)
+
     for parts, whole in zip(found[tokens], found[16384], strict=True):
         assert relative(parts, whole) < 1e-6
 
@@ -82,16 +85,20 @@ def updates(parameter: torch.nn.Parameter, num: int, lr: float) -> torch.Tensor:
 def test_small_updates_vanish_without_masters_and_not_with_them():
     """AdamW moves a weight of 1 by lr = 1e-4 a step; bfloat16's neighbours of 1 are 0.0039 below
     and 0.0078 above."""
-    start, lr, num = torch.ones(8, 8), 1e-4, 100
+    start = torch.ones(8, 8)
+    lr = 1e-4
+    num = 100
     alone = torch.nn.Parameter(start.bfloat16())
     plain = torch.optim.AdamW([alone], lr=lr, weight_decay=0.0, betas=SECTION.betas)
     for _ in range(num):
         plain.zero_grad()
         (alone.float() * 3.0).sum().backward()
         plain.step()
+
     assert torch.equal(alone.detach(), start.bfloat16()), (
         "a hundred steps, and nothing has happened"
     )
+
     exact = updates(torch.nn.Parameter(start.clone()), num, lr)
     assert float(exact[0, 0]) == pytest.approx(1.0 - num * lr, rel=1e-4)
     assert torch.equal(updates(torch.nn.Parameter(start.bfloat16()), num, lr), exact.bfloat16())
@@ -104,6 +111,7 @@ def test_gradients_add_up_in_float32():
     optimization.begin()
     for slope in (1024.0, *[1.0] * 16):
         optimization.backward((weight * slope).sum())
+
     assert weight.grad is not None
     assert weight.grad.tolist() == [1040.0] * 4
     assert optimization.finish() == pytest.approx(2 * 1040.0)
@@ -115,6 +123,7 @@ def test_weights_that_change_before_training_begins_are_the_ones_that_are_traine
     optimization = Optimization([weight], SECTION)
     with torch.no_grad():
         weight.fill_(2.0)
+
     optimization.begin(1e-3)
     optimization.backward(weight.float().sum())
     optimization.finish()
@@ -127,8 +136,10 @@ def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_
     """Also for the critic; through a file, as checkpoints go."""
     if memory is EIGHT:
         pytest.importorskip("torchao")
+
     with torch.no_grad():
         model.lm_head.weight.add_(0)
+
     model = copy.deepcopy(model).to(dtype)
     samples = [
         msgspec.structs.replace(s, columns={"returns": s.advantages, "values": s.advantages})
@@ -153,29 +164,36 @@ def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_
     whole.begin()
     for _ in range(2):
         whole.step(samples)
+
     torch.save(
         {"trainer": whole.state_dict(), "model": whole.model.state_dict()}, tmp_path / "state.pt"
     )
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = make(copy.deepcopy(model))
     resumed.model.load_state_dict(saved["model"])
+
     resumed.load_state_dict(saved["trainer"])
     for trainer in (whole, resumed):
         trainer.step(samples)
+
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
         assert one.dtype == dtype
+
     assert whole.roles.critic is not None
     assert resumed.roles.critic is not None
     for name, one in whole.roles.critic.weights.items():
         assert torch.equal(one, resumed.roles.critic.weights[name]), name
+
     if dtype == torch.bfloat16:
         masters = whole.optimization.masters, resumed.optimization.masters
         assert masters[0] is not None
         assert masters[1] is not None
+
         for one, other in zip(masters[0].masters, masters[1].masters, strict=True):
             assert torch.equal(one, other)
             assert not torch.equal(one, one.bfloat16().float())
+
         moments = whole.optimization.optimizer.state[masters[0].masters[0]]
         assert moments["exp_avg"].dtype == torch.float32
 
@@ -189,6 +207,7 @@ def test_stepping_on_the_cpu_changes_nothing(model, samples_of):
         found.append(
             (metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
         )
+
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 
@@ -196,8 +215,11 @@ def test_stepping_on_the_cpu_changes_nothing(model, samples_of):
 def test_eight_bits_train_nearly_the_same_and_take_a_quarter(samples_of):
     pytest.importorskip("torchao")
     torch.manual_seed(0)
-    start, target, lr = torch.randn(128, 256), torch.randn(128, 256), 1e-2
-    found, sizes = [], []
+    start = torch.randn(128, 256)
+    target = torch.randn(128, 256)
+    lr = 1e-2
+    found = []
+    sizes = []
     for memory in (MemorySection(), EIGHT):
         weight = torch.nn.Parameter(start.clone())
         optimization = Optimization([weight], SECTION, memory=memory)
@@ -205,10 +227,12 @@ def test_eight_bits_train_nearly_the_same_and_take_a_quarter(samples_of):
             optimization.begin(lr)
             optimization.backward((weight - target).square().mean())
             optimization.finish()
+
         found.append(weight.detach() - start)
         file = io.BytesIO()
         torch.save(optimization.state_dict()["optimizer"], file)
         sizes.append(len(file.getvalue()))
+
     assert 0 < relative(found[1], found[0]) < 0.05
     assert sizes[1] < 0.3 * sizes[0]
 
@@ -221,14 +245,17 @@ def test_the_state_of_another_optimizer_is_refused():
 
 
 def test_a_checkpoint_from_before_there_was_a_choice_of_optimizer_is_resumed(model, samples_of):
-    before, after = Trainer(copy.deepcopy(model), SECTION, GRPO), Trainer(model, SECTION, GRPO)
+    before = Trainer(copy.deepcopy(model), SECTION, GRPO)
+    after = Trainer(model, SECTION, GRPO)
     before.step(batch_of(samples_of))
     state = copy.deepcopy(before.state_dict())
     del state["optimization"]["kind"], state["optimization"]["masters"]
     model.load_state_dict(before.model.state_dict())
+
     after.load_state_dict(state)
     for trainer in (before, after):
         trainer.step(batch_of(samples_of))
+
     assert all(
         torch.equal(one, other)
         for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True)

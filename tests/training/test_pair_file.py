@@ -49,10 +49,13 @@ def test_only_the_answer_is_trained(written, chat, loaded):
             [token for token, m in zip(row.ids, row.loss_mask, strict=True) if m]
         )
 
-    (chosen,), (rejected,) = pair.chosen.rows, pair.rejected.rows
+    (chosen,) = pair.chosen.rows
+    (rejected,) = pair.rejected.rows
     assert said(chosen) == "Up<|end|>Down<|end|>", "not the `left` of the prompt"
     assert said(rejected) == "right<|end|>"
-    left, right = Message("assistant", "left"), Message("assistant", "right")
+
+    left = Message("assistant", "left")
+    right = Message("assistant", "right")
     prompt = chat.first_prompt([Message("user", ASK[0]["content"])]) + chat.completion(left)
     prompt += chat.continuation([Message("user", "You win. Go on.")], ended_with_stop=True)
     assert rejected.ids.tolist() == prompt + chat.completion(right)
@@ -72,6 +75,7 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
     assert [group[0].group_id.rpartition(":")[2] for group in groups] == ["1", "3", "4"], (
         "empty lines count"
     )
+
     imitated = pairs_of_lines(
         read_pair_file(written(SINGLE, SINGLE | {"label": True}, PAIR), "rft"), chat, "rft"
     )
@@ -145,10 +149,12 @@ def test_no_file_no_lines_no_good_answers(tmp_path, written):
         ConfigError, match=r"data\.pairs: .*none\.jsonl: can't be read: No such file"
     ):
         read_pair_file(tmp_path / "none.jsonl", "dpo")
+
     with pytest.raises(ConfigError, match="has no lines"):
         read_pair_file(written("", " "), "dpo")
     with pytest.raises(ConfigError, match="no answer with label true"):
         read_pair_file(written(SINGLE), "rft")
+
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary can.t be read .*invalid start byte"):

@@ -83,6 +83,7 @@ def test_every_two_that_differ():
     expected = {(a, b) for a in rewards for b in rewards if rewards[a] > rewards[b]}
     assert set(found) == expected
     assert len(found) == 9, "ten pairs, one of equals"
+
     gaps = [rewards[a] - rewards[b] for a, b in found]
     assert gaps == sorted(gaps, reverse=True)
     assert names(pairs_of(GROUP, section.model_copy(update={"pairs_per_group": 2}))) == found[:2]
@@ -93,6 +94,7 @@ def test_the_order_of_attempts_does_not_matter_and_groups_are_kept_apart():
     two = [*GROUP, attempt("b0", 0.0, group="h"), attempt("b1", 3.0, group="h")]
     shuffled = list(two)
     random.Random(3).shuffle(shuffled)
+
     for section in (
         AlgorithmSection(name="dpo", pairs="all"),
         AlgorithmSection(name="sppo"),
@@ -101,6 +103,7 @@ def test_the_order_of_attempts_does_not_matter_and_groups_are_kept_apart():
         assert sorted(names(pairs_of(two, section)), key=str) == sorted(
             names(pairs_of(shuffled, section)), key=str
         )
+
     assert names(pairs_of(two, AlgorithmSection(name="dpo"))) == [("a1", "a2"), ("b1", "b0")]
     assert {pair.group_id for pair in pairs_of(two, AlgorithmSection(name="dpo"))} == {"g", "h"}
 
@@ -196,8 +199,10 @@ def test_chances_of_winning_by_hand():
     assert win_probabilities([0.0, 1.0]) == [0.25, 0.75]
     assert win_probabilities([2.0, 2.0, 2.0]) == [0.5, 0.5, 0.5]
     assert win_probabilities([0.0, 1.0, 1.0, 3.0]) == [0.125, 0.5, 0.5, 0.875]
+
     (pair,) = pairs_of(GROUP, AlgorithmSection(name="sppo"))
     assert pair.win_probs == (0.9, 0.1), "the best of five beats four and ties with itself"
+
     chances = {
         pair.rejected.name: pair.win_probs
         for pair in pairs_of(GROUP, AlgorithmSection(name="sppo", pairs="all"))
@@ -217,6 +222,7 @@ def test_given_pairs_come_round_in_an_order_of_their_seed():
     steps = [[pair.group_id for pair in data.of_step(step)] for step in range(1, 7)]
     for first in (0, 2, 4):
         assert len({*steps[first], *steps[first + 1]}) == 6, "no group twice in a round"
+
     assert steps[:2] != steps[2:4]
     assert steps == [
         [pair.group_id for pair in PairData(groups, 3, 4).of_step(step)] for step in range(1, 7)
@@ -227,6 +233,7 @@ def test_given_pairs_come_round_in_an_order_of_their_seed():
     assert len(PairData(groups, per_step=99, seed=0).of_step(5)) == 7
     assert data.digest() == PairData(groups, 1, 0).digest(), "of what is trained on, not of when"
     assert data.digest() != PairData(groups[1:], 3, 4).digest()
+
     swapped = [Pair(pair.group_id, pair.rejected, pair.chosen) for pair in groups[0]]
     assert data.digest() != PairData([swapped, *groups[1:]], 3, 4).digest()
 
@@ -245,6 +252,7 @@ def test_mismatched_answers_stand_after_other_prompts():
         [False, False, False, True, False, True],
     )
     assert [first.trajectory_id, second.trajectory_id] == ["a0", "b0"]
+
     (_,), (cut,) = mismatched(answers_of(other, one), 5)
     assert cut.ids.tolist() == [1, 5, 6, 3, 8]
     assert cut.loss_mask.tolist() == [False, False, False, True, False]

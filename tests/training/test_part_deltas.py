@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", params=runs.CASES, ids="{} processes".format)
 def found(request, tmp_path_factory):
     """(folder, of each process (case -> what came of it, its memory))."""
-    folder, count = tmp_path_factory.mktemp("deltas"), request.param
+    folder = tmp_path_factory.mktemp("deltas")
+    count = request.param
     outs = [folder / f"{process}.pt" for process in range(count)]
     run_processes(
         runs.__file__,
@@ -101,12 +102,14 @@ def test_a_damaged_link_is_refused(found):
             WeightsFolder(versions.folder).read(latest.version, sha256=latest.sha256)
     finally:
         file.write_bytes(content)
+
     follower = WeightsFolder(versions.folder, full_every=runs.FULL_EVERY)
     follower.read(link)
     name = next(iter(runs.manifest(versions, latest.version).grids))
     runs.bits(follower._held.tensors[name])[-1, -1] ^= 1
     with pytest.raises(EngineError, match=rf"does not give the weights .*\(1 tensors.*{name}"):
         follower.read(latest.version, sha256=latest.sha256)
+
     assert follower.read(latest.version, sha256=latest.sha256)
 
 

@@ -65,6 +65,7 @@ def attempts() -> tuple[Trajectory, ...]:
     seconds = [asked(10 + n, kind) for n, kind in enumerate(kinds[1:] + kinds[:1])]
     prompts = [[*PROMPT, *a.ids, 30, 31] for a in answers]
     more = complete(engine, list(zip(prompts, seconds, strict=True)))
+
     return tuple(
         Trajectory(
             id=f"t{n}",
@@ -106,37 +107,45 @@ def samples_of():
 
 def changed(logits, penalties, before, drawn):
     """The formulas of agentevo/penalties.py, token by token."""
-    counts, seen = Counter(drawn), {*before, *drawn}
+    counts = Counter(drawn)
+    seen = {*before, *drawn}
     new = []
     for token, z in enumerate(logits):
         if penalties.repetition != 1 and token in seen:
             z = z / penalties.repetition if z > 0 else z * penalties.repetition
         z = z - penalties.frequency * counts[token] - penalties.presence * (counts[token] > 0)
         new.append(z + dict(penalties.logit_bias).get(token, 0.0))
+
     return torch.stack(new)
 
 
 def by_hand(model):
     """Log-prob, entropy and chance of two equal draws of every drawn token, [M] each."""
-    logprobs, entropies, squares = [], [], []
+    logprobs = []
+    entropies = []
+    squares = []
     loaded = tiny_policy()
     grammars = Grammars.of(loaded.model, loaded.tokenizer)
     for trajectory in attempts():
         for turn in trajectory.turns:
-            before, said = trajectory.context_ids(turn.index), list(turn.completion_ids)
+            before = trajectory.context_ids(turn.index)
+            said = list(turn.completion_ids)
             logits = model(input_ids=torch.tensor([before + said])).logits[0]
             masks = turn.constraint and grammars.masks_of(turn.constraint, said)
             for place, token in enumerate(said):
                 row = logits[len(before) + place - 1]
                 if turn.penalties is not None:
                     row = changed(row, turn.penalties, before, said[:place])
+
                 if masks:
                     kept = torch.from_numpy(allowed(masks.table[masks.rows[place]], len(row)))
                     row = row.masked_fill(~kept, -1e30)
+
                 logp = (row / turn.temperature).log_softmax(0)
                 logprobs.append(logp[token])
                 entropies.append(-(logp.exp() * logp).sum())
                 squares.append(logp.exp().square().sum())
+
     return torch.stack(logprobs), torch.stack(entropies), torch.stack(squares)
 
 
@@ -152,7 +161,8 @@ def test_the_engine_draws_from_the_changed_distribution_and_records_it():
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("path", ["linear", "frozen output layer", "logits", "small cells"])
 def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, merge, monkeypatch):
-    model, plain = copy.deepcopy(tiny_policy().model), alone()
+    model = copy.deepcopy(tiny_policy().model)
+    plain = alone()
     if path == "logits":  # an output layer with a hook is more than one product
         model.lm_head.register_forward_hook(lambda *_: None)
     elif path == "frozen output layer":
@@ -163,6 +173,7 @@ def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, me
         monkeypatch.setattr(cells, "CELL_BYTES", {})
         monkeypatch.setattr(cells, "OTHER_CELL_BYTES", 64)
         monkeypatch.setattr(cells, "CELL_ROWS", {"cpu": 3})
+
     batch = pack(samples_of(), CPU, merge=merge)
     logp, entropy = token_logprobs(model, batch)
     expected, of_entropy, of_squares = by_hand(plain)
@@ -170,10 +181,12 @@ def test_log_probs_entropy_and_gradient_are_those_of_the_changed_logits(path, me
     torch.testing.assert_close(entropy[batch.rows], of_entropy, rtol=0, atol=1e-5)
     _, squares = token_logprobs_and_squares(model, batch)
     torch.testing.assert_close(squares[batch.rows], of_squares, rtol=0, atol=1e-5)
+
     weights = torch.linspace(-1, 2, len(logp))
     for of_token, entropies in ((logp, entropy[batch.rows]), (expected, of_entropy)):
         used = entropies.sum() * 0.1 if path != "frozen output layer" else 0.0
         ((weights * of_token).sum() + used).backward()
+
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
@@ -189,9 +202,11 @@ def test_on_policy_the_ratio_is_one_and_a_frozen_reference_is_at_distance_0():
         prepared = trainer.prepare(attempts())
         metrics = prepared.metrics | trainer.step(prepared.samples)
         assert metrics["actor/logprob_diff_max"] < 1e-5
+
         if algorithm is section:
             assert metrics["rollout/logprob_gap_max"] < 1e-5
             assert abs(metrics["actor/kl_loss"]) < 1e-6
+
     free = [
         msgspec.structs.replace(
             t, turns=[msgspec.structs.replace(turn, penalties=None) for turn in t.turns]
@@ -206,10 +221,12 @@ def test_on_policy_the_ratio_is_one_and_a_frozen_reference_is_at_distance_0():
 
 
 def test_drawn_again_the_tokens_are_the_same_and_without_penalties_they_are_not():
-    loaded, sampling = tiny_policy(), SamplingParams(stop_token_ids=(END,))
+    loaded = tiny_policy()
+    sampling = SamplingParams(stop_token_ids=(END,))
     for trajectory in attempts():
         again = resample(trajectory, 0, loaded, sampling)
         assert again.num_tokens == trajectory.num_completion_tokens() and not again.differences
+
     first = attempts()[0]
     free = [msgspec.structs.replace(turn, penalties=None) for turn in first.turns]
     assert resample(msgspec.structs.replace(first, turns=free), 0, loaded, sampling).differences
@@ -220,11 +237,12 @@ def test_company_and_temperature_0_change_nothing():
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     for kind in KINDS.values():
         one = params("", 3, penalties=kind, max_new_tokens=12)
-        by_itself, beside = (
-            complete(engine, [(PROMPT, one)]),
-            complete(engine, [(PROMPT, one), (PROMPT, params("", 4)), (PROMPT[:9], params("", 5))]),
+        by_itself = complete(engine, [(PROMPT, one)])
+        beside = complete(
+            engine, [(PROMPT, one), (PROMPT, params("", 4)), (PROMPT[:9], params("", 5))]
         )
         assert by_itself[0] == beside[0]
+
     greedy = params("", 3, penalties=KINDS["bias"], temperature=0.0, max_new_tokens=4)
     (said,) = complete(engine, [(PROMPT, greedy)])
     assert said.logprobs == [0.0] * len(said.ids)
@@ -268,6 +286,7 @@ def test_changes_of_a_text_are_those_of_its_completion_on_its_way(ids, trained, 
     places = np.array([p for p in range(cut, len(ids)) if trained[p]], dtype=np.int64)
     found = TokenPenalties.joined(parts).changes(np.array(ids), places)
     assert list(found) == places.tolist()
+
     for place in places.tolist():
         state = PenaltyState(penalties, ids[:cut])
         for token in ids[cut:place]:

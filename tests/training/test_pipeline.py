@@ -34,10 +34,12 @@ def stage(rank: int, size: int) -> Stage:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
-    model, alone = made("moe+deep"), dict(made("moe+deep").named_parameters())
+    model = made("moe+deep")
+    alone = dict(made("moe+deep").named_parameters())
     pipeline_parallel(model, stage(rank, 4))
     own = dict(model.named_parameters())
     assert list(own) == list(alone)
+
     expected = {f"model.layers.{rank}."}
     expected |= {"model.embed_tokens."} if rank == 0 else set()
     expected |= {"model.norm.", "lm_head."} if rank == 3 else set()
@@ -46,8 +48,10 @@ def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
         is_own = name.startswith(tuple(expected))
         assert parameter.requires_grad
         assert torch.equal(parameter, alone[name] if is_own else alone[name][:0]), name
-        first, length = layouts[name].cut.first, layouts[name].cut.length
+        first = layouts[name].cut.first
+        length = layouts[name].cut.length
         assert (first if is_own else min(first, length - first), length) == (0, len(alone[name]))
+
     assert stage_of(model).is_last == (rank == 3)
 
 
@@ -55,7 +59,8 @@ def test_a_stage_has_its_layers_under_the_names_and_in_the_order_of_all(rank):
 def test_a_backward_pass_waits_until_the_stages_behind_are_filled(rank, under_way, monkeypatch):
     """One forward and one backward pass in turn after that, the oldest micro-batch first."""
     monkeypatch.setattr(optimization, "stages", lambda: Ranks(None, rank, 3))
-    weight, done = nn.Parameter(torch.ones(1)), []
+    weight = nn.Parameter(torch.ones(1))
+    done = []
     trainer = optimization.Optimization([weight], TrainerSection())
     trainer.begin()
     for number in range(6):
@@ -63,6 +68,7 @@ def test_a_backward_pass_waits_until_the_stages_behind_are_filled(rank, under_wa
         loss.register_hook(lambda grad, number=number: done.append(number))
         trainer.backward(loss)
         assert done == list(range(number + 2 - under_way))
+
     trainer.finish()
     assert done == list(range(6))
 
@@ -72,11 +78,13 @@ def test_a_reference_of_a_stage_begins_with_its_part_of_another_model(monkeypatc
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
+
     monkeypatch.setattr(roles, "load_base", lambda folder, overrides: SimpleNamespace(model=other))
     model = made("llama+deep")
     pipeline_parallel(model, stage(1, 2))
     reference = roles.Reference(model, AlgorithmSection(kl_coef=0.1, reference_model="other"))
     assert stage_of(reference.model) is stage_of(model)
+
     for (name, ours), theirs in zip(
         reference.model.named_parameters(), model.parameters(), strict=True
     ):
@@ -122,6 +130,7 @@ def test_what_has_no_stages_is_refused_and_left_as_it_was(name):
     make, size, words = REFUSED[name]
     model = make()
     before = {n: (id(p), p.shape) for n, p in model.named_parameters()}
+
     for refused in (
         lambda: check_spread(model, ParallelSection(pipeline=size)),
         lambda: pipeline_parallel(model, stage(0, size)),
@@ -130,5 +139,6 @@ def test_what_has_no_stages_is_refused_and_left_as_it_was(name):
             refused()
         assert str(raised.value).startswith("trainer.parallel.pipeline")
         assert words in str(raised.value)
+
     assert before == {n: (id(p), p.shape) for n, p in model.named_parameters()}
     assert stage_of(model) is None

@@ -21,7 +21,8 @@ from agentevo.training.trainer import Trainer
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
 MUST_BE_GIVEN = {"dro": {"beta": 0.5}}
 LOSSES = list(POLICY_LOSSES)
-HALF, REST = slice(8), slice(8, None)
+HALF = slice(8)
+REST = slice(8, None)
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def batch(samples_of):
         for prompt in prompts
         for _ in range(4)
     ]
+
     return [
         msgspec.structs.replace(
             s,
@@ -61,11 +63,13 @@ def section_for(loss: str) -> AlgorithmSection:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_size_of_micro_batches_does_not_change_the_update(loss, model, batch, gradient):
     """Also for losses that choose tokens by statistics of the whole minibatch."""
-    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+    whole = copy.deepcopy(model)
+    parts = copy.deepcopy(model)
     one = Trainer(whole, WHOLE_GRADIENT, section_for(loss)).step(batch)
     other = Trainer(
         parts, WHOLE_GRADIENT.model_copy(update={"micro_batch_tokens": 64}), section_for(loss)
     ).step(batch)
+
     assert float(gradient(whole).norm()) > 0
     assert float((gradient(whole) - gradient(parts)).norm() / gradient(whole).norm()) < 1e-4
     assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], rel=1e-4, abs=1e-6)
@@ -81,6 +85,7 @@ def test_losses_differ(model, batch, gradient):
         policy = copy.deepcopy(model)
         Trainer(policy, WHOLE_GRADIENT, section_for(loss)).step(batch)
         found[loss] = gradient(policy)
+
     same = {
         (a, b)
         for a in LOSSES
@@ -113,7 +118,8 @@ def test_the_reference_moves_as_it_is_told(mode, expected, model, batch, referre
     trainer = Trainer(model, TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
     trainer.begin()
     weight = model.model.layers[0].mlp.up_proj.weight
-    seen, average = [weight.detach().clone()], weight.detach().clone()
+    seen = [weight.detach().clone()]
+    average = weight.detach().clone()
     for step in range(4):
         trainer.step(referred(trainer, batch))
         seen.append(weight.detach().clone())
@@ -137,6 +143,7 @@ def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(
     assert used == pytest.approx([0.01, 0.01 * 0.8, 0.01 * 0.8 * 1.2]), (
         "no KL at first, then more than the target"
     )
+
     again = Trainer(
         copy.deepcopy(model), TrainerSection(learning_rate=1e-2, warmup_steps=0), section
     )
@@ -165,12 +172,14 @@ def test_importance_weights_decay_with_the_age_of_a_token(model, batch):
     weights = plain.row_weights(batch)
     whole, measured = loss(plain, batch, weights)
     assert abs(float(whole.detach())) > 1e-4
+
     for age, share in ((0, 1.0), (1, 1 / 4), (3, 1 / 16)):
         found, metrics = loss(decaying, aged(age), weights)
         torch.testing.assert_close(found, whole * share)
         assert metrics["actor/rollout_is_mean"] == pytest.approx(
             measured["actor/rollout_is_mean"] * share
         )
+
     torch.testing.assert_close(loss(decaying, batch, weights)[0], whole)
     mixed, _ = loss(decaying, [*aged(0)[:8], *aged(1)[8:]], weights)
     first, second = (loss(plain, batch[part], weights[part])[0] for part in (HALF, REST))

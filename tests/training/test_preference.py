@@ -66,6 +66,7 @@ def pairs_for(name: str, samples_of, num_groups: int = 3, seed: int = 0) -> list
                     tuple(msgspec.structs.replace(row, group_id=f"g{group}") for row in rows),
                 )
             )
+
         for chosen, rejected, chances in (
             (answers[0], answers[1], (0.8, 0.1)),
             (answers[2], answers[3], (0.7, 0.4)),
@@ -77,6 +78,7 @@ def pairs_for(name: str, samples_of, num_groups: int = 3, seed: int = 0) -> list
                 ]
             else:
                 found.append(Pair(f"g{group}", chosen, rejected, chances))
+
     return found
 
 
@@ -89,6 +91,7 @@ def slow_logp(model, answer: Answer) -> torch.Tensor:
         for place, trained in enumerate(row.loss_mask):
             if trained:
                 total = total + logp[place - 1, row.ids[place]]
+
     return total
 
 
@@ -102,6 +105,7 @@ def slow_loss(name: str, model, reference, pairs: list[Pair]) -> torch.Tensor:
             - slow_logp(reference, Answer("", tuple(rows)))
             for rows in groups
         ]
+
     z = max(float(sum(ratios)) / len(ratios), 0.0)
     losses = []
     for pair in pairs:
@@ -137,6 +141,7 @@ def slow_loss(name: str, model, reference, pairs: list[Pair]) -> torch.Tensor:
                 good = torch.log(torch.sigmoid(hyper["beta"] * h))
                 bad = torch.log(torch.sigmoid(-hyper["beta"] * h))
                 losses.append(-(1 - smooth) * good - smooth * bad)
+
     return torch.stack(losses).mean()
 
 
@@ -162,6 +167,7 @@ def test_loss_and_gradient_are_those_of_the_formula(
     alone.load_state_dict(other.state_dict())
     expected = slow_loss(name, alone, reference, pairs)
     expected.backward()
+
     section = WHOLE.model_copy(
         update={"micro_batch_tokens": micro_batch_tokens, "learning_rate": 1e-12}
     )
@@ -178,11 +184,13 @@ def test_the_order_of_pairs_and_the_size_of_micro_batches_do_not_matter(
     pairs = pairs_for(name, samples_of)
     shuffled = list(pairs)
     random.Random(5).shuffle(shuffled)
-    one, two = copy.deepcopy(other), copy.deepcopy(other)
+    one = copy.deepcopy(other)
+    two = copy.deepcopy(other)
     whole = moved_trainer(name, model, one).step(pairs)
     parts = moved_trainer(
         name, model, two, WHOLE.model_copy(update={"micro_batch_tokens": 64})
     ).step(shuffled)
+
     assert float((gradient(one) - gradient(two)).norm() / gradient(one).norm()) < 1e-5
     assert parts.pop("trainer/distinct_tokens") >= whole.pop("trainer/distinct_tokens")
     assert whole == pytest.approx(parts, rel=1e-4, abs=1e-5)
@@ -205,8 +213,10 @@ def test_chosen_answers_gain_on_rejected_ones(name, model, samples_of):
     )
     trainer.begin()
     found = [trainer.step(pairs) for _ in range(12)]
-    first, last = found[0], found[-1]
+    first = found[0]
+    last = found[-1]
     assert last["preference/loss"] < first["preference/loss"]
+
     if name == "rft":
         assert last["preference/logps/chosen"] > first["preference/logps/chosen"] + 1
         assert "preference/logps/rejected" not in last
@@ -242,6 +252,7 @@ def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
     trainer = moved_trainer("kto", model, other)
     alone = copy.deepcopy(random_model("llama").alone)
     reference = copy.deepcopy(alone)
+
     alone.load_state_dict(other.state_dict())
     with torch.no_grad():
         groups = mismatched([a for pair in pairs for a in pair.answers], 10**6)
@@ -251,9 +262,11 @@ def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
             )
             for r in groups
         ]
+
     assert trainer.step(pairs)["preference/kl"] == pytest.approx(
         sum(ratios) / len(ratios), abs=1e-4
     )
+
     one_task = [pair for pair in pairs if pair.group_id == "g0"]
     assert trainer.step(one_task)["preference/kl"] == 0.0
 
@@ -266,6 +279,7 @@ def test_log_probs_are_those_at_the_temperature_of_sampling(model, samples_of):
     rows = [torch.log_softmax(model_logits / 0.5, -1) for model_logits in _logits(model, answer)]
     # the step has moved the weights by then: compare with a copy from before
     assert found["preference/logps/chosen"] != pytest.approx(sum(float(r.sum()) for r in rows))
+
     fresh = copy.deepcopy(model)
     again = PreferenceTrainer(
         fresh,
@@ -315,8 +329,10 @@ def test_minibatches_and_epochs_keep_groups_whole_and_the_reference_for_the_step
         "later minibatches are compared with the reference from before"
     )
     assert same()
+
     trainer.step(pairs_for("spin", samples_of, num_groups=4))
     assert not same(), "the opponent follows every second step"
+
     ours = dict(model.named_parameters())
     assert all(
         torch.equal(ours[key], value) for key, value in trainer.reference.model.named_parameters()
@@ -333,6 +349,7 @@ def test_no_reference_is_kept_where_none_is_needed(name, model):
 def test_what_is_not_finite_never_reaches_the_weights(model, samples_of):
     with torch.no_grad():
         model.model.norm.weight[0] = math.inf
+
     before = [p.detach().clone() for p in model.parameters()]
     for tokens in (16384, 64):
         trainer = PreferenceTrainer(
@@ -340,19 +357,23 @@ def test_what_is_not_finite_never_reaches_the_weights(model, samples_of):
         )
         with pytest.raises(TrainingError, match="the weights were not changed"):
             trainer.step(pairs_for("orpo", samples_of))
+
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "spin", "rft"])
 def test_a_trainer_that_was_saved_goes_on_bit_for_bit(name, model, samples_of):
-    section, algorithm = TrainerSection(learning_rate=1e-3), SECTIONS[name]
+    section = TrainerSection(learning_rate=1e-3)
+    algorithm = SECTIONS[name]
     batches = [pairs_for(name, samples_of, seed=10 * seed) for seed in range(4)]
     trainer = PreferenceTrainer(model, section, algorithm)
     trainer.begin()
     for pairs in batches[:2]:
         trainer.step(pairs)
+
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "trainer": trainer.state_dict()}, saved)
+
     expected = [trainer.step(pairs) for pairs in batches[2:]]
     saved.seek(0)
     state = torch.load(saved, weights_only=True)
@@ -383,5 +404,6 @@ def test_prepare_says_who_made_no_pair(model):
     assert made.dropped == {"t1": "no-pair", "t2": "no-pair"}
     assert made.metrics == {"preference/num_pairs": 1.0}
     assert [(pair.chosen.name, pair.rejected.name) for pair in made.samples] == [("t3", "t0")]
+
     with pytest.raises(ValueError, match=r"algorithm\.name=grpo has no preference loss"):
         PreferenceTrainer(model, WHOLE, AlgorithmSection())

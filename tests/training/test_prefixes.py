@@ -20,8 +20,10 @@ def test_order_and_shared_beginnings(sequences, as_arrays):
         [np.array(s, dtype=np.int64) for s in sequences] if as_arrays else sequences
     )
     assert found.order == sorted(range(len(sequences)), key=lambda i: sequences[i])
+
     in_order = [sequences[i] for i in found.order]
     assert [tokens.tolist() for tokens in found.tokens] == in_order
+
     common = [
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*two, strict=False)))
         for two in pairwise(in_order)

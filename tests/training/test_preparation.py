@@ -52,6 +52,7 @@ def attempts(count: int = 6, group_size: int = 3, **fields) -> list[Trajectory]:
                 **fields,
             )
         )
+
     return trajectories
 
 
@@ -73,8 +74,10 @@ def logprobs_of(one, trajectory: Trajectory) -> list[float]:
         len(ids) - len(trajectory.turns[1].completion_ids) + k
         for k in range(len(trajectory.turns[1].completion_ids))
     ]
+
     with torch.no_grad():
         rows = torch.log_softmax(one(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1)
+
     return [float(rows[place - 1, ids[place]]) for place in places]
 
 
@@ -89,7 +92,9 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimate, random_model):
     trainer = Trainer(one.model, STILL, section)
     trainer.begin()
     made = trainer.prepare(attempts())
-    rewards, mask = torch.zeros(6, 8), torch.zeros(6, 8)
+
+    rewards = torch.zeros(6, 8)
+    mask = torch.zeros(6, 8)
     distances = []
     for row, trajectory in enumerate(attempts()):
         for place, (ours, theirs) in enumerate(
@@ -103,7 +108,9 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimate, random_model):
             distances.append(d if estimate == "k1" else torch.expm1(torch.tensor(-d)).item() + d)
             rewards[row, place] = -0.3 * distances[-1]
             mask[row, place] = 1
+
         rewards[row, int(mask[row].sum()) - 1] += trajectory.reward
+
     expected, _ = advantage(
         "reinforce_pp", token_rewards=rewards, mask=mask, group_ids=list("aaabbb")
     )
@@ -111,6 +118,7 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimate, random_model):
         assert trained(sample) == pytest.approx(
             expected[row, : int(mask[row].sum())].tolist(), abs=1e-4
         )
+
     assert made.metrics["actor/reward_kl"] == pytest.approx(
         sum(distances) / len(distances), rel=1e-4
     )
@@ -133,6 +141,7 @@ def test_what_was_read_is_trained_at_the_trainers_own_log_probs(random_model):
         assert len(wide) == 1 and wide != {0.0}
         gap = sample.columns["old_logp"] - sample.logprobs[sample.loss_mask]
         assert sum(gap == 0) >= read
+
     metrics = trainer.step(made.samples)
     assert metrics["actor/ppo_kl_first"] == pytest.approx(0.0, abs=1e-5)
     assert metrics["trainer/trained_tokens"] == sum(s.num_trained for s in made.samples)
@@ -156,11 +165,13 @@ def test_log_probs_are_computed_again_and_weighed_against_the_rollouts(random_mo
                 again, [x for turn in trajectory.turns for x in turn.logprobs], strict=True
             )
         ]
+
     gap = torch.tensor(gaps)
     assert made.metrics["rollout/logprob_gap_mean"] == pytest.approx(float(gap.mean()), abs=1e-4)
     assert made.metrics["rollout/logprob_gap_max"] == pytest.approx(
         float(gap.abs().max()), abs=1e-4
     )
+
     metrics = trainer.step(made.samples)
     weights = gap.exp().clamp(max=1.5)
     assert metrics["actor/rollout_is_mean"] == pytest.approx(float(weights.mean()), rel=1e-4)
@@ -181,7 +192,9 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_step(random_model):
     made = trainer.prepare(attempts())
     metrics = trainer.step(made.samples)
     assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-5)
-    loss, count = 0.0, 0
+
+    loss = 0.0
+    count = 0
     for sample, trajectory in zip(made.samples, attempts(), strict=True):
         old = [x for turn in trajectory.turns for x in turn.logprobs]
         for a, new, before in zip(
@@ -189,6 +202,7 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_step(random_model):
         ):
             loss -= a * min(torch.tensor(new - before).exp().item(), 100.0)
             count += 1
+
     assert metrics["actor/pg_loss"] == pytest.approx(loss / count, rel=1e-3)
 
 
@@ -233,6 +247,7 @@ def test_gdpo_normalises_each_part_of_the_reward(random_model):
     assert [trained(sample)[0] for sample in samples] == pytest.approx(
         expected[:, 0].tolist(), abs=1e-5
     )
+
     with pytest.raises(TrainingError, match="trajectory t0 has a reward without parts"):
         trainer.prepare(attempts())
 
@@ -252,11 +267,14 @@ def test_otb_gets_probabilities_and_their_squares(random_model):
             table = torch.log_softmax(
                 one.alone(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1
             )
+
         for k, token in enumerate(t.turns[0].completion_ids):
             logp[row, k] = table[first + k - 1, token]
             squares[row, k] = (2 * table[first + k - 1]).exp().sum()
             mask[row, k] = 1
+
         rewards[row, len(t.turns[0].completion_ids) - 1] = t.reward
+
     expected, _ = advantage(
         "otb",
         token_rewards=rewards,
@@ -296,20 +314,26 @@ def test_a_reward_model_scores_tokens_in_their_context(at, random_model):
     )
     trainer.begin()
     made = trainer.prepare(attempts())
-    rewards, mask = torch.zeros(6, 8), torch.zeros(6, 8)
+
+    rewards = torch.zeros(6, 8)
+    mask = torch.zeros(6, 8)
     for row, trajectory in enumerate(attempts()):
         ids = [*trajectory.context_ids(1), *trajectory.turns[1].completion_ids]
         first, last = (len(turn.completion_ids) for turn in trajectory.turns)
         start = len(trajectory.turns[0].prompt_ids)
         places = [*range(start, start + first), *range(len(ids) - last, len(ids))]
+
         with torch.no_grad():
             scores = alone(input_ids=torch.tensor([ids])).logits[0, :, 0]
+
         for k, place in enumerate(places):
             mask[row, k] = 1
             rewards[row, k] = (
                 0.5 * float(scores[place]) if at == "all" or k == len(places) - 1 else 0.0
             )
+
         rewards[row, len(places) - 1] += trajectory.reward
+
     expected, _ = advantage(
         "reinforce_pp", token_rewards=rewards, mask=mask, group_ids=list("aaabbb")
     )
@@ -324,16 +348,20 @@ def test_the_reference_of_a_policy_with_adapters_is_what_they_were_at_the_start(
     policy = get_peft_model(base.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer = Trainer(policy, STILL, AlgorithmSection(kl_coef=0.1))
     trainer.begin()
+
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for name in trained:
             policy.get_parameter(name).add_(0.3)
+
     samples = trainer.prepare(attempts()).samples
     for sample, trajectory in zip(samples, attempts(), strict=True):
         assert sample.columns["ref_logp"] == pytest.approx(
             logprobs_of(base.alone, trajectory), abs=1e-4
         )
+
     assert trainer.step(samples)["actor/kl_loss"] > 1e-4, "the adapters do change the policy"
+
     copied = {
         name
         for name, p in trainer.roles.reference.model.named_parameters()
@@ -356,9 +384,11 @@ def test_the_base_under_the_adapters_can_be_the_reference(random_model):
         assert sample.columns["ref_logp"] == pytest.approx(
             logprobs_of(base.alone, trajectory), abs=1e-4
         )
+
     assert trainer.step(samples)["actor/kl_loss"] > 1e-4, "the adapters do change the policy"
     assert trainer.roles.reference.model is policy, "no copy is kept"
     assert trainer.state_dict()["roles"]["reference"] == {}
+
     with pytest.raises(TrainingError, match="set reference=frozen"):
         Trainer(
             copy.deepcopy(random_model("llama").model),
@@ -397,6 +427,7 @@ def test_the_gradient_of_the_process_reward_is_exact_in_any_split(random_model, 
         trainer.roles.reference.model = one.model
         trainer.prepare(attempts())
         found.append(gradient(trainer.roles.process_reward.model))
+
     alone = moved(one.alone)
     loss = torch.zeros(())
     for trajectory in attempts():
@@ -411,6 +442,7 @@ def test_the_gradient_of_the_process_reward_is_exact_in_any_split(random_model, 
             rows[places - 1, ids[0, places]].sum() - sum(logprobs_of(one.alone, trajectory))
         )
         loss = loss - torch.nn.functional.logsigmoid(logit if trajectory.success else -logit) / 6
+
     loss.backward()
     expected = gradient(alone)
     for got in found:

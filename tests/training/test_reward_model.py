@@ -44,7 +44,8 @@ def classifier(tiny_policy):
 
 
 def test_the_loss_is_the_papers():
-    better, worse = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
+    better = torch.tensor([1.0, -2.0])
+    worse = torch.tensor([0.5, 3.0])
     margin = torch.tensor([0.0, 1.0])
     losses, measured = bradley_terry(chosen=better, rejected=worse, margin=margin, center=0.1)
     wanted = [
@@ -53,6 +54,7 @@ def test_the_loss_is_the_papers():
     ]
     assert losses.tolist() == pytest.approx(wanted, rel=1e-5)
     assert measured["accuracy"].tolist() == [1, 0]
+
     far = torch.tensor([1e4, -1e4])
     losses, _ = bradley_terry(chosen=far, rejected=-far, margin=torch.zeros(2))
     assert losses.tolist() == pytest.approx([0.0, 2e4]), "nothing overflows"
@@ -86,6 +88,7 @@ def test_micro_batches_change_nothing(classifier):
         section = RMSection(micro_batch_pairs=size, learning_rate=1e-3, center=0.01)
         metrics = RewardTrainer(model, section, 4).step(PAIRS)
         results.append((metrics, dict(model.named_parameters())))
+
     for metrics, weights in results[1:]:
         assert metrics == pytest.approx(results[0][0], abs=1e-5)
         for name, parameter in weights.items():
@@ -97,6 +100,7 @@ def test_it_learns_and_says_how_its_rewards_lie(classifier):
     trainer = RewardTrainer(classifier, section, 30)
     losses = [trainer.step(PAIRS)["rm/loss"] for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]
+
     found = held_out(classifier, PAIRS, 2)
     assert found["rm/eval/accuracy"] == 1 and found["rm/eval/reward_margin"] > 0.5
     keep_scale(classifier, found)
@@ -164,8 +168,10 @@ def test_pairs_that_read_the_same_are_refused(tmp_path, tiny_policy):
     lines = read_pair_file(path, "bradley_terry")
     tokenizer = tiny_policy().tokenizer
     encode_pairs(lines, tokenizer, 0.0, 100)
+
     with pytest.raises(ConfigError, match=r"read the same in the last 4 tokens: raise rm\.max_tok"):
         encode_pairs(lines, tokenizer, 0.0, 4)
+
     messages = [Message("user", "Take the coin"), Message("assistant", "left")]
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(ModelError, match="does not take this conversation"):
@@ -183,6 +189,7 @@ def test_held_out_pairs_are_drawn_by_the_seed_and_never_trained_on(tmp_path):
     train, held = parts()
     assert (len(train), len(held)) == (15, 5) and not train & held
     assert parts() == [train, held] != parts(run={"seed": 1})
+
     tree["rm"]["eval_share"] = 0.0
     with pytest.raises(ConfigError, match=r"holds out 0: at least one is needed.*rm\.eval"):
         parts()

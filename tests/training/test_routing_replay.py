@@ -58,8 +58,10 @@ def drawn(model, group: str, seed: int, between: Between | None = None) -> Traje
         if parent is not None:
             one = Trajectory(id="t", task_id="t", group_id=group, turns=turns)
             before = [*one.context_ids(parent), *turns[parent].completion_ids]
+
         if between is not None:
             await between(engine)
+
         found = await engine.generate(
             [*before, *prompt],
             SamplingParams(
@@ -180,8 +182,11 @@ def test_an_update_where_routing_agrees_is_the_plain_one_bit_for_bit(name, chang
     for mode in modes:
         section = EVERYTHING.model_copy(update={"routing_replay": mode})
         found[mode] = weights_after(copy.deepcopy(model), trajectories, section, **changes)
-    plain, before = found["none"][0], dict(model.named_parameters())
+
+    plain = found["none"][0]
+    before = dict(model.named_parameters())
     assert all(not torch.equal(plain[name], before[name]) for name in plain if "gate.w" in name)
+
     for weights, metrics in found.values():
         assert metrics["actor/router_mismatch"] == metrics["actor/router_mismatch_tokens"] == 0
         assert all(torch.equal(plain[name], weights[name]) for name in plain)
@@ -199,8 +204,10 @@ def test_metrics_tell_how_many_choices_differ(ways):
         assert 0.05 < found[mode]["actor/router_mismatch"] < 0.9
         tokens = found[mode]["actor/router_mismatch_tokens"]
         assert found[mode]["actor/router_mismatch"] <= tokens <= 1
+
     assert found["rollout"]["rollout/logprob_gap_max"] < 1e-4
     assert found["none"]["rollout/logprob_gap_max"] > 0.1
+
     bare = [without_records(t) for t in trajectories]
     section = EVERYTHING.model_copy(update={"routing_replay": "none"})
     assert "actor/router_mismatch" not in weights_after(copy.deepcopy(trainer), bare, section)[1]
@@ -222,9 +229,11 @@ def test_updates_replay_what_the_pass_before_them_chose(ways):
     one.begin()
     prepared = one.prepare([without_records(t) for t in trajectories])
     assert all(s.routed_experts.num_tokens == len(s.ids) - 1 for s in prepared.samples)
+
     metrics = one.step(prepared.samples)
     assert abs(metrics["actor/ppo_kl_first"]) < 1e-6
     assert metrics["actor/router_mismatch"] > 0
+
     with pytest.raises(
         TrainingError, match=r"=update records .*: set algorithm.old_logprobs=recomputed"
     ):
@@ -253,8 +262,10 @@ def test_samples_that_were_routed_apart_share_nothing_from_there_on(ways):
     batch = pack([one, other, one], CPU)
     # The last token has no row, and is one node of equal samples as well.
     assert batch.num_distinct == 2 * len(one.ids) - place
+
     for row, sample in zip(together, (one, other), strict=True):
         torch.testing.assert_close(row, logprobs([sample])[0], atol=1e-5, rtol=0)
+
     assert (together[0] - together[1]).abs().max() > 1e-3
 
 
@@ -263,6 +274,7 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
     samples = samples_of(trajectories)
     batch = pack(samples, CPU)
     reference = Reference(trainer, AlgorithmSection(kl_coef=0.1))
+
     with torch.no_grad():
         own, _ = token_logprobs(trainer, batch)
     assert torch.equal(reference.logprobs(batch), own)
@@ -279,6 +291,7 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
         passed = whole.routed(Replay(whole.routed_experts)) if trunk == "shared" else whole
         with torch.no_grad():
             wanted = one.roles.critic.values(passed)
+
         torch.testing.assert_close(values, wanted, atol=1e-5, rtol=0)
         one.step(prepared.samples)
 
@@ -292,6 +305,7 @@ def test_with_adapters_and_checkpointing(random_model, memory):
     trajectories = [drawn(kept, "g", n) for n in range(2)]
     rows = joined([turn.routed_experts for t in trajectories for turn in t.turns])
     assert rows.num_tokens
+
     _, metrics = weights_after(kept, trajectories, EVERYTHING, old_logprobs="recomputed")
     assert metrics["rollout/logprob_gap_max"] < 1e-4
     assert metrics["actor/logprob_diff_max"] < 1e-5
@@ -305,6 +319,7 @@ def test_an_audit_draws_again_under_the_recorded_experts(ways, tiny_policy):
         for model in (engine, trainer):
             loaded = LoadedModel(model, tokenizer, "m")
             assert resample(one, 0, loaded, SamplingParams()).differences == []
+
     loaded = LoadedModel(trainer, tokenizer, "m")
     bare = [resample(without_records(one), 0, loaded, SamplingParams()) for one in trajectories]
     assert any(found.differences for found in bare)
@@ -323,8 +338,10 @@ def test_what_another_version_computed_is_left_to_the_router(ways):
     own = [(rows == OWN).all((1, 2)) for rows in found]
     assert (own[0][:-1] != own[1][:-1]).all() and own[0][-1] and own[1][-1]
     assert own[1][: 24 + 4].all() and not own[1][24 + 4 : 24 + 11].any()
+
     for rows, left in zip(found, own, strict=True):
         assert (rows[:-1][~left[:-1]] == recorded[~left[:-1]]).all()
+
     assert version_rows(both, turns[1], 0, None) is None
 
 
@@ -353,15 +370,18 @@ def test_a_record_that_is_missing_or_misaligned_is_refused(ways, index, wrong):
     one = Trainer(copy.deepcopy(trainer), EVERYTHING, AlgorithmSection())
     one.begin()
     before = copy.deepcopy(one.model.state_dict())
+
     with pytest.raises(
         TrainingError, match=rf"routing_replay: trajectory {bad.id}: .*: begin a ne"
     ):
         one.prepare([trajectories[0], bad])
+
     samples = one.prepare(trajectories).samples
     cut = samples[0].routed_experts.within(0, len(samples[0].ids) - 2)
     for rows in (None, cut):
         with pytest.raises(TrainingError, match="routing_replay: trajectory"):
             one.step([msgspec.structs.replace(samples[0], routed_experts=rows), *samples[1:]])
+
     after = one.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

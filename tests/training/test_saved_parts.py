@@ -100,10 +100,12 @@ def test_what_is_written_later_is_what_was_copied(folder, two):
 
 def test_the_first_process_makes_no_whole_model(two):
     """Of twelve layers it makes hardly more than one at a time; the other one makes none."""
-    first, other = two[0]["memory"], two[1]["memory"]
+    first = two[0]["memory"]
+    other = two[1]["memory"]
     assert first["saved"]
     assert first["published"]
     assert first["whole"] > 10 * first["layer"]
+
     for what in ("saving", "publishing"):
         assert first[what] < 2.5 * first["layer"], what
         assert other[what] < first["layer"], what

@@ -53,6 +53,7 @@ def spawned(folder: Path, count: int):
     finally:
         for process in processes:
             process.kill()
+
     return [torch.load(out) for out in outs]
 
 

@@ -48,8 +48,10 @@ def test_only_the_assistants_tokens_are_trained(loaded, chat):
     sample = conversation_sample(TALK, chat, "demo")
     runs = re.findall("1+", "".join("1" if m else "0" for m in sample.loss_mask))
     trained = [token for token, m in zip(sample.ids, sample.loss_mask, strict=True) if m]
+
     assert len(runs) == 2
     assert loaded.tokenizer.decode(trained) == "left<|end|>Up Down<|end|>"
+
     whole = (
         "<|system|>Go on.<|end|><|user|>Take the left coin or the right "
         "one.<|end|><|assistant|>left<|end|>"
@@ -88,6 +90,7 @@ def test_an_update_has_the_gradient_of_the_mean_loss_per_token(loaded, chat, gra
         losses += [
             -logp[place - 1, sample.ids[place]] for place, m in enumerate(sample.loss_mask) if m
         ]
+
     expected = torch.stack(losses).mean()
     expected.backward()
     for micro_batch_tokens in (16384, 64):
@@ -125,6 +128,7 @@ def test_epochs_batches_and_progress(loaded, chat):
         ColdStartSection(epochs=2, batch_episodes=2),
         progress=lambda *told: seen.append(told),
     )
+
     assert [(done, total) for done, total, _ in seen] == [(n, 6) for n in range(1, 7)]
     assert [loss for *_, loss in seen] == losses
 
@@ -195,18 +199,21 @@ def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens, merg
     samples = _mixed_samples()
     alone = copy.deepcopy(loaded.model)
     alone.set_attn_implementation("eager")
-    losses, right = [], []
+    losses = []
+    right = []
     for sample in samples:
         logp = torch.log_softmax(alone(input_ids=torch.tensor([sample.ids])).logits[0], -1)
         places = [place for place, m in enumerate(sample.loss_mask) if m]
         losses += [-logp[place - 1, sample.ids[place]] for place in places]
         right += [int(logp[place - 1].argmax()) == sample.ids[place] for place in places]
+
     expected = torch.stack(losses).mean()
     expected.backward()
     found = held_out_metrics(loaded.model, samples, micro_batch_tokens)
     assert found["sft/eval/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert found["sft/eval/perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-4)
     assert found["sft/eval/token_accuracy"] == pytest.approx(sum(right) / len(right))
+
     section = SFTSection(
         max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens, prefix_merging=merge
     )
@@ -229,6 +236,7 @@ def test_batches_by_tokens_and_by_conversations():
             batches == plan_batches(sizes, section, seed=1) != plan_batches(sizes, section, seed=2)
         )
         assert sorted(name for batch in batches for name in batch) == sorted([*sizes] * 3)
+
         if section.batch_tokens:
             assert all(
                 sum(sizes[name] for name in batch) <= 100 or batch == ["d"] for batch in batches

@@ -32,6 +32,7 @@ def batch_of(samples_of, num_groups: int = 4, group_size: int = 4, seed: int = 0
             [*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))]
             for _ in range(group_size)
         ]
+
     found = samples_of(sequences, seed=seed, group_size=group_size)
     return [
         msgspec.structs.replace(s, logprobs=[-4.5 if m else 0.0 for m in s.loss_mask])
@@ -53,8 +54,10 @@ def weights(model) -> torch.Tensor:
 def test_the_size_of_micro_batches_does_not_change_the_update(
     micro_batch_tokens, aggregation, model, samples_of, gradient
 ):
-    samples, algorithm = batch_of(samples_of), GRPO.model_copy(update={"aggregation": aggregation})
-    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+    samples = batch_of(samples_of)
+    algorithm = GRPO.model_copy(update={"aggregation": aggregation})
+    whole = copy.deepcopy(model)
+    parts = copy.deepcopy(model)
     one = Trainer(whole, WHOLE_GRADIENT, algorithm).step(samples)
     other = Trainer(
         parts,
@@ -62,6 +65,7 @@ def test_the_size_of_micro_batches_does_not_change_the_update(
         algorithm,
     ).step(samples)
     assert float((gradient(whole) - gradient(parts)).norm() / gradient(whole).norm()) < 1e-5
+
     for key in (
         "actor/pg_loss",
         "actor/entropy",
@@ -71,6 +75,7 @@ def test_the_size_of_micro_batches_does_not_change_the_update(
         "trainer/trained_tokens",
     ):
         assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
+
     assert len(split_by_tokens([s.ids for s in samples], micro_batch_tokens)) > 1
     assert other["trainer/distinct_tokens"] >= one["trainer/distinct_tokens"]
 
@@ -79,7 +84,9 @@ def test_the_order_of_samples_does_not_change_the_update(model, samples_of, grad
     samples = batch_of(samples_of)
     shuffled = list(samples)
     random.Random(1).shuffle(shuffled)
-    one, other = copy.deepcopy(model), copy.deepcopy(model)
+
+    one = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     metrics = [
         Trainer(m, WHOLE_GRADIENT.model_copy(update={"minibatches": 2}), GRPO).step(s)
         for m, s in ((one, samples), (other, shuffled))
@@ -96,7 +103,8 @@ def test_the_names_of_groups_and_where_they_stand_do_not_matter(model, samples_o
         )
         for s in samples
     ]
-    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    one = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     Trainer(one, WHOLE_GRADIENT, GRPO).step(samples)
     Trainer(other, WHOLE_GRADIENT, GRPO).step(renamed)
     assert float((gradient(one) - gradient(other)).norm() / gradient(one).norm()) < 1e-5
@@ -172,7 +180,8 @@ def test_more_minibatches_than_groups_left_is_one_per_group(model, samples_of):
 
 def test_gradients_are_scaled_down_to_the_limit(model, samples_of, gradient):
     samples = batch_of(samples_of)
-    free, bound = copy.deepcopy(model), copy.deepcopy(model)
+    free = copy.deepcopy(model)
+    bound = copy.deepcopy(model)
     norm = Trainer(free, WHOLE_GRADIENT, GRPO).step(samples)["actor/grad_norm"]
     limited = Trainer(
         bound, WHOLE_GRADIENT.model_copy(update={"max_grad_norm": norm / 10}), GRPO
@@ -194,9 +203,11 @@ def test_what_is_not_finite_never_reaches_the_weights(field, value, model, sampl
     ]
     samples[5] = msgspec.structs.replace(samples[5], **{field: bad})
     before = weights(model).clone()
+
     trainer = Trainer(model, WHOLE_GRADIENT, GRPO)
     with pytest.raises(TrainingError, match="the weights were not changed"):
         trainer.step(samples)
+
     assert torch.equal(weights(model), before)
     assert trainer.optimization.steps == 0
 
@@ -222,6 +233,7 @@ def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samp
         found = [trainer.step(referred(trainer, samples))["actor/kl_loss"] for _ in range(8)]
         assert found[0] == pytest.approx(0.0, abs=1e-6)
         distances[coefficient] = found[-1]
+
     assert distances[5.0] < 0.5 * distances[1e-9]
 
 
@@ -292,6 +304,7 @@ def test_a_trainer_that_was_saved_goes_on_bit_for_bit(
 
     for samples in batches[:2]:
         step(trainer, samples)
+
     torch.save(
         {"model": model.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "saved.pt"
     )
@@ -302,6 +315,7 @@ def test_a_trainer_that_was_saved_goes_on_bit_for_bit(
     other.load_state_dict(saved["model"])
     again = Trainer(other, section, algorithm)
     again.load_state_dict(saved["trainer"])
+
     assert [step(again, samples) for samples in batches[2:]] == expected
     assert torch.equal(weights(other), weights(model))
 
@@ -324,16 +338,19 @@ def test_the_entropy_bonus_fades_towards_its_target(model, samples_of):
     trainer = Trainer(model, WHOLE_GRADIENT, section)
     first = trainer.step(samples)
     second = trainer.step(samples)
+
     assert first["actor/entropy_coef"] == 0
     assert 0 < first["actor/entropy"] < 6.0, "else there would be nothing to see"
     assert second["actor/entropy_coef"] == pytest.approx(
         0.2 * (1 - first["actor/entropy"] / 6.0), rel=1e-5
     )
+
     resumed = Trainer(model, WHOLE_GRADIENT, section)
     resumed.load_state_dict(trainer.state_dict())
     assert resumed.step(samples)["actor/entropy_coef"] == pytest.approx(
         0.2 * (1 - second["actor/entropy"] / 6.0), rel=1e-5
     )
+
     low = Trainer(model, WHOLE_GRADIENT, section.model_copy(update={"entropy_target": 0.1}))
     low.step(samples)
     assert low.step(samples)["actor/entropy_coef"] == 0

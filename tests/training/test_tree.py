@@ -27,6 +27,7 @@ def test_a_tree_holds_each_distinct_beginning_once(sequences):
             assert below == set(range(node, tree.ends[node])), (
                 "what lies below a node follows it without a gap"
             )
+
     found = segments(tree)
     assert [node for one in found for node in range(one.first, one.last)] == list(
         range(tree.num_nodes)
@@ -41,7 +42,8 @@ def test_a_tree_holds_each_distinct_beginning_once(sequences):
 def test_the_tree_does_not_depend_on_the_order_of_sequences(sequences, rng):
     shuffled = list(sequences)
     rng.shuffle(shuffled)
-    one, other = build_tree(sequences), build_tree(shuffled)
+    one = build_tree(sequences)
+    other = build_tree(shuffled)
     assert one.ids.tolist() == other.ids.tolist()
     assert one.positions.tolist() == other.positions.tolist()
 

@@ -59,17 +59,20 @@ def test_logical_work_is_that_of_each_sample_alone(samples: list[Sample]):
             ).logits.sum().backward()
         size = len(sample.ids)
         counted += mode.get_total_flops() - 2 * 3 * 4 * 32 * (size * (size - 1) // 2)
+
     counter = FlopCounter(model)
     counter.trained(samples, pack(samples, CPU))
     assert counter.take()["trainer/logical_flops"] == pytest.approx(counted, rel=0.01)
 
 
 def test_distinct_work_counts_what_is_shared_once(samples: list[Sample]):
-    counter, batch = FlopCounter(_model()), pack(samples, CPU)
+    counter = FlopCounter(_model())
+    batch = pack(samples, CPU)
     counter.trained(samples, batch)
     found = counter.take()
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    nodes, pairs = 6 + 2 + 3 + 2, (6 * 7 // 2) + (7 + 8) + (7 + 8 + 9) + (1 + 2)
+    nodes = 6 + 2 + 3 + 2
+    pairs = (6 * 7 // 2) + (7 + 8) + (7 + 8 + 9) + (1 + 2)
     assert (
         found["trainer/distinct_flops"]
         == 6 * (weights * nodes + 64 * 32 * len(batch.logit_nodes)) + 3 * 2 * 4 * 32 * pairs
@@ -88,7 +91,8 @@ def test_one_sample_is_the_same_either_way(samples: list[Sample]):
 
 
 def test_passes_without_gradient_are_a_third(samples: list[Sample]):
-    counter, batch = FlopCounter(_model()), pack(samples, CPU)
+    counter = FlopCounter(_model())
+    batch = pack(samples, CPU)
     counter.trained(samples, batch)
     trained = counter.take()
     counter.computed(batch)
@@ -133,6 +137,7 @@ def test_phases_are_marked_where_they_happen(samples: list[Sample]):
     trainer.step(samples)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         trainer.step(samples)
+
     spans = [
         (event.name.removeprefix(PREFIX), event.time_range)
         for event in profiler.events()
@@ -172,8 +177,10 @@ def test_a_critic_of_its_own_is_as_much_again(samples: list[Sample]):
         )
         trainer.begin()
         found[trunk] = trainer.step(_with_columns(samples))
+
     for key in ("trainer/distinct_flops", "trainer/logical_flops"):
         assert found["own"][key] == 2 * found["shared"][key]
+
     pretrained = Trainer(
         prepare(_model()),
         TrainerSection(steps=2),
@@ -195,17 +202,21 @@ def test_preferences_are_a_training_pass_and_one_of_the_reference(
     count."""
     rows = samples_of([[*range(2, 40), *range(20)], [*range(2, 40), *range(30, 55)]], group_size=2)
     pair = Pair("g0", Answer("a", (rows[0],)), Answer("b", (rows[1],)))
-    counter, found = FlopCounter(_model()), {}
+    counter = FlopCounter(_model())
+    found = {}
     batches = micro_batches(rows, micro_batch_tokens, CPU)
     assert len(batches) == (2 if micro_batch_tokens == 64 else 1)
+
     for indices, batch in batches:
         counter.trained([rows[i] for i in indices], batch)
+
     once = counter.take()
     for name in ("dpo", "orpo"):
         section = TrainerSection(steps=1, micro_batch_tokens=micro_batch_tokens)
         trainer = PreferenceTrainer(prepare(_model()), section, AlgorithmSection(name=name))
         trainer.begin()
         found[name] = trainer.step([pair])
+
     for key, value in once.items():
         assert found["orpo"][key] == value, "it has no reference"
         assert found["dpo"][key] == pytest.approx(value * 4 / 3)

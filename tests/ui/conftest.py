@@ -40,6 +40,7 @@ def runs_folder(
         "cold_start.episodes=8",
     )
     train(config, view=quiet_view())
+
     return folder
 
 
@@ -140,4 +141,5 @@ def visit(browser: Any) -> Iterator[Callable[..., Visitor]]:
     yield make
     for one in visitors:
         one.page.context.close()
+
     assert [text for one in visitors for text in one.wrong] == []

@@ -34,7 +34,8 @@ def names_of(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_verdict_a_note_and_an_edited_reply_are_kept_and_shown(shown: Path) -> None:
-    name, before = names_of(shown)[0], (shown / KEY / "store.sqlite").read_bytes()
+    name = names_of(shown)[0]
+    before = (shown / KEY / "store.sqlite").read_bytes()
 
     async def said() -> list[httpx.Response]:
         async with changing(shown) as client:
@@ -42,21 +43,26 @@ def test_a_verdict_a_note_and_an_edited_reply_are_kept_and_shown(shown: Path) ->
             page = await client.get(f"/runs/{KEY}/attempt", params={"id": name})
             box = re.search(r'<textarea id="reply"[^>]*>\n?(.*?)</textarea>', page.text, re.S)
             assert box
+
             original = html.unescape(box[1])
             sent = {"form": form, "attempt": name, "verdict": "right", "note": "<i>ä</i>"}
             url = f"/runs/{KEY}/annotate"
+
             # A browser sends newlines as \r\n: the same reply is no edit.
             same = sent | {"reply": original.replace("\n", "\r\n")}
             first = await client.post(url, data=same, headers=ORIGIN)
             assert read_annotations(shown / KEY).attempts[name].reply is None
+
             await client.post(url, data=sent | {"reply": "no"}, headers=ORIGIN)
             wrong = await client.post(url, data=sent | {"verdict": "maybe"}, headers=ORIGIN)
             gone = await client.post(url, data=sent | {"attempt": "x"}, headers=ORIGIN)
             long = await client.post(url, data=sent | {"note": "n" * 10_001}, headers=ORIGIN)
+
             # Six bytes each in a line of JSON: beyond what a record may have.
             bare = await client.post(url, data=sent | {"reply": "\x01" * 200_000}, headers=ORIGIN)
             refused = [one.status_code for one in (wrong, gone, long, bare)]
             assert refused == [422, 404, 422, 422]
+
             there = await client.get(first.headers["location"].partition("#")[0])
             listed = await client.get(f"/runs/{KEY}/annotations", params={"show": "edited"})
             none = await client.get(f"/runs/{KEY}/annotations", params={"q": "not there"})
@@ -64,6 +70,7 @@ def test_a_verdict_a_note_and_an_edited_reply_are_kept_and_shown(shown: Path) ->
 
     first, there, listed, none = asyncio.run(said())
     assert first.status_code == 303
+
     one = read_annotations(shown / KEY).attempts[name]
     assert (one.verdict, one.note, one.reply) == ("right", "<i>ä</i>", "no")
     assert one.who.startswith("control token ")
@@ -88,6 +95,7 @@ def test_of_two_attempts_one_is_better(shown: Path) -> None:
             return str((await client.get(done.headers["location"])).text)
 
     assert "the right one</b> better" in asyncio.run(said())
+
     (pair,) = read_annotations(shown / KEY).pairs.values()
     assert (pair.better, pair.worse) == (right, left)
 

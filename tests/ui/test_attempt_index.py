@@ -72,6 +72,7 @@ async def check_equal(store: Store, bench: Bench) -> None:
     listing = bench.reader.listing(Selection(order="oldest"), size=10_000)
     assert [shown(row) for row in listing.rows] == wanted
     assert listing.total == len(wanted)
+
     found = bench.reader.listing(Selection(text="unicorn"), size=10_000)
     texts = [
         stored.trajectory.id
@@ -92,12 +93,14 @@ async def happen(store: Store, dice: random.Random, life: int) -> None:
         ["write"] * 4 + ["commit"] * 3 + ["drop", "release", "rewind", "keep", "clear"]
     )
     if what == "write":
-        step, split = last + dice.randint(1, 2), dice.choice(["train", "train", "eval"])
+        step = last + dice.randint(1, 2)
+        split = dice.choice(["train", "train", "eval"])
         made = []
         for _ in range(dice.randint(1, 5)):
             name = f"{split}-{step}/t@{dice.randint(0, 3)}#{dice.randint(0, 9)}"
             if any(row.id == name for row in await store.summaries()):
                 continue
+
             failed = dice.random() < 0.2
             text = dice.choice(["a unicorn", "a horse"]) + f" of {life}"
             made.append(
@@ -110,6 +113,7 @@ async def happen(store: Store, dice: random.Random, life: int) -> None:
                     started_at=dice.random(),
                 )
             )
+
         named = {one.id: one for one in made}
         await store.write_trajectories(named.values(), split=split, step=step)
     elif what == "commit":
@@ -187,6 +191,7 @@ def test_numbers_that_were_skipped_are_looked_at_again(tmp_path: Path, sqlite_ur
             store.written_summaries = without_hidden  # type: ignore[method-assign]
             await bench.refresh(compare=False)
             assert bench.reader.listing(Selection()).total == 4
+
             hidden.clear()
             await bench.refresh(compare=False)
             await check_equal(store, bench)
@@ -209,6 +214,7 @@ def test_pages_of_a_list_hold_every_row_once(tmp_path: Path, sqlite_url: str, or
                 for i in range(57)
             ]
             await store.write_trajectories(made, split="train", step=1)
+
             await bench.refresh()
             seen: list[str] = []
             after = None
@@ -218,10 +224,12 @@ def test_pages_of_a_list_hold_every_row_once(tmp_path: Path, sqlite_url: str, or
                 if page.next is None:
                     break
                 after = Selection.of({"after": page.next}).after
+
             assert sorted(seen) == sorted(one.id for one in made)
             if order == "best":
                 rewards = {one.id: one.reward for one in made}
                 assert [rewards[name] for name in seen] == sorted(rewards.values(), reverse=True)
+
             bars = bench.reader.histogram(Selection(), "reward")
             assert sum(bar.size for bar in bars) == len(made)
 
@@ -306,6 +314,7 @@ def test_a_damaged_index_is_made_again_and_one_of_two_writes(
     path.write_bytes(b"no database at all" * 1000)
     first, second = (Indexer(sqlite_url, every_s=0.05) for _ in range(2))
     reader = IndexReader(path)
+
     first.start()
     try:
         until(lambda: total(reader) == 2)
@@ -318,6 +327,7 @@ def test_a_damaged_index_is_made_again_and_one_of_two_writes(
     finally:
         first.stop()
         second.stop()
+
     assert len(before) <= (tmp_path / "store.sqlite").stat().st_size
 
 
@@ -342,6 +352,7 @@ def test_a_long_first_look_does_not_hide_what_is_written_after_it(
         until(lambda: len(looks) > 1)
     finally:
         indexer.stop()
+
     assert looks[1] - looks[0] < 15, "ten times as long as the first look would be 20"
 
 
@@ -351,6 +362,7 @@ def test_a_run_that_was_made_anew_is_read_anew(
     write(sqlite_url, ["a@0#0", "a@0#1"])
     indexer = Indexer(sqlite_url, every_s=0.05)
     reader = IndexReader(indexer.path)
+
     indexer.start()
     try:
         until(lambda: total(reader) == 2)
@@ -367,11 +379,13 @@ def test_an_index_that_breaks_while_it_is_used_says_so(tmp_path: Path) -> None:
     reader = IndexReader(path)
     with pytest.raises(IndexAway):
         reader.listing(Selection())
+
     database.make(path)
     assert reader.listing(Selection()).total == 0
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE attempts")
     with pytest.raises(IndexAway):
         reader.listing(Selection())
+
     database.make(path)
     assert reader.listing(Selection()).total == 0

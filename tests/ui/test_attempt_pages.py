@@ -51,6 +51,7 @@ def attempts() -> list[Trajectory]:
         logprobs=[-0.5] * 100_000,
         versions=[0] * 100_000,
     )
+
     branches = [
         turn(0, None, [Message("user", "root"), Message("assistant", "a")]),
         turn(1, 0, [Message("assistant", "left")]),
@@ -70,6 +71,7 @@ def attempts() -> list[Trajectory]:
         "silent": [turn(0, None, [])],
         "empty": [],
     }
+
     return [
         Trajectory(
             id=f"train-1/{name}@1#{number}",
@@ -174,6 +176,7 @@ def pages(
         kind = one.id.partition("/")[2].partition("@")[0]
         paths[kind] = f"attempt?id={name(kind, number)}"
         paths[f"{kind} tokens"] = f"attempt?id={name(kind, number)}&show=tokens"
+
     found: dict[str, httpx.Response] = {}
 
     async def work() -> None:
@@ -187,6 +190,7 @@ def pages(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AGENTEVO_CACHE", str(tmp_path_factory.mktemp("cache")))
         asyncio.run(work())
+
     return found
 
 
@@ -204,6 +208,7 @@ def test_every_page_answers_and_what_was_said_is_only_text(
         assert answer.status_code < 500, title
         assert "<script>alert" not in answer.text
         assert not re.search("[\x00\x1b\u202e]", answer.text), title
+
     assert "&lt;script&gt;alert" in pages["hostile"].text
 
 
@@ -234,10 +239,12 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     world = pages["hostile"].text
     assert world.count('<i class="wall">') == 16
     assert '<i class="player">P</i>' in world
+
     tools = pages["tools"].text
     assert "a secret thought" in tools
     assert "At the end" in tools and "You fell." in tools and "fell." not in pages["many"].text
     assert tools.count('<i class="wall">') == 10
+
     diff = pages["diff"].text
     assert "You fell." in diff and diff.count('class="turn-head"') == 3  # two turns, and the end
     assert "&#34;q&#34;: &#34;unicorn&#34;" in tools
@@ -252,6 +259,7 @@ def test_an_attempt_as_messages(pages: dict[str, httpx.Response]) -> None:
     assert "turn 12!" in pages["turns"].text
     assert "turn 24!" not in pages["turns"].text
     assert "goes on from turn 0" in pages["branches"].text
+
     branch = pages["branch"].text
     assert "right" in branch
     assert ">left<" not in branch
@@ -264,6 +272,7 @@ def test_an_attempt_as_tokens(pages: dict[str, httpx.Response]) -> None:
     assert numbers["id"] == [7, 8, 9]
     assert numbers["lp"] == [-0.01, -1.0, -6.0]
     assert numbers["on"] == [1, 1, 1]
+
     levels = re.findall(r'<i class="(s?\d?)" data-t>', text)
     assert levels == ["", "s2", "s5"]
     assert "its folder is not here" in text  # the store alone has neither entropies nor ratios
@@ -319,11 +328,13 @@ def test_advantages_are_those_that_the_trainer_had(
                         return found
                 except IndexAway:
                     pass
+
                 await asyncio.sleep(0.05)
 
     try:
         found = asyncio.run(wait())
     finally:
         indexer.stop()
+
     assert found.keys() <= trained.keys()
     assert found == pytest.approx({key: trained[key] for key in found}, rel=1e-5)

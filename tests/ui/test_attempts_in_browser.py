@@ -78,6 +78,7 @@ def test_every_filter_leads_to_as_many_attempts_as_it_says(listed: Visitor) -> N
     page = listed.page
     everything = number_of(page)
     assert everything > NUM_GROUPS * SIZE
+
     seen = set()
     for place in range(page.locator(".choice").count()):
         choice = page.locator(".choice").nth(place)
@@ -85,15 +86,20 @@ def test_every_filter_leads_to_as_many_attempts_as_it_says(listed: Visitor) -> N
         chip = choice.locator(".chip").last
         many = int(chip.inner_text().split()[-1].replace(",", ""))
         chip.click()
+
         chosen = page.locator(".choice .chip[aria-current=true]")
         chosen.wait_for()
         assert number_of(page) == many, title
+
         page.reload()
         assert number_of(page) == many, title
+
         chosen.click()  # takes it back
         page.locator(".choice .chip[aria-current=true]").wait_for(state="detached")
         assert number_of(page) == everything
+
         seen.add(title.capitalize())
+
     assert seen >= {one.capitalize() for one in FILTERS}
 
 
@@ -104,6 +110,7 @@ def test_every_bar_of_a_histogram_leads_to_the_attempts_that_it_counts(listed: V
         "[a.getAttribute('href'), a.getAttribute('aria-label')])"
     )
     assert len(bars) > 12
+
     titles = {label.split(" ")[0] for _, label in bars}
     assert titles == {"Reward", "Tokens", "Age"}
     for href, label in bars:
@@ -111,6 +118,7 @@ def test_every_bar_of_a_histogram_leads_to_the_attempts_that_it_counts(listed: V
         listed.go(href)
         assert number_of(page) == many, label
         assert page.locator("svg.histogram a[aria-current=true]").count() == 1, label
+
     page.locator("figcaption a", has_text="any").click()
     page.wait_for_url(lambda url: "_from" not in url)
 
@@ -126,27 +134,35 @@ def test_orders_and_pages_are_links_and_going_back_keeps_the_place(listed: Visit
     page.wait_for_url("**order=worst")
     lowest = page.evaluate(rewards)
     assert lowest == sorted(lowest)
+
     names = set()
     pages = []
     while True:
         pages.append(page.url)
         found = page.locator("[data-row] td.name a").all_inner_texts()
         assert not names & set(found)
+
         names |= set(found)
+
         more = page.locator("a[rel=next]")
         if not more.count():
             break
+
         with page.expect_navigation():
             more.click()
+
     assert len(names) == everything
     assert len(pages) > 2
+
     page.go_back()
     assert page.url == pages[-2]
     assert page.locator("[data-row]").count() == 50
+
     page.locator("[data-row] td.name a").nth(3).click()
     page.wait_for_url("**/attempt?id=**")
     page.go_back()
     assert page.url == pages[-2]
+
     greyed = page.locator(".chip.grey", has_text="log-prob change")
     assert "tracking.token_numbers" in greyed.get_attribute("title")
 
@@ -160,15 +176,18 @@ def test_texts_are_searched_within_the_chosen_filters(listed: Visitor) -> None:
     page.keyboard.type(WORD)
     page.keyboard.press("Enter")
     page.wait_for_url("**q=unicorn**")
+
     assert "kind=maze" in page.url
     assert 0 < number_of(page) < of_kind
     assert page.locator("mark", has_text=WORD).count() == page.locator("[data-row]").count()
     assert page.input_value("input[type=search]") == WORD
+
     for query, there in ((f'"the {WORD}"', True), ("uni*", True), (f'"{WORD} the"', False)):
         page.fill("input[type=search]", query)
         page.keyboard.press("Enter")
         page.wait_for_url(lambda url, query=query: quote(query[-4:], safe="*") in url)
         assert bool(page.locator("[data-row]").count()) == there, query
+
     page.locator("a.button", has_text="All").click()
     page.wait_for_url(lambda url: url.endswith("/attempts"))
 
@@ -178,10 +197,12 @@ def test_rows_and_tokens_are_walked_by_keyboard(listed: Visitor) -> None:
     for key in "jjk":
         page.keyboard.press(key)
     assert page.locator("[data-row].here").count() == 1
+
     first = page.locator("[data-row] td.name a").first.inner_text()
     page.keyboard.press("Enter")
     page.wait_for_url("**/attempt?id=**")
     assert first in page.inner_text("h2.big")
+
     listed.go(attempt(31))
     page.keyboard.press("o")
     page.wait_for_url("**show=tokens")
@@ -189,18 +210,22 @@ def test_rows_and_tokens_are_walked_by_keyboard(listed: Visitor) -> None:
     page.focus("#stream")
     for _ in range(3):
         page.keyboard.press("ArrowRight")
+
     page.keyboard.press("ArrowLeft")
     assert page.locator("[data-t].here").count() == 1
     assert "turn 0, 1" in page.inner_text("#token-box")
     assert "log-prob" in page.inner_text("#token-box")
+
     for shade in ("ver", "on", "lp"):
         page.click(f"[data-shade={shade}]")
         assert page.get_attribute(f"[data-shade={shade}]", "aria-pressed") == "true"
+
     page.focus("#stream")
     page.keyboard.press("Enter")
     page.wait_for_selector("#token-history[open] dl.history")
     step = page.locator("#token-history a.button")
     assert f"Step {STEP}" in step.inner_text()
+
     page.keyboard.press("Escape")
     page.keyboard.press("m")
     page.wait_for_url(lambda url: "show=tokens" not in url)
@@ -211,15 +236,20 @@ def test_from_a_step_through_its_groups_to_two_attempts_beside_each_other(
 ) -> None:
     page = listed.go(f"/runs/lake/steps/{STEP}")
     assert page.locator(".group").count() == NUM_GROUPS
+
     page.locator(".dropped a").click()
     page.wait_for_url("**reason=no-spread**")
     assert page.locator(".group").count() == 3
+
     with page.expect_navigation():
         page.locator("a", has_text="best beside worst").first.click()
+
     assert page.locator(".diff .gone").count() > 0
     assert page.locator(".diff .new").count() > 0
+
     page.go_back()
     assert page.locator(".group").count() == 3
+
     page.locator("a[rel=prev]").click()
     page.wait_for_url("**/steps/2")
 
@@ -237,11 +267,13 @@ def test_why_a_group_failed_is_found_by_clicking(listed: Visitor) -> None:
     means = [float(text) for text in page.locator(".group header b").all_inner_texts()]
     assert means == sorted(means)
     assert means[0] < means[-1]
+
     page.locator(".group").first.locator(".cell.failed").first.click()
     page.wait_for_url("**/attempt?id=**")
     assert "no answer from the tool" in page.inner_text("main")
     assert page.locator("aside .cell").count() == SIZE
     assert page.locator("aside .cell.here").count() == 1
+
     page.get_by_role("link", name="its best beside this one").click()
     page.wait_for_url("**/attempts/compare**")
     assert page.locator(".diff .gone").count() > 0
@@ -254,6 +286,7 @@ def test_compare_keeps_all_that_was_chosen(listed: Visitor) -> None:
     page.fill("input[name=q]", "critic/score/mean")
     with page.expect_navigation():
         page.get_by_role("button", name="Show").click()
+
     page.wait_for_selector("figure.chart canvas")
     page.reload()
     assert page.input_value("select[name=by]") == "run"

@@ -44,7 +44,8 @@ def test_of_values_at_the_edges(values: list[float]) -> None:
 
 
 def test_successes_are_counted_within_their_bars() -> None:
-    values, good = np.array([0.0, 0.0, 1.0]), np.array([True, False, True])
+    values = np.array([0.0, 0.0, 1.0])
+    good = np.array([True, False, True])
     found = bars(values, good, is_whole=False)
     assert [(one.size, one.good) for one in found if one.size] == [(2, 1), (1, 1)]
     assert bars(values[:0], good[:0], is_whole=True) == []

@@ -33,15 +33,18 @@ def test_runs_that_differ_in_nothing_but_their_seed_are_one_line_with_a_band() -
     assert [[view.key for view in line.views] for line in lines] == [["x", "y"], ["z"]]
     assert [line.seeds for line in lines] == [["1", "2"], ["1"]]
     assert [line.name for line in lines] == ["x", "z"]  # one name for two lines: folders tell
+
     chart = chart_of(lines, "a", "step")
     assert chart is not None
     assert list(chart.x) == [1, 2, 3]
+
     both = chart.lines[0]
     assert list(both.values)[:2] == [2.0, 4.0]
     assert both.low is not None and list(both.low)[:2] == [1.0, 2.0]
     assert both.high is not None and list(both.high)[:2] == [3.0, 6.0]
     assert both.values[2] != both.values[2], "a mean over fewer runs would be another line"
     assert chart.lines[1].low is None
+
     differences, same = differing(lines)
     assert differences == [("trainer.lr", ["0.1", "0.2"])]
     assert same == 1, "trainer.steps"

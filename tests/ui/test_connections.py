@@ -24,7 +24,9 @@ def test_pages_come_while_many_listen_and_others_say_half_a_request(tmp_path: Pa
     with dashboard(tmp_path) as url, contextlib.ExitStack() as stack:
         client = stack.enter_context(httpx.Client(timeout=ANSWERED_S, trust_env=False))
         assert client.get(url).status_code == 303
-        root, place = url.partition("/?")[0], urlsplit(url)
+
+        root = url.partition("/?")[0]
+        place = urlsplit(url)
         cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
         sockets = []
         for number in range(120):
@@ -33,6 +35,7 @@ def test_pages_come_while_many_listen_and_others_say_half_a_request(tmp_path: Pa
             sockets.append(one)
             head = f"GET /live?run=a HTTP/1.1\r\nHost: {place.netloc}\r\nCookie: {cookie}\r\n"
             one.sendall((head + ("\r\n" if number % 2 else "X-Half: ")).encode())
+
         for one in sockets[1::2]:
             assert one.recv(200).startswith(b"HTTP/1.1 200")
         for path in ("/", "/runs/a", "/runs/a/metrics"):
@@ -49,6 +52,7 @@ def test_an_encrypted_dashboard_gives_a_cookie_that_only_encrypted_connections_c
             assert answer.status_code == 303
             assert "; Secure" in answer.headers["set-cookie"]
             assert client.get(url.partition("?")[0]).status_code == 200
+
         plain = url.replace("https://", "http://")
         with pytest.raises(httpx.HTTPError):
             httpx.get(plain, timeout=ANSWERED_S, trust_env=False)

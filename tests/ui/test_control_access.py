@@ -29,7 +29,8 @@ router = APIRouter()
 
 @router.post("/runs/{run}/try")
 async def change_it(request: Request, run: str) -> Response:
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     if not change.is_sure:
         return ask_again(request, change, "Really?", "It stops.", back="/runs/lake")
 
@@ -70,9 +71,11 @@ def test_a_change_is_asked_twice_and_recorded_with_who_made_it(lake: Path) -> No
             sent = form_of(first.text.replace("&lt;", "<").replace("&gt;", ">"))
             assert sent.keys() == {"form", "word", "id", "sure"}
             assert read_records(lake / "lake" / CHANGES) == []
+
             other = await client.post(WHERE, data=sent | {"word": "x"}, headers=ORIGIN)
             assert other.status_code == 200  # something else than was shown: asked again
             assert read_records(lake / "lake" / CHANGES) == []
+
             twice = [client.post(WHERE, data=sent, headers=ORIGIN) for _ in range(2)]
             done, double = await asyncio.gather(*twice)  # a double click
             again = await client.post(WHERE, data=sent, headers=ORIGIN)
@@ -81,6 +84,7 @@ def test_a_change_is_asked_twice_and_recorded_with_who_made_it(lake: Path) -> No
 
     done, shown = asyncio.run(changed())
     assert (done.status_code, done.headers["location"]) == (303, "/runs/lake/control")
+
     (record,) = read_records(lake / "lake" / CHANGES)
     assert record["what"] == "tried"
     assert record["word"] == "<b>"
@@ -96,6 +100,7 @@ def test_without_control_nothing_but_get_is_answered(lake: Path) -> None:
         async with changing(lake, control=False, router=router) as client:
             for given in ("", CONTROL, "x"):
                 assert (await client.get("/", params={"control": given})).status_code == 401
+
             await client.get("/", params={"token": TOKEN})
             form = Access(control=False)._form_token  # what an empty token would give
             return (
@@ -135,10 +140,12 @@ def test_a_visitor_without_cookies_or_with_those_of_an_older_dashboard_is_refuse
             given = dict(client.cookies)
             client.cookies.clear()
             codes = [(await client.post(WHERE, data={"form": form}, headers=ORIGIN)).status_code]
+
             old = Access(token=TOKEN, control="yesterday's")
             for name, text in given.items():
                 wrong = old._control_pass if "control" in name else text
                 client.cookies.set(name, wrong)
+
             codes += [(await client.post(WHERE, data={"form": form}, headers=ORIGIN)).status_code]
             return codes
 
@@ -152,6 +159,7 @@ def test_the_cookie_of_control_is_out_of_scripts_and_other_sites(lake: Path) -> 
 
     answer = asyncio.run(asked())
     assert answer.headers["location"] == "/runs/lake?q=x"
+
     cookies = answer.headers.get_list("set-cookie")
     assert len(cookies) == 2
     for one in cookies:
@@ -238,11 +246,13 @@ def test_records_are_added_whole_whoever_was_killed_before(tmp_path: Path) -> No
     add_record(path, {"what": "one"})
     with path.open("ab") as file:
         file.write(b'{"what": "tor')
+
     add_record(path, {"what": "two\n\udc80"})
     with path.open("ab") as file:
         file.write(b'{"what": "being written"}')
     # Half a surrogate can be in no page, so it is read as a question mark.
     assert [one["what"] for one in read_records(path)] == ["one", "two\n?"]
+
     with pytest.raises(ConfigError, match="at most"):
         add_record(path, {"what": "x" * 1_000_001})
 
@@ -255,4 +265,5 @@ def test_a_link_in_place_of_the_records_is_not_followed(tmp_path: Path) -> None:
         add_record(path, {"what": "one"})
     with pytest.raises(ConfigError):
         read_records(path)
+
     assert (tmp_path / "secret").read_text() == '{"what": "secret"}\n'

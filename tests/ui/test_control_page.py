@@ -30,6 +30,7 @@ def trained(runs_folder: Path, tmp_path: Path) -> Iterator[tuple[Path, RunContro
     shutil.copytree(runs_folder / "lake", folder)
     (folder / "control.json").unlink(missing_ok=True)
     (folder / "changes.jsonl").unlink(missing_ok=True)
+
     stops: list[str] = []
     control = RunControl(folder, lambda: stops.append("stop"), look_s=0.01)
     with only_trainer(folder), control:
@@ -51,12 +52,15 @@ def test_a_button_asks_twice_and_reaches_the_trainer_once(
             sent = {"form": form, "do": "stop", "session": session}
             first = await client.post(URL, data=sent, headers=ORIGIN)
             assert stops == []
+
             sure = form_of(first.text)
             done = await client.post(URL, data=sure, headers=ORIGIN)
             again = await client.post(URL, data=sure, headers=ORIGIN)  # a double click
+
             async with asyncio.timeout(20.0):
                 while "it stops after this step" not in (await client.get(URL)).text:
                     await asyncio.sleep(0.05)
+
             other = await client.post(URL, data=sent | {"session": "x"}, headers=ORIGIN)
             wrong = await client.post(URL, data=sent | {"do": "format"}, headers=ORIGIN)
             return [page, done, again, other, wrong]
@@ -66,6 +70,7 @@ def test_a_button_asks_twice_and_reaches_the_trainer_once(
     assert stops == ["stop"]
     assert "Save now" in page.text
     assert "Resume" not in page.text
+
     names = [one["what"] for one in read_records(folder / "lake" / CHANGES)]
     assert names[0] == "stop: asked"
     assert names.count("stop: asked") == 1

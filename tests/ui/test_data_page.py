@@ -49,6 +49,7 @@ async def fill(url: str) -> None:
         await store.add_tasks(
             [Task(id=n, environment="world", metadata={"level": 7}) for n in names], queue=False
         )
+
         made = [attempt("good", n, reward=1.0) for n in range(4)]
         made += [attempt("half", n, reward=float(n == 0)) for n in range(2)]
         made += [attempt(HOSTILE, n, reward=-0.5) for n in range(3)]
@@ -68,6 +69,7 @@ async def fill(url: str) -> None:
                         return
                 else:
                     await store.return_task(lease)
+
             await asyncio.sleep(0.01)
 
 
@@ -79,6 +81,7 @@ def pages(
     url = f"sqlite:///{tmp_path_factory.mktemp('data') / 'mine.sqlite'}"
     with mock.patch.object(RetryPolicy, "delay_s", return_value=0.0):
         asyncio.run(fill(url))
+
     paths = {
         "page": "data",
         "hardest": "data?order=hardest",
@@ -96,6 +99,7 @@ def pages(
                 if {row[1] for row in rows_of(page)} == {"7"}:  # what the tasks are has been read
                     break
                 await asyncio.sleep(0.1)
+
             found = {
                 key: await client.get(f"/runs/mine.sqlite/{path}") for key, path in paths.items()
             }
@@ -107,6 +111,7 @@ def pages(
                 link = link_of(found["aside"], "next")
                 assert link is not None
                 found["aside 2"] = await client.get(link)
+
             gone = "/runs/mine.sqlite/data?aside_state=poison&aside_after=gone"
             return found | {"gone": await client.get(gone)}
 
@@ -150,6 +155,7 @@ def test_tasks_are_counted_one_by_one(pages: dict[str, httpx.Response]) -> None:
 def test_orders_pages_and_searches(pages: dict[str, httpx.Response]) -> None:
     hardest = rows_of(pages["hardest"])
     assert "script" in hardest[0][0]
+
     second = rows_of(pages["second"])
     assert len(hardest + second) == 64
     assert {row[0] for row in hardest}.isdisjoint(row[0] for row in second)
@@ -171,7 +177,8 @@ def test_what_was_set_aside_says_why_and_how_it_is_tried_again(
 
 
 def test_what_was_set_aside_is_listed_page_by_page(pages: dict[str, httpx.Response]) -> None:
-    first, second = aside_of(pages["aside"]), aside_of(pages["aside 2"])
+    first = aside_of(pages["aside"])
+    second = aside_of(pages["aside 2"])
     assert "poisoned" in first and "lost" not in first
     assert "lost" in second and "poisoned" not in second
     assert link_of(pages["aside"], "start") is None
@@ -235,9 +242,11 @@ def test_every_order_is_that_of_its_column_at_many_attempts() -> None:
         found = tasks(reader, split="train", order=order, page=1)
         assert time.perf_counter() - begun < 20, "a quiet machine takes 0.05 s"
         assert found.total == np.count_nonzero(counts)
+
         played = [row.num_attempts for row in found.rows]
         if order == "played":
             assert played == np.sort(counts)[::-1][50:100].tolist()
+
         if order == "easiest":
             first = np.sort(share[counts > 0])[::-1][50:100]
             assert [row.success for row in found.rows] == pytest.approx(first.tolist())
@@ -254,14 +263,17 @@ def test_who_may_gives_what_was_set_aside_another_try_and_it_is_recorded_once(
     async def work() -> tuple[httpx.Response, int]:
         with mock.patch.object(RetryPolicy, "delay_s", return_value=0.0):
             await fill(store_url)
+
         async with await open_store(store_url, create=False) as store:
             before = (await store.counts()).get("tasks/queued", 0)
+
         async with changing(tmp_path) as client:
             sent = {"form": await form_token(client), "do": "retry"}
             first = await client.post("/runs/lake/data", data=sent, headers=ORIGIN)
             found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', first.text)
             for _ in range(2):  # a double click
                 done = await client.post("/runs/lake/data", data=dict(found), headers=ORIGIN)
+
         async with await open_store(store_url, create=False) as store:
             counts = await store.counts()
         assert "queued again, with" in first.text
@@ -270,5 +282,6 @@ def test_who_may_gives_what_was_set_aside_another_try_and_it_is_recorded_once(
     done, num_again = asyncio.run(work())
     assert (done.status_code, done.headers["location"]) == (303, "/runs/lake/data")
     assert num_again == 2
+
     told = [str(one["what"]) for one in read_records(folder / CHANGES)]
     assert told == ["retry: asked", "retry: 2 tasks queued again"]

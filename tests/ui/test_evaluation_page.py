@@ -151,10 +151,12 @@ def test_another_run_stands_beside(pages: dict[str, httpx.Response]) -> None:
     page = pages["beside"].text
     assert page.count("/runs/other.sqlite/evaluation") == 1
     assert "nowhere: no such run" in page
+
     told = pages["series"].json()
     assert [line["name"] for line in told["lines"]] == ["mine.sqlite", "other.sqlite"]
     assert told["x"] == [0, 4, 8]
     assert told["lines"][1]["values"] == [11 / 20, None, None]
+
     low, high = (told["lines"][0][end][0] for end in ("low", "high"))
     assert low < 5 / 20 < high
 

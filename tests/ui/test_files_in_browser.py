@@ -43,15 +43,19 @@ def test_a_report_opens_from_a_file_and_asks_for_nothing(
     )
     page.wait_for_selector("figure.chart .uplot")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
     page.locator(".its-tokens > summary").first.click()
     token = page.locator("[data-t]:visible").first
     token.hover()
     assert "id" in page.locator("#token-box").inner_text()
+
     page.locator("[data-shade=ver]").click()
     assert (token.get_attribute("class") or "").startswith("v")
+
     before = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     page.locator("[data-do=theme]").click()
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != before
+
     page.context.close()
     assert wrong == []
 
@@ -70,17 +74,20 @@ def test_a_report_reads_well_without_scripts(browser: Any, report: Path) -> None
 @pytest.mark.slow
 def test_pages_of_attempts_lead_to_each_other(browser: Any, report: Path, tmp_path: Path) -> None:
     assert main(["trajectories", "html", str(report.parent), "--out", str(tmp_path / "out")]) == 0
+
     page, wrong = opened(
         browser, tmp_path / "out" / "index.html", viewport={"width": 360, "height": 800}
     )
     page.locator("td.name a").first.click()
     page.wait_for_selector(".attempt .message")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
     first = page.url
     page.locator("[rel=next]").click()
     page.wait_for_url(lambda url: url != first)
     page.locator("[data-t]:visible").first.hover()
     told = page.locator("#token-box").inner_text()
     assert "weights" in told and "trained" not in told
+
     page.context.close()
     assert [url for url in wrong if not url.startswith("file:")] == []

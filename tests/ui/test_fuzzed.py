@@ -24,11 +24,51 @@ SLOWEST_S = 60.0
 """The deadline of any answer (`access.LONGEST_S`)."""
 ENDLESS = ("/live",)
 HARD = [
-    *("", "0", "-1", "1", "3", "9" * 30, "1e308", "nan", "inf", "-inf", "0x10", "\u0661", "1_0"),
-    *("lake", "~", "..", "../..", "../../etc/passwd", "/etc/passwd", "%2e%2e%2f", "lake~..", "*"),
-    *("true", "null", "[]", "{}", "' OR 1=1 --", '"', "a" * 5000, "\x00", "\ud800", "\u202e"),
-    *('"open', "a* -b", "NEAR(a b)", "-", "* *", "worst", "best", "committed", "tokens", "time"),
-    *(HOSTILE, attempt_name(0), attempt_name(7)),
+    "",
+    "0",
+    "-1",
+    "1",
+    "3",
+    "9" * 30,
+    "1e308",
+    "nan",
+    "inf",
+    "-inf",
+    "0x10",
+    "\u0661",
+    "1_0",
+    "lake",
+    "~",
+    "..",
+    "../..",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "%2e%2e%2f",
+    "lake~..",
+    "*",
+    "true",
+    "null",
+    "[]",
+    "{}",
+    "' OR 1=1 --",
+    '"',
+    "a" * 5000,
+    "\x00",
+    "\ud800",
+    "\u202e",
+    '"open',
+    "a* -b",
+    "NEAR(a b)",
+    "-",
+    "* *",
+    "worst",
+    "best",
+    "committed",
+    "tokens",
+    "time",
+    HOSTILE,
+    attempt_name(0),
+    attempt_name(7),
 ]
 WORDS = st.one_of(st.sampled_from(HARD), st.text(max_size=60), st.integers().map(str))
 
@@ -82,6 +122,7 @@ def test_any_parameters_get_a_page_or_a_sentence(asking: Asking, data: st.DataOb
     for path, methods in pages.items():
         if "get" not in methods or path in ENDLESS:
             continue
+
         query = []
         for parameter in methods["get"].get("parameters", []):
             name = parameter["name"]
@@ -90,11 +131,14 @@ def test_any_parameters_get_a_page_or_a_sentence(asking: Asking, data: st.DataOb
                 path = path.replace(f"{{{name}}}", encoded(word) or "x")
             elif data.draw(st.booleans()) or parameter.get("required"):
                 query.append(f"{encoded(name)}={encoded(data.draw(WORDS))}")
+
         for name in data.draw(st.lists(st.sampled_from(EXTRA), max_size=2)):
             query.append(f"{name}={encoded(data.draw(WORDS))}")
+
         address = path + ("?" + "&".join(query) if query else "")
         began = time.monotonic()
         answer = asking.get(address)
+
         assert time.monotonic() - began < SLOWEST_S, address
         # 503: a page that says in a sentence what can't be read; anything else is our fault
         assert answer.status_code < 500 or "can't be shown" in answer.text, address

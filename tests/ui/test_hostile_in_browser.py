@@ -37,10 +37,12 @@ def spoil(folder: Path) -> None:
     config["run"]["name"] = said
     config["environment"]["type"] = config["model"]["name"] = said
     (folder / "config.yaml").write_text(yaml.safe_dump(config, allow_unicode=True), "utf-8")
+
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row |= {CLEAN: 1.0, f"rollout/failed/{CLEAN}": 2.0, f"rollout/dropped/{CLEAN}": 1.0}
         row |= {f"timing_s/{CLEAN}": 0.5, f"val-core/{CLEAN}/acc/mean@1": 0.5}
+
     lines = [json.dumps(row) for row in rows]
     lines.insert(1, '{"step": 1, "</script>": "\\ud800"')
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -75,10 +77,13 @@ def harmless(visitor: Visitor, path: str) -> None:
     page = visitor.page
     assert page.evaluate("window.executed === undefined"), path
     assert page.evaluate("document.querySelectorAll('main img, main iframe').length") == 0, path
+
     scripts = "document.querySelectorAll('script:not([src]):not([type=\"application/json\"])')"
     assert page.evaluate(f"{scripts}.length") == 0, path
+
     handlers = "document.querySelectorAll('[onerror], [onload], [onclick]').length"
     assert page.evaluate(handlers) == 0, path
+
     text = page.evaluate(SEEN)
     assert not set(text) & set("\x00\x08\x1b\x7f\x9b\u202e\u2028\ufffe"), path
 
@@ -88,6 +93,7 @@ def test_hostile_texts_are_only_text_on_every_page(hostile_url: str, visit: Visi
     page = look(visitor, "/")
     run = page.get_attribute("[data-row] td.name a", "href")
     assert "<script>window.executed = true</script>" in page.inner_text("#runs")
+
     visitor.whole_index(f"{run}/attempts")
     said, long = (quote(one.id, safe="") for one in shown_attempts.hostile())
     paths = [
@@ -107,6 +113,7 @@ def test_hostile_texts_are_only_text_on_every_page(hostile_url: str, visit: Visi
     ]
     for path in paths:
         look(visitor, path)
+
     refused = [text for text in visitor.wrong if "404" in text]  # chromium tells of these
     visitor.wrong[:] = [text for text in visitor.wrong if text not in refused]
     assert len(refused) == 2, "an order that is none, a run that is none"
@@ -119,6 +126,7 @@ def test_a_message_of_five_megabytes_comes_a_part_at_a_time(hostile_url: str, vi
     page = look(visitor, f"{run}/attempt?id={long}")
     before = len(page.inner_text("#stream"))
     assert before < 20_000
+
     page.locator("button", has_text="Show more").click()
     visitor.until(f"document.getElementById('stream').innerText.length > {before} + 10000")
     harmless(visitor, "more of the message")

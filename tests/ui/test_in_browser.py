@@ -54,24 +54,29 @@ def test_a_committed_step_is_on_open_pages_within_two_seconds(
     shutil.copytree(runs_folder / "lake", tmp_path / "runs" / "lake")
     (tmp_path / "runs" / "lake" / "summary.json").unlink()
     with dashboard(tmp_path / "runs") as url:
-        now, listed = visit(url), visit(url)
+        now = visit(url)
+        listed = visit(url)
         now.go("/runs/lake")
         now.page.wait_for_selector("figure.chart canvas")
+
         listed.go("/")
         for one in (now, listed):
             one.page.wait_for_selector(".pulse[data-on=yes]")
+
         took_s = []
         for step in range(3, 8):
             begun = time.monotonic()
             add_step(tmp_path / "runs" / "lake", step, **{"critic/score/mean": 0.77 + step / 1000})
             now.until(f"document.querySelector('#now').innerText.includes('0.77{step}')")
             took_s.append(time.monotonic() - begun)
+
         print(
             f"median of {len(took_s)}: {statistics.median(took_s):.2f} s, {max(took_s):.2f} at most"
         )
         listed.until("document.querySelector('#runs').innerText.includes('7 ')")
         for one in (now, listed):
             one.page.close()
+
         assert statistics.median(took_s) < 20, (
             "a quiet machine takes less than 2 s; this one is slow"
         )
@@ -87,6 +92,7 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         page = visitor.go("/")
         page.wait_for_selector(".pulse[data-on=yes]")
         assert page.locator("[data-row]").count() == 0
+
         (folder / "late").mkdir()
         shutil.copy(runs_folder / "lake" / "config.yaml", folder / "late" / "config.yaml")
         page.wait_for_selector("[data-row]")
@@ -95,11 +101,14 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         visitor.go("/runs/late")
         page.wait_for_selector(".pulse[data-on=yes]")
         assert page.locator("figure.chart").count() == 0
+
         add_step(folder / "late", 8, **{"critic/score/mean": 0.5})
         page.wait_for_selector("#curves figure.chart canvas")
+
         # A reader who looks closer at some steps goes on to see those when one is added.
         for step in (9, 10, 11):
             add_step(folder / "late", step, **{"critic/score/mean": 0.5})
+
         visitor.go("/runs/late").wait_for_selector(".pulse[data-on=yes]")
         curve = page.locator("#curves .u-over").first
         until_read(page, 0.99, "step 11 ")
@@ -108,18 +117,22 @@ def test_a_run_that_begins_later_shows_up_and_is_followed(
         add_step(folder / "late", 12, **{"critic/score/mean": 0.25})
         visitor.until("document.querySelector('#curves .last').textContent === '0.25'")
         until_read(page, 0.01, "step 10 ")
+
         # Where the file was begun anew, nothing of what the reader looked at is there.
         (folder / "late" / "metrics.jsonl").unlink()
         for step in (1, 2, 3):
             add_step(folder / "late", step, **{"critic/score/mean": 0.125})
+
         until_read(page, 0.01, "step 1 ")
         # A metric that begins while all of them are looked at is told of.
         visitor.go("/runs/late/metrics?smooth=0.5").wait_for_selector(".pulse[data-on=yes]")
         add_step(folder / "late", 4, **{"critic/score/mean": 0.5, "val-core/lake/success": 0.5})
         page.get_by_role("link", name="1 more metric since").click()
         page.wait_for_selector("#metrics figure[data-from*='val-core']")
+
         assert page.url.endswith("smooth=0.5")
         assert not page.get_by_role("link", name="more metric").count()
+
         page.close()
 
 
@@ -131,8 +144,10 @@ def test_searching_is_in_the_address_and_going_back_keeps_it(shown_url: str, vis
     visitor.until("location.search.includes('q=nothing-like-it')")
     page.wait_for_selector("#runs .empty")
     page.reload()
+
     assert page.input_value("input[type=search]") == "nothing-like-it"
     assert page.locator("#runs .empty").count() == 1
+
     page.fill("input[type=search]", "lake")
     page.wait_for_selector("[data-row]")
     page.keyboard.press("Escape")
@@ -165,11 +180,13 @@ def test_a_click_on_a_curve_leads_to_the_groups_of_its_step(shown_url: str, visi
     drag(page, curve, 0.6, 0.99)  # looks closer, and leads nowhere
     until_read(page, 0.01, "step 2 ")
     area = curve.bounding_box()
-    right, middle = area["x"] + area["width"] - 20, area["y"] + area["height"] / 2
+    right = area["x"] + area["width"] - 20
+    middle = area["y"] + area["height"] / 2
     page.mouse.dblclick(right, middle)  # goes back, and leads nowhere
     until_read(page, 0.01, "step 1 ")
     page.wait_for_timeout(500)
     assert page.url.endswith("/runs/lake")
+
     page.mouse.click(right, middle)
     page.wait_for_url("**/runs/lake/steps/2")
 
@@ -211,14 +228,17 @@ def test_a_part_that_can_not_be_had_for_a_while_stays_and_is_had_again(
     folder = tmp_path / "all" / "p"
     folder.mkdir(parents=True)
     write_state(folder, PipelineState(name="p", seed=7))
+
     with dashboard(tmp_path / "all") as url:
         visitor = visit(url)
         page = visitor.go("/pipelines/p")
         whole = (folder / "pipeline.json").read_text()
         with page.expect_response(lambda answer: answer.status == 503):
             (folder / "pipeline.json").write_text(whole[:30])
+
         page.wait_for_timeout(300)
         assert page.locator("#pipeline h1").inner_text() == "p"
+
         write_state(folder, PipelineState(name="p", seed=7, status="finished"))
         page.wait_for_selector("#pipeline dd:has-text('finished')")
         visitor.wrong = [text for text in visitor.wrong if "503" not in text]

@@ -42,6 +42,7 @@ def test_the_line_of_what_it_does_and_the_badge_change_by_themselves(
         assert page.locator(".now [data-moment]").inner_text() == (
             "sampling, step 2: 3 of 8 attempts"
         )
+
         page.evaluate("window.isTheSamePage = true")
         tell(phase="sampling", detail="step 2", done=6, total=8, unit="attempts")
         one.until(f'{line} === "sampling, step 2: 6 of 8 attempts"')
@@ -50,4 +51,5 @@ def test_the_line_of_what_it_does_and_the_badge_change_by_themselves(
         tell(phase="paused", detail="after step 2")
         one.until('document.querySelector("#state .state").textContent === "paused"')
         assert page.evaluate("window.isTheSamePage")
+
         page.close()  # before the dashboard ends

@@ -37,8 +37,10 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shown = tmp_path / "shown"
     shown.mkdir()
     yield shown
+
     for one in started(shown):
         kill(one.process, signal.SIGKILL)
+
     for thread in threading.enumerate():
         if thread.name.startswith("started "):
             thread.join(20.0)
@@ -47,7 +49,8 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_starts_at_once_keep_the_limit(sleeping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "MAX_RUNNING", 2)
     monkeypatch.setattr(starting, "BUSY_S", 60.0)
-    barrier, said = threading.Barrier(8), list[str]()
+    barrier = threading.Barrier(8)
+    said = list[str]()
 
     def begin(number: int) -> None:
         one = wanted_from([sleeping], "train", "coins", "", f"new-{number}")
@@ -62,8 +65,10 @@ def test_starts_at_once_keep_the_limit(sleeping: Path, monkeypatch: pytest.Monke
         thread.start()
     for thread in threads:
         thread.join(60.0)
+
     assert sum("wait for one" in one for one in said) == 6
     assert len(started(sleeping)) == 2
+
     # What was refused leaves nothing that would let its form pass for one that was sent twice.
     assert len(list((sleeping / starting.STARTED).iterdir())) == 2 + 1
 
@@ -85,6 +90,7 @@ def test_what_was_confirmed_is_checked_again_and_starts_once(
     said = [CONFIG.format(folder=sleeping)] * 10
     if is_changed:
         said[1:] = [said[0] + "trainer: {steps: 9}\n"] * 9
+
     asked: list[Wanted] = []
 
     def check(one: Wanted) -> str:
@@ -99,6 +105,7 @@ def test_what_was_confirmed_is_checked_again_and_starts_once(
             given["form"] = await form_token(client)
             first = await client.post("/start", data=given, headers=ORIGIN)
             assert "<code>agentevo train coins run.overwrite=false" in first.text
+
             sure = dict(re.findall(r'name="(\w+)" value="([^"]*)">', first.text))
             assert sure["config"] == starting.digest(said[0])
             twice = [client.post("/start", data=sure, headers=ORIGIN) for _ in range(2)]
@@ -107,11 +114,13 @@ def test_what_was_confirmed_is_checked_again_and_starts_once(
     *answers, from_elsewhere = asyncio.run(pressed())
     assert from_elsewhere.status_code == 403
     assert len(asked) == 2
+
     if is_changed:
         assert [one.status_code for one in answers] == [422, 422]
         assert "another one by now" in answers[0].text
     else:
         assert [one.status_code for one in answers] == [303, 303]
+
     assert len(started(sleeping)) == (0 if is_changed else 1)
 
 
@@ -126,6 +135,7 @@ def test_who_may_only_look_sees_nothing_of_what_was_started(sleeping: Path) -> N
             return str(answer.text) if answer.status_code == 200 else ""
 
     assert "secret" not in (page := asyncio.run(looked(token=TOKEN))) and page
+
     shown = asyncio.run(looked(control=CONTROL))
     assert "model.name=secret" in shown
     assert f">{sleeping}/new<" not in shown and ">new</a>" in shown
@@ -164,7 +174,9 @@ def test_streams_are_counted_as_they_are_let_in(
                 await asyncio.sleep(0.01)
             over.set()
             await asyncio.gather(*asking)
+
         assert shared.watcher.num_streams == 0
+
         await shared.watcher.close()
         await shared.stores.close()
         return found
@@ -174,7 +186,8 @@ def test_streams_are_counted_as_they_are_let_in(
 
 def test_the_oldest_confirmations_are_forgotten_and_asked_again() -> None:
     async def used() -> tuple[list[str], Confirmations]:
-        known, done = Confirmations(), list[str]()
+        known = Confirmations()
+        done = list[str]()
 
         async def work() -> str:
             done.append("x")
@@ -186,8 +199,10 @@ def test_the_oldest_confirmations_are_forgotten_and_asked_again() -> None:
         await asyncio.sleep(0.0)
         first.cancel()  # that visitor is gone; the work goes on
         assert await known.once("first", work) == "/"
+
         for number in range(MOST):
             known.asked(str(number))
+
         return done, known
 
     done, known = asyncio.run(used())

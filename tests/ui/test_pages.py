@@ -46,5 +46,6 @@ def test_a_damaged_run_is_a_row_and_never_an_error(
         (folder / "lake" / name).symlink_to("/etc/hostname")
     else:
         (folder / "lake" / name).write_bytes(content)
+
     assert get("/", folder).status_code == 200
     assert get("/runs/lake", folder).status_code == 200

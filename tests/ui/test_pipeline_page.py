@@ -31,17 +31,21 @@ def folder(tmp_path: Path) -> Path:
     (found / "stages" / "rl").mkdir(parents=True)
     (found / "stages" / "rl" / "config.yaml").write_text("run: {name: rl}\n")
     write_state(found, PipelineState(name="r1", seed=7, status="failed", stages=stages))
+
     return found
 
 
 def test_a_pipeline_is_listed_and_shows_its_stages_and_their_gains(folder: Path, get: Get):
     assert "/pipelines/r1" in get("/", folder.parent).text
+
     page = get("/pipelines/r1", folder.parent).text
     assert "+25 points [10, 40]" in page
     assert 'href="/runs/r1~stages~rl"' in page
     assert "report.html" not in page
+
     (folder / "report.html").touch()
     assert str(folder / "report.html") in get("/pipelines/r1", folder.parent).text
+
     stage = get("/runs/r1~stages~rl", folder.parent).text
     assert 'href="/pipelines/r1"' in stage
     assert "alert(1)" in page
@@ -81,8 +85,10 @@ def test_no_link_is_followed_and_no_pipe_is_waited_for(folder: Path, tmp_path: P
     path = folder / "pipeline.json"
     path.rename(tmp_path / "elsewhere.json")
     path.symlink_to(tmp_path / "elsewhere.json")
+
     with pytest.raises(ConfigError, match="can't be read"):
         read_state(folder)
+
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="it is no file"):

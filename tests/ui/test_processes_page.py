@@ -38,6 +38,7 @@ def furnish(run: Path) -> None:
     engines = EngineDirectory(run / "engines")
     for name in ("engine-0", "engine-1", f"engine-{HOSTILE[:8].replace('/', '')}"):
         engines.announce(announcement(name))
+
     old = time.time() - 3600
     os.utime(run / "engines" / "engine-1.json", (old, old))
     (run / "engines" / "broken.json").write_bytes(b"\xff[1, 2")
@@ -47,11 +48,13 @@ def furnish(run: Path) -> None:
     (run / "weights" / "latest.json").write_bytes(
         msgspec.json.encode({"version": 7, "sha256": "0" * 64})
     )
+
     logs = run / "logs"
     logs.mkdir()
     (logs / "engine-0.log").write_text(f"one\n{HOSTILE}\n 5%\r 50%\r 100%\nlast\n")
     (logs / "secret.log").symlink_to("/etc/passwd")
     os.mkfifo(logs / "pipe.log")
+
     with (logs / "sampler-0.log").open("wb") as file:  # sparse: it takes no disk
         file.truncate(GIGABYTE)
         file.seek(GIGABYTE)
@@ -112,6 +115,7 @@ def test_hostile_logs_are_only_text_and_links_are_no_logs(run: Path, get: Get) -
     listed = get("/runs/mine/processes", run.parent).text
     assert "secret.log" not in listed
     assert "pipe.log" not in listed
+
     text = get("/runs/mine/processes/log?name=engine-0.log", run.parent).text
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;red" in text
@@ -155,6 +159,7 @@ def test_the_log_of_a_sweep_is_that_of_its_run(run: Path) -> None:
     sweep.mkdir()
     (sweep / "mine.log").write_text("of the sweep\n")
     (sweep / "others-mine.log").write_text("of another\n")
+
     source = RunSource("runs~mine", "mine", run, sweep="runs")
     found = log_end(source, "sweep/mine.log")
     assert found is not None
@@ -165,6 +170,7 @@ def test_the_log_of_a_sweep_is_that_of_its_run(run: Path) -> None:
 def test_a_run_without_any_says_so(run: Path, get: Get) -> None:
     for name in ("engines", "logs", "weights"):
         shutil.rmtree(run / name)
+
     (run / "store.sqlite").write_bytes(b"no database")
     answer = get("/runs/mine/processes", run.parent)
     assert answer.status_code == 200

@@ -24,9 +24,31 @@ from agentevo.ui.sources import Sources
 SECRET = "the-secret-of-the-tests"
 OTHER = ("HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 HARD = [
-    *("", "0", "-1", "9" * 30, "nan", "1e999", "lake", "..", "../secret.yaml", "/etc/passwd"),
-    *("../../secret.yaml", "secret.yaml\x00", "step_1/../../..", "[]", "{}", "null", "\x00"),
-    *("' OR 1=1 --", '"', "\u202e", "\ud800", "a" * 3000, "%2e%2e%2f", "--help", "run.dir=/"),
+    "",
+    "0",
+    "-1",
+    "9" * 30,
+    "nan",
+    "1e999",
+    "lake",
+    "..",
+    "../secret.yaml",
+    "/etc/passwd",
+    "../../secret.yaml",
+    "secret.yaml\x00",
+    "step_1/../../..",
+    "[]",
+    "{}",
+    "null",
+    "\x00",
+    "' OR 1=1 --",
+    '"',
+    "\u202e",
+    "\ud800",
+    "a" * 3000,
+    "%2e%2e%2f",
+    "--help",
+    "run.dir=/",
 ]
 
 
@@ -48,7 +70,8 @@ async def addresses(client: httpx.AsyncClient) -> dict[str, set[str]]:
 
 def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None:
     before = contents(shown)
-    old, ours = Access(token="old", control="old"), Access(token=TOKEN, control=CONTROL)
+    old = Access(token="old", control="old")
+    ours = Access(token=TOKEN, control=CONTROL)
     cookies = [
         "",
         f"{ours.cookie}=; {ours.control_cookie}=",
@@ -63,6 +86,7 @@ def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None
             form = await form_token(client)
             paths = await addresses(client)
             client.cookies.clear()
+
             for path, cookie in itertools.product(paths, cookies):
                 for query in ("", "?token=x", f"?control={TOKEN}"):
                     answer = await client.get(path + query, headers={"cookie": cookie})
@@ -71,10 +95,12 @@ def test_nothing_is_told_to_who_has_no_token_or_a_wrong_one(shown: Path) -> None
                 sent = {"data": {"form": form}, "headers": ORIGIN | {"cookie": cookie}}
                 answer = await client.post(path, **sent)
                 assert answer.status_code == 401 and "lake" not in answer.text, (path, cookie)
+
             right = {"cookie": f"{ours.cookie}={ours._pass}"}
             for path, method in itertools.product(paths, OTHER[2:]):
                 answer = await client.request(method, path, headers=right)
                 assert answer.status_code == 405, (path, method)
+
             for path in paths:
                 answer = await client.get(path, headers=right | {"host": "evil.example"})
                 assert answer.status_code == 421
@@ -99,6 +125,7 @@ def test_looking_and_refused_forms_change_nothing(shown: Path) -> None:
                 for data, headers in (({}, ORIGIN), ({"form": "x"}, ORIGIN), ({"form": form}, {})):
                     answer = await client.post(path, data=data, headers=headers)
                     assert answer.status_code == (403 if data else 415), path
+
             client.cookies.clear()
             await client.get("/", params={"token": TOKEN})
             for path in paths:
@@ -111,7 +138,8 @@ def test_looking_and_refused_forms_change_nothing(shown: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nonsense_in_forms_and_addresses_is_a_sentence(seed: int, shown: Path) -> None:
-    before, draw = contents(shown), random.Random(seed)
+    before = contents(shown)
+    draw = random.Random(seed)
 
     def word(name: str) -> bytes:
         return str(draw.choice(HARD + WORDS.get(name, []))).encode("utf-8", "surrogatepass")
@@ -129,6 +157,7 @@ def test_nonsense_in_forms_and_addresses_is_a_sentence(seed: int, shown: Path) -
                     answer = await client.get(place, params=query)
                     assert answer.status_code < 500, (place, query, answer.text[-600:])
                     assert SECRET not in answer.text and "root:x:0" not in answer.text
+
                 if "post" in methods:
                     data: Any = {name: word(name) for name in [*FIELDS[path], "id", "sure"]}
                     data["recipe"] = b"no such recipe"  # one that is there is read by a process
@@ -150,7 +179,9 @@ def test_the_stream_of_news_tells_only_who_may_look(query: str, shown: Path) -> 
 
     async def read(cookie: str) -> tuple[int, bytes]:
         app, shared = make_app(Sources([str(shown)]), known)
-        status, body, over = [0], bytearray(), asyncio.Event()
+        status = [0]
+        body = bytearray()
+        over = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             await over.wait()
@@ -167,11 +198,13 @@ def test_the_stream_of_news_tells_only_who_may_look(query: str, shown: Path) -> 
         async with asyncio.timeout(30.0):
             await app({**scope, **more, "scheme": "http"}, receive, send)
         assert shared.watcher.num_streams == 0
+
         await shared.watcher.close()
         await shared.stores.close()
         return status[0], bytes(body)
 
     status, body = asyncio.run(read(f"{known.cookie}={known._pass}"))
     assert status == 200 and body.startswith(b"retry:")
+
     status, body = asyncio.run(read(f"{known.cookie}=x"))
     assert status == 401 and b"lake" not in body

@@ -66,6 +66,7 @@ def test_more_of_a_remote_message_is_of_that_message(
             while "Show more" not in page:
                 await asyncio.sleep(0.1)
                 page = await get("/runs/s.sqlite/attempt?id=t%2Fa%401%230")
+
             for link in re.findall(r'hx-get="([^"]*attempt/text[^"]*)"', page):
                 text = ""
                 while link:
@@ -74,6 +75,7 @@ def test_more_of_a_remote_message_is_of_that_message(
                     links = re.findall(r'hx-get="([^"]*)"', more)
                     link = links[0] if links else ""
                 texts.append(text)
+
         return texts
 
     assert asyncio.run(asyncio.wait_for(visit(), 120)) == [text[6_000:] for text in LONG]

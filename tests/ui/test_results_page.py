@@ -67,6 +67,7 @@ def folder(tmp_path: Path) -> Path:
             kept.add(made[start : start + 2], [])
         by_model = {model: [one for one in made if one.model == model] for model in MODELS}
         kept.end(summarise(by_model, 2, settings) | {"players": {"random": 0.1, "optimal": 1.0}})
+
     return kept.path
 
 
@@ -81,6 +82,7 @@ def test_models_stand_side_by_side_as_in_the_summary(folder: Path, get: Get) -> 
     for model in summary["models"]:
         for k in ("1", "2"):
             assert share_interval(estimate(model["pass_at"][k])) in text_of(answer)
+
     assert "2 of 120" in text_of(answer)
     assert "random player 10%" in text_of(answer)
     assert 'href="/results/held"' in get("/", folder.parent).text
@@ -93,10 +95,13 @@ def test_solved_and_lost_tasks_and_their_attempts(folder: Path, get: Get) -> Non
     assert points(paired_difference(first, last)) in text
     assert "Solved: 3 tasks task-4 0% → 100%" in text
     assert "Lost: 1 task task-9 100% → 0%" in text
+
     one = text_of(get("/results/held?task=task-59", folder.parent))
     assert "OSError: gone" in one
+
     same = get("/results/held?from=before&to=before", folder.parent)
     assert "Solved:" not in same.text
+
     page = get("/results/held?at=1", folder.parent).text
     assert page.split('id="tasks"')[1].count("<tr data-row>") == 10
     assert get("/results/held?at=many", folder.parent).status_code == 422
@@ -121,6 +126,7 @@ def test_damage_is_a_page_that_says_so(
         (folder / file).symlink_to("/etc/passwd")
     else:
         (folder / file).write_bytes(content)
+
     answer = get("/results/held", folder.parent)
     assert answer.status_code in (200, 404, 503)
     assert "root:" not in answer.text
@@ -140,11 +146,13 @@ def test_a_sweep_is_a_link_above_the_list(folder: Path, get: Get) -> None:
     for run in ("a", "b"):
         (sweep / run).mkdir(parents=True)
         (sweep / run / "config.yaml").write_text("run: {name: x}\n")
+
     (sweep / "sweep.yaml").write_text("{}\n")
     listed = get("/", folder.parent).text
     assert 'href="/compare?sweep=tuned"' in listed
     assert "2 runs" in listed
     assert "Compare 2 runs" in text_of(get("/compare?sweep=tuned", folder.parent))
+
     shutil.rmtree(sweep)
     assert "/compare?sweep" not in get("/", folder.parent).text
 
@@ -154,20 +162,25 @@ def test_a_sweep_is_a_link_above_the_list(folder: Path, get: Get) -> None:
 def test_an_evaluation_under_way_shows_newer_attempts_by_itself(
     folder: Path, visit: Callable[..., Any]
 ) -> None:
-    whole, summary = (folder / RESULTS).read_text(), (folder / SUMMARY).read_text()
+    whole = (folder / RESULTS).read_text()
+    summary = (folder / SUMMARY).read_text()
     (folder / SUMMARY).unlink()
     (folder / RESULTS).write_text("".join(whole.splitlines(keepends=True)[:10]))
+
     with dashboard(folder.parent) as url:
         one = visit(url)
         page = one.go("/results/held?task=task-30")
         page.evaluate("window.isTheSamePage = true")
         found = 'document.querySelectorAll("#tasks [data-row]").length'
         assert page.evaluate(found) < 50
+
         page.locator("#tasks input[type=search]").fill("what I type")
         (folder / RESULTS).write_text(whole)
         one.until(f"{found} === 50")
         (folder / SUMMARY).write_text(summary)
         one.until('!document.querySelector("#results").hasAttribute("hx-get")')
+
         assert page.locator("#tasks input[type=search]").input_value() == "what I type"
         assert page.evaluate("window.isTheSamePage")
+
         page.close()  # before the dashboard ends

@@ -77,6 +77,7 @@ def test_a_process_that_gives_no_sign_is_told_from_one_that_is_dead(folder: Path
     tell(folder, age_s=100.0)
     with locked(folder):
         slow = seen(folder)
+
     dead = seen(folder)
     assert (slow.state, slow.is_silent) == ("running", True)
     assert "has not given a sign for 1m40s" in slow.reason
@@ -125,10 +126,13 @@ def test_a_resumed_run_is_no_more_what_it_ended_as(folder: Path) -> None:
     reader = RunReader(RunSource("half", "half", folder))
     reader.read()
     assert reader.view.state == "failed"
+
     version = reader.view.version
+
     with locked(folder):
         tell(folder, phase="loading")
         reader.read()
+
     assert reader.view.state == "running" and reader.view.version > version
 
 
@@ -140,6 +144,7 @@ def test_a_new_count_is_a_beat_and_no_new_version(folder: Path) -> None:
         before = reader.view
         tell(folder, done=41, total=80)
         reader.read()
+
     assert reader.view.beat > before.beat and reader.view.version == before.version
 
 
@@ -153,6 +158,7 @@ def test_the_list_and_top_say_why_a_run_failed(folder: Path, get: Any, capsys: A
     assert "the disk &lt;is&gt; full" in text and 'class="state failed"' in text
     assert "the disk &lt;is&gt; full" in get("/runs/half", folder.parent).text
     assert "! the disk <is> full" in once()
+
     tell(folder)
     with locked(folder):
         assert "sampling, step 2" in get("/", folder.parent).text
@@ -172,10 +178,13 @@ def test_the_work_of_a_run_is_counted_and_its_failures_lead_to_their_attempts(
     text = get("/runs/lake/work", runs_folder, headers={"hx-request": "true"}).text
     assert "Dropped" in text and "state=dropped" in text
     assert get("/runs/lake/work", runs_folder).status_code == 404
+
     shutil.copytree(runs_folder, tmp_path / "copy")
+
     with (tmp_path / "copy" / "lake" / "metrics.jsonl").open("a") as log:
         row = {"step": 3, "time": 9.0, "timing_s/step": 1.0, "rollout/failed/ValueError": 2.0}
         log.write(json.dumps(row) + "\n")
+
     page = get("/runs/lake", tmp_path / "copy").text
     assert "/runs/lake/attempts?split=train&amp;error=ValueError" in page
 
@@ -196,10 +205,12 @@ def test_engines_that_live_are_counted(folder: Path) -> None:
     for name, pid in (("engine-0", 1), ("engine-1", 2)):
         one = Announcement(url="http://127.0.0.1:1", name=name, pid=pid, started_at=5, version=3)
         directory.announce(one)
+
     os.utime(folder / "engines" / "engine-1.json", (1.0, 1.0))
     (folder / "engines" / "broken.json").write_text("[")
     known = _Known()
     assert _engines(seen(folder), known) == (("engine-0", 5.0, 3),)
+
     shutil.rmtree(folder / "engines")
     assert _engines(seen(folder), known) == ()
 
@@ -213,5 +224,6 @@ def test_work_tells_how_far_an_engine_is_behind(
     EngineDirectory(run / "engines").announce(one)
     (run / "weights").mkdir()
     (run / "weights" / "latest.json").write_text(json.dumps({"version": 7, "sha256": "0" * 64}))
+
     text = get("/runs/lake/work", tmp_path / "copy", headers={"hx-request": "true"}).text
     assert "serves version 3" in text and "4 behind" in text and "version 7" in text

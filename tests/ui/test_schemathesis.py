@@ -45,6 +45,7 @@ def page_with_forms(page: dict[str, Any], token: str) -> dict[str, Any]:
             for parameter in one.get("parameters", []):
                 if parameter["name"] == "run":
                     parameter["schema"] = {"anyOf": [{"enum": ["lake"]}, {"type": "string"}]}
+
         if path in posts:
             fields: dict[str, Any] = {
                 name: {"anyOf": [{"enum": WORDS[name]}, {"type": "string"}]}
@@ -55,6 +56,7 @@ def page_with_forms(page: dict[str, Any], token: str) -> dict[str, Any]:
             fields["form"] = {"enum": [token]}
             form = {"type": "object", "properties": fields, "required": ["form", *FIELDS[path]]}
             methods["post"]["requestBody"] = {"content": {KIND: {"schema": form}}}
+
     return page
 
 
@@ -78,9 +80,23 @@ def tried(
     file.write_text(json.dumps(page))
     code, said = run_coroutine(
         schemathesis_run.found(
-            *(program, str(file), "--url", root, "--max-examples", "12", "--seed", "1"),
-            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "60"),
-            *("-H", f"Cookie: {cookie}", "-H", f"Origin: {root}", *options),
+            program,
+            str(file),
+            "--url",
+            root,
+            "--max-examples",
+            "12",
+            "--seed",
+            "1",
+            "--phases",
+            "examples,coverage,fuzzing",
+            "--request-timeout",
+            "60",
+            "-H",
+            f"Cookie: {cookie}",
+            "-H",
+            f"Origin: {root}",
+            *options,
             checks="not_a_server_error",
             cwd=cwd,
         )

@@ -43,6 +43,7 @@ def pictured(
         with dashboard(runs_folder) as url:
             yield url, "lake"
         return
+
     import subprocess
     import sys
 
@@ -50,6 +51,7 @@ def pictured(
     command = [sys.executable, "-m", "agentevo", "train", "frozen_lake", *RUN]
     where = f"run.dir={folder / 'frozen_lake'}"
     subprocess.run([*command, where], check=True, timeout=900, capture_output=True)
+
     with dashboard(folder) as url:
         yield url, "frozen_lake"
 
@@ -62,9 +64,11 @@ def take(page: Any, name: str, write: bool, place: Path, *, height: int = 860) -
     page.wait_for_timeout(400)
     text = page.inner_text("body")
     assert not re.search(r"(^|\s)/(tmp|home|root|work|Users)/", text), text
+
     folder = DOCS / "images" if write else place
     path = folder / f"dashboard-{name}.png"
     page.screenshot(path=path, animations="disabled", caret="hide")
+
     assert path.stat().st_size < MOST_BYTES
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -100,5 +104,6 @@ def test_every_picture_that_the_docs_show_is_one_of_these() -> None:
     )
     assert readme == {"dashboard-step"}
     assert shown == {f"dashboard-{name}" for name in ("run", "step", "attempt", "tokens")}
+
     for name in shown:
         assert (DOCS / "images" / f"{name}.png").stat().st_size < MOST_BYTES

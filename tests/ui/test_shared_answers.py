@@ -80,6 +80,7 @@ def test_a_page_is_made_once_for_all_who_look(lake: Path, long: None) -> None:
             assert {answer.content for answer in answers} == {first.content}
             assert memory.num_made == made
             assert answers[0].headers["content-encoding"] == "gzip"
+
             plain = await viewers[0].get(
                 "/runs/lake", headers=PART | {"accept-encoding": "gzip;q=0"}
             )
@@ -96,11 +97,13 @@ def test_a_committed_step_is_in_the_next_answer_after_its_news(lake: Path, long:
             for path in ("/runs/lake", "/runs/lake", "/", "/"):
                 await viewer.get(path)
             assert "step <b>1</b>" in (await viewer.get("/runs/lake")).text
+
             listed = (await viewer.get("/")).text
             add_step(lake / "lake", 2)
             async with asyncio.timeout(30):  # as the stream of any viewer reads it
                 while (await memory._watcher.view("lake")).step < 2:
                     await asyncio.sleep(0.05)
+
             assert "step <b>2</b>" in (await viewer.get("/runs/lake")).text
             assert (await viewer.get("/")).text != listed
 
@@ -126,6 +129,7 @@ def test_no_role_gets_the_page_of_another_in_any_order(
                 assert shown[1] == shown[-1]
                 assert not any(token in shown[place] for place in (0, 2, 3, 4))
                 assert (token in shown[1]) == (path == "/start")
+
             transport = httpx.ASGITransport(app=viewers[0]._transport.app)
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://127.0.0.1:1"
@@ -159,9 +163,11 @@ def test_what_a_viewer_sends_is_in_no_page_of_others(lake: Path, long: None) -> 
             assert "evil" not in poisoned.text + fine.text
             assert 'data-theme="dark"' in poisoned.text
             assert 'data-theme="dark"' not in fine.text
+
             part = await second.get("/runs/lake/work", headers=PART)
             assert part.status_code == 200
             assert (await first.get("/runs/lake/work")).status_code == 404
+
             made = memory.num_made
             assert (await first.get("/runs/none")).status_code == 404
             assert (await second.get("/runs/none")).status_code == 404
@@ -175,7 +181,8 @@ def test_who_leaves_takes_nothing_from_those_who_wait(
 ) -> None:
     async def scenario() -> None:
         async with visitors(lake, 2) as (memory, (first, second), _):
-            app, go = memory.app, asyncio.Event()
+            app = memory.app
+            go = asyncio.Event()
 
             async def slow(scope: Any, receive: Any, send: Any) -> None:
                 await go.wait()
@@ -184,11 +191,14 @@ def test_who_leaves_takes_nothing_from_those_who_wait(
             memory.app = slow
             leaving = asyncio.ensure_future(first.get("/runs/lake"))
             staying = asyncio.ensure_future(second.get("/runs/lake"))
+
             while not memory.num_made:
                 await asyncio.sleep(0)
+
             await asyncio.sleep(0.01)
             leaving.cancel()
             go.set()
+
             assert (await staying).status_code == 200
             assert memory.num_made == 1
 

@@ -64,8 +64,10 @@ def test_a_recipe_ships_or_lies_below_a_shown_folder(recipe: str, tmp_path: Path
     (tmp_path / "secret.yaml").write_text("a: 1")
     (shown / "link.yaml").symlink_to(tmp_path / "secret.yaml")
     (shown / "mine.yaml").write_text("a: 1")
+
     with pytest.raises(ConfigError):
         wanted(shown, recipe=recipe)
+
     assert wanted(shown, recipe="mine.yaml").recipe == str(shown / "mine.yaml")
 
 
@@ -83,6 +85,7 @@ def test_no_run_begins_within_a_run_or_where_no_folder_is_shown(tmp_path: Path) 
     for folders in ([], [tmp_path]):
         with pytest.raises(ConfigError, match="below a folder"):
             wanted_from(folders, "train", "coins", "", "new")
+
     (tmp_path / "shown" / "run").mkdir(parents=True)
     (tmp_path / "config.yaml").rename(tmp_path / "shown" / "run" / "config.yaml")
     for name in ("run/new", "run/checkpoints/new"):
@@ -91,18 +94,22 @@ def test_no_run_begins_within_a_run_or_where_no_folder_is_shown(tmp_path: Path) 
 
 
 def test_what_is_shown_of_a_start_is_no_link_and_no_pipe(tmp_path: Path) -> None:
-    outside, id = tmp_path / "outside", "0" * 32
+    outside = tmp_path / "outside"
+    id = "0" * 32
     outside.mkdir()
     (outside / "log.txt").write_text("secret")
     (outside / "start.json").write_text("{}")
+
     root = tmp_path / "shown"
     place = root / starting.STARTED / id
     place.mkdir(parents=True)
     (place / "log.txt").symlink_to(outside / "log.txt")
     os.mkfifo(place / "start.json")
     assert starting.log_of(root, id) == "" and read_start(root, id) is None
+
     (root / starting.STARTED / ("1" * 32)).symlink_to(outside)
     assert starting.log_of(root, "1" * 32) == ""
+
     (place / "log.txt").unlink()
     (place / "log.txt").write_text("its own")
     assert starting.log_of(root, id) == "its own"
@@ -123,14 +130,17 @@ def test_what_goes_on_counts_and_an_id_starts_once(
         for number, id in enumerate(ids[:2]):
             one = wanted(tmp_path, name=f"new-{number}")
             assert start(tmp_path, one, id=id, **WHO) == id
+
         ends = time.monotonic() + 90.0
         while not all(starting.is_alive(one) for one in started(tmp_path)):
             assert time.monotonic() < ends
             time.sleep(0.02)
         # Neither Ctrl-C in the dashboard's terminal nor the end of that terminal reaches them.
         assert all(os.getsid(one.process) == one.process for one in started(tmp_path))
+
         with pytest.raises(ConfigError, match="wait for one"):
             start(tmp_path, wanted(tmp_path, name="new-2"), id=ids[2], **WHO)
+
         monkeypatch.setattr(starting, "MAX_RUNNING", 3)
         first = read_start(tmp_path, ids[0])
         start(tmp_path, wanted(tmp_path, name="new-0"), id=ids[0], **WHO)
@@ -138,8 +148,10 @@ def test_what_goes_on_counts_and_an_id_starts_once(
     finally:
         for one in started(tmp_path):
             os.kill(one.process, signal.SIGKILL)
+
     while any(one.code is None for one in started(tmp_path)):
         time.sleep(0.02)
+
     assert [one.code for one in started(tmp_path)] == [-9, -9]
     assert read_start(tmp_path, "../../etc") is None
 
@@ -159,16 +171,19 @@ def test_a_recipe_is_checked_started_and_shown(tmp_path: Path) -> None:
             first = await client.post("/start", data=given | {"overrides": few}, headers=ORIGIN)
             assert first.status_code == 200, first.text
             assert not (tmp_path / starting.STARTED).exists()
+
             fields = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', first.text)
             sure = {name: html.unescape(text) for name, text in fields}
             done = await client.post("/start", data=sure, headers=ORIGIN)
             again = await client.post("/start", data=sure, headers=ORIGIN)
             assert (done.status_code, again.status_code) == (303, 303)
+
             place = done.headers["location"]
             assert again.headers["location"] == place
             async with asyncio.timeout(120.0):
                 while "exit code" not in (page := (await client.get(place)).text):
                     await asyncio.sleep(0.2)
+
             return wrong, page, place
 
     wrong, page, place = asyncio.run(pressed())
@@ -178,6 +193,7 @@ def test_a_recipe_is_checked_started_and_shown(tmp_path: Path) -> None:
     assert "exit code 0" in page, page
     assert "held-out evaluation" in page
     assert (tmp_path / "new" / "summary.json").is_file()
+
     one = read_start(tmp_path, place.rpartition("/")[2])
     assert one is not None
     assert one.who.startswith("control token ")

@@ -38,8 +38,10 @@ def test_its_numbers_are_those_of_the_log(runs_folder: Path) -> None:
     reader.read()
     log = reader.view.table
     assert (found.step, found.state, found.problem) == (2, "unknown", "")
+
     for name in ("critic/score/mean", "timing_s/step", "rollout/in"):
         assert list(found.table.series(name)[1]) == list(log.series(name)[1]) != []
+
     held_out = "val-core/frozen_lake/success/greedy"
     before, *_, after = log.series(held_out)[1]
     assert list(found.table.series(held_out)[1]) == [before, after]
@@ -49,9 +51,11 @@ def test_every_page_answers_and_the_file_stays(
     runs_folder: Path, tmp_path: Path, get: Callable[..., httpx.Response]
 ) -> None:
     shutil.copy(runs_folder / "lake" / "store.sqlite", tmp_path / "alone.sqlite")
-    url, headers = f"sqlite:///{tmp_path / 'alone.sqlite'}", {"hx-request": "true"}
+    url = f"sqlite:///{tmp_path / 'alone.sqlite'}"
+    headers = {"hx-request": "true"}
     before = hashlib.sha256((tmp_path / "alone.sqlite").read_bytes()).digest()
     assert "alone.sqlite" in get("/", url).text
+
     page = get("/runs/alone.sqlite", url).text
     assert "step <b>2</b>" in page and "Reward" in page
     assert "critic/score/mean" in get("/runs/alone.sqlite/metrics", url).text
@@ -81,16 +85,21 @@ def test_new_steps_and_a_run_that_went_back_are_seen(any_store: str) -> None:
 
         async with await open_store(any_store) as writer:
             assert await seen() == (0, [], 0)
+
             await commit(1, 0.25)
             await commit(2, 0.5)
             assert await seen() == (2, [0.25, 0.5], 2)
+
             version = reader.view.version
             assert await seen() == (2, [0.25, 0.5], 2) and reader.view.version == version
+
             await writer.rewind(1)
             await commit(2, 0.75)
             assert await seen() == (2, [0.25, 0.75], 2) and reader.view.version > version
+
             await writer.rewind(0)
             assert await seen() == (0, [], 0)
+
         await stores.close()
 
     asyncio.run(work())

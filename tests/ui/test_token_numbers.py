@@ -66,14 +66,18 @@ def test_every_trained_token_has_its_entropy_and_how_far_it_moved(
 ) -> None:
     rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     step = next(row for row in rows if row["step"] == STEP and "actor/entropy" in row)
-    entropies, moves = [], []
+
+    entropies = []
+    moves = []
     for one in trained:
         moved, entropy = measured(view_of(run_folder), one, STEP)
         for turn in one.turns:
             assert len(moved[turn.index]) == len(turn.completion_ids) == len(entropy[turn.index])
         entropies += [*entropy.values()]
         moves += [*moved.values()]
-    all_entropies, all_moves = np.concatenate(entropies), np.concatenate(moves)
+
+    all_entropies = np.concatenate(entropies)
+    all_moves = np.concatenate(moves)
     assert len(all_entropies) == step["trainer/trained_tokens"]
     assert all_entropies.mean() == pytest.approx(step["actor/entropy"], rel=0.01)
     assert abs(all_moves).max() == pytest.approx(step["actor/logprob_diff_max"], abs=0.002)
@@ -88,14 +92,17 @@ def test_a_file_that_is_damaged_or_of_other_tokens_costs_its_numbers_alone(
     path.parent.mkdir()
     one = trained[0]
     assert measured(view_of(tmp_path), one, STEP) == ({}, {})  # no file
+
     for data in (b"", b"no file of ours", b"x\x9c" + bytes(90)):
         path.write_bytes(data)
         assert read_numbers(path) == {}
+
     import zlib
 
     other: Numbers = {one.id: [SampleNumbers(bytes(8), bytes(4), bytes(2), bytes(2))]}
     path.write_bytes(zlib.compress(msgspec.msgpack.encode(other)))
     assert measured(view_of(tmp_path), one, STEP) == ({}, {})  # a path that it never took
+
     torn: Numbers = {one.id: [SampleNumbers(bytes(8), bytes(4), bytes(3), bytes(2))]}
     path.write_bytes(zlib.compress(msgspec.msgpack.encode(torn)))
     assert largest_moves(path) == {}

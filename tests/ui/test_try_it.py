@@ -34,7 +34,8 @@ from agentevo.ui.app import make_app
 from agentevo.ui.players import Key, Player, PlayerError, Players
 from agentevo.ui.sources import Sources
 
-TOKEN, CONTROL = "the-token-of-the-tests", "the-control-token-of-the-tests"
+TOKEN = "the-token-of-the-tests"
+CONTROL = "the-control-token-of-the-tests"
 ORIGIN = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"}
 WITHIN_S = 120.0
 
@@ -126,6 +127,7 @@ def test_what_can_not_be_loaded_is_told_with_what_to_do(empty_run):
     asyncio.run(visit())
     for odd in ("a--b/c..d", "x" * 5000, "\x00", "~nobody/x/y", "hf://", "../..", ""):
         assert kept_checkpoints(empty_run / "lake", {"model": {"name": odd}}).missing
+
     with pytest.raises(ConfigError, match="agentevo models get nobody/has-this"):
         find_player(empty_run / "lake", words.START, [])
 
@@ -136,6 +138,7 @@ def test_checkpoints_are_those_of_the_folder_and_of_no_link_out_of_it(runs_folde
     found = kept_checkpoints(folder, {"model": {"name": "tiny"}})
     assert found.steps
     assert found.names == [*map(str, found.steps), "start"]
+
     outside = folder / "checkpoints" / "step-000077"
     outside.symlink_to(runs_folder / "lake" / "checkpoints" / f"step-{found.steps[0]:06d}")
     (folder / "checkpoints" / "step-000078").mkdir()  # not whole
@@ -175,11 +178,14 @@ def test_what_can_not_be_asked_starts_nothing(runs_folder):
                 )
                 assert answer.status_code == 422, fields
                 assert reason in answer.json()["text"]
+
             late = await client.post("/runs/lake/try/chat", data=right)
             assert late.status_code == 403  # sent by no page
+
             shared.players.streams = 8
             many = await client.post("/runs/lake/try/chat", data=right, headers=ORIGIN)
             assert many.status_code == 429
+
             shared.players.streams = 0
             assert not shared.players.of("lake")
 
@@ -201,6 +207,7 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
                     timeout=WITHIN_S,
                 )
                 assert answer.headers["content-type"].startswith("text/event-stream")
+
                 told = events_of(answer.text)
                 assert told[-1] == ("done", {}), told
                 assert not [data for name, data in told if name == "failed"], told
@@ -208,6 +215,7 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
 
             step = re.search(r'<option value="(\d+)"', (await client.get("/runs/lake/try")).text)
             assert step
+
             hello = json.dumps([{"role": "user", "content": "<b>Hello</b>"}])
             talk = {"messages": hello, "conversation": "c", "max_new_tokens": "12"}
             both = await asyncio.gather(
@@ -220,6 +228,7 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
                 assert "data-t" in reply["html"]
                 assert "&lt;b&gt;Hello" in reply["html"]
                 assert "<b>Hello" not in reply["html"]
+
             # The same task and seed on both; a draw of its own when asked again.
             play = {"kind": "held", "number": "1"}
             played = await asyncio.gather(*(ask("play", one, **play) for one in (step[1], "start")))
@@ -228,19 +237,24 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
                 assert "Task eval-1, judged by" in shown["began"]
                 assert "Reward" in shown["ended-"]
                 assert any(name.startswith("call-") for name in shown)
+
             again = await ask("play", step[1], **play)
             replies = re.compile(r'class="message assistant.*?</div>', re.DOTALL)
             same = [replies.findall(d["html"]) for n, d in again if n == "part"]
             first = [replies.findall(d["html"]) for n, d in played[0] if n == "part"]
             assert same == first
+
             # One of its store, and a person's own words.
             source = (await shared.watcher.view("lake")).source
             async with shared.stores.reading(source) as store:
                 task = (await anext(aiter(store.tasks()))).task
+
             by_id = await ask("play", step[1], kind="task", task=task.id)
             assert f"Task {task.id}," in json.dumps([data for _, data in by_id])
+
             own = await ask("play", "start", kind="own", query="What is 1 + 1?")
             assert "nothing judges it" in json.dumps([data for _, data in own])
+
             page = (await client.get("/runs/lake/try")).text
             assert page.count(" MB</td>") == 2
 
@@ -263,6 +277,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
         try:
             events = await heard(held, key, chat("a"))
             assert isinstance(events[-1], words.Replied)
+
             (player,) = held.of("lake")
             assert player.memory_bytes > 10**8
 
@@ -276,7 +291,9 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
                     ticks += 1
                     if ticks == 2:  # a tick after the request was written
                         break
+
             assert not player.is_busy
+
             os.kill(player.process.pid, signal.SIGCONT)
             await until(lambda: words.Done("b") in told)
             assert words.Failed("b", "stopped") in told
@@ -285,6 +302,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
             # What is refused is told, and the player goes on.
             number = await heard(held, key, words.Play(id="c", number=10**6))
             assert "tasks that are held out" in number[-1].error
+
             broken = Task(id="x", environment="frozen_lake", scorer="<none>")
             (failed,) = (await heard(held, key, words.Play(id="d", task=broken)))[-1:]
             assert isinstance(failed, words.Failed | words.Ended)
@@ -294,6 +312,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
             waiting = asyncio.ensure_future(heard(held, key, chat("e")))
             await until(lambda: "e" in player.listeners)
             os.kill(player.process.pid, signal.SIGKILL)
+
             with pytest.raises(PlayerError, match="signal 9: it may have needed more memory"):
                 await waiting
             assert "signal 9" in player.problem
@@ -303,9 +322,11 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
             monkeypatch.setattr(players_module, "LOOK_S", 0.1)
             held._looking.cancel()
             assert isinstance((await heard(held, key, chat("f")))[-1], words.Replied)
+
             await until(lambda: not held.of("lake"))
         finally:
             await held.close()
+
         with pytest.raises(PlayerError, match="dashboard ends"):
             await heard(held, key, chat("g"))
 
@@ -333,27 +354,34 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
                 task = asyncio.ensure_future(heard(held, key, chat(f"a{number}")))
                 waiting.append(task)
                 await until(lambda key=key: key in held._held and held._held[key].is_busy)
+
             with pytest.raises(PlayerError, match="2 checkpoints are at work"):
                 await heard(held, keys[2], chat("b"))
+
             # Of one, too, only so many requests; a thousand more cost nothing.
             for number in range(3):
                 waiting.append(asyncio.ensure_future(heard(held, keys[0], chat(f"c{number}"))))
+
             await until(lambda: len(held._held[keys[0]].listeners) == 4)
             for number in range(1000):
                 with pytest.raises(PlayerError, match="at work"):
                     await heard(held, keys[0], chat(f"d{number}"))
             assert len(held.of("")) == 2
+
             waiting[1].cancel()
             await until(lambda: not held._held[keys[1]].is_busy)
             third = asyncio.ensure_future(heard(held, keys[2], chat("e")))
             await until(lambda: keys[2] in held._held)
             assert set(held._held) == {keys[0], keys[2]}
+
             for task in (third, *waiting):
                 task.cancel()
+
             await asyncio.gather(third, *waiting, return_exceptions=True)
             pids = [one.process.pid for one in held.of("")]
         finally:
             await held.close()
+
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
@@ -420,6 +448,7 @@ def test_a_player_ends_with_whoever_has_begun_it(runs_folder):
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
+
     process.stdin.close()  # as a dashboard that was killed leaves it, in the middle of loading
     process.stdout.read()
     assert process.wait(WITHIN_S) == 0
@@ -437,13 +466,16 @@ def test_in_a_browser_two_checkpoints_answer_and_play(control_url, visit):
         page.wait_for_selector(f"[data-side={side}] details[data-tokens]")
         assert page.locator(f"[data-side={side}] .message.user b").count() == 0
         assert "ready" in page.inner_text(f"[data-side={side}] [data-state]")
+
     page.click("[data-side=left] details[data-tokens] summary")
     page.hover("[data-side=left] [data-t]")
     assert "log-prob" in page.inner_text("#token-box")
+
     visitor.check_accessible()
     page.fill("textarea[name=message]", "And then?")
     page.click("button[type=submit]")
     visitor.until("document.querySelectorAll('[data-side=left] details[data-tokens]').length === 2")
+
     for width, mode in ((1280, "light"), (360, "dark")):
         player = visit(control_url, width=width, color_scheme=mode)
         page = player.go("/runs/lake/try?mode=play")
@@ -454,8 +486,10 @@ def test_in_a_browser_two_checkpoints_answer_and_play(control_url, visit):
         for side in ("left", "right"):
             page.wait_for_selector(f"[data-side={side}] .parts")
             assert page.locator(f"[data-side={side}] .turn").count() > 0
+
         page.wait_for_selector("#players table")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
         player.check_accessible()
 
 
@@ -471,9 +505,11 @@ def test_closing_the_browser_in_the_middle_makes_room(control_url):
         page = client.get(f"{root}/runs/lake/try").text
         found = re.search(r'name="form" value="(\w+)"', page)
         assert found
+
         data = {"form": found[1], "which": "start", "messages": MESSAGE, "conversation": "c"}
         where = f"{root}/runs/lake/try/chat"
         assert "event: reply" in client.post(where, data=data, headers=headers).text
+
         part = client.get(f"{root}/runs/lake/try/players").text
         pid = int(re.search(r'name="pid" value="(\d+)"', part)[1])
         os.kill(pid, signal.SIGSTOP)
@@ -486,10 +522,13 @@ def test_closing_the_browser_in_the_middle_makes_room(control_url):
                     if "event: state" in first or time.monotonic() > ends:
                         break
                     time.sleep(0.05)  # the server has not heard yet that the last one is gone
+
                 assert "event: state" in first
         finally:
             os.kill(pid, signal.SIGCONT)
+
         assert "event: reply" in client.post(where, data=data, headers=headers).text
+
         ended = client.post(
             f"{root}/runs/lake/try/end", data={"form": found[1], "pid": pid}, headers=headers
         )

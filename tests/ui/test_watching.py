@@ -43,7 +43,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_are_found_below_and_links_are_not_followed(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "runs", tmp_path / "elsewhere"
+    inside = tmp_path / "runs"
+    outside = tmp_path / "elsewhere"
     make_run(inside / "a" / "b")
     make_run(outside / "secret")
     (inside / "link").symlink_to(outside)
@@ -67,9 +68,11 @@ def test_a_store_outside_of_what_is_shown_is_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "runs" / "a")
     url = f"sqlite:///{tmp_path / 'other.sqlite'}"
     (folder / "config.yaml").write_text(f"store: {{url: '{url}'}}\n")
+
     shown = Sources([str(tmp_path / "runs")])
     with pytest.raises(ConfigError, match="outside of the folders"):
         shown.store_url(shown.runs()["a"])
+
     both = Sources([str(tmp_path / "runs"), url])
     source = next(one for one in both.runs().values() if one.folder)
     assert both.store_url(source) == url
@@ -98,6 +101,7 @@ def test_news_tell_of_steps_and_of_runs_that_begin_later(tmp_path: Path, quick: 
 
         task = asyncio.ensure_future(listen())
         await until(at("first", 1))
+
         known = watcher.version(LIST)
         make_run(tmp_path / "later", 4)
         await until(lambda one: isinstance(one, int) and one > known)
@@ -107,9 +111,11 @@ def test_news_tell_of_steps_and_of_runs_that_begin_later(tmp_path: Path, quick: 
         await until(at("later", 5))
         await until(at("first", 2))
         assert watcher._viewers["first"] == 1
+
         await watcher.close()
         async with asyncio.timeout(60):
             await task
+
         assert watcher._viewers == {}
 
     asyncio.run(work())
@@ -123,14 +129,17 @@ def test_without_viewers_nothing_is_read(tmp_path: Path, quick: None) -> None:
         await watcher.view("a")
         stream = watcher.news(["a"])
         assert await anext(stream) is not None
+
         await stream.aclose()  # type: ignore[attr-defined]
         version = watcher.version("a")
         add_step(tmp_path / "a", 2)
         await asyncio.sleep(0.2)
+
         assert watcher.version("a") == version
         assert (await watcher.view("a")).step == 2
         with pytest.raises(UnknownRunError):
             await watcher.view("gone")
+
         await watcher.close()
 
     asyncio.run(work())
@@ -149,9 +158,11 @@ def test_a_runs_file_does_not_choose_which_server_is_asked(url: str, tmp_path: P
     """It would get any environment variable of ours as the password."""
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").write_text(json.dumps({"store": {"url": url}}))
+
     shown = Sources([str(tmp_path)])
     with pytest.raises(ConfigError, match="a database elsewhere"):
         shown.store_url(shown.runs()["a"])
+
     if "://" in url:
         both = Sources([str(tmp_path), url])
         source = next(one for one in both.runs().values() if one.folder)

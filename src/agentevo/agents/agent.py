@@ -80,6 +80,7 @@ class FunctionAgent:
         if self.needs_session:
             with captured(policy.session.base, policy.api_key), policy.texts.current():
                 returned = await self._returned(task)
+
             await policy.settle()
             if not policy.was_asked:
                 raise NoCallError(
@@ -92,6 +93,7 @@ class FunctionAgent:
             with policy.texts.current():
                 returned = await self._returned(task, policy)
             await policy.settle()
+
         try:
             if isinstance(returned, list) and not policy.agents:
                 taken = policy.conversation.received
@@ -101,9 +103,11 @@ class FunctionAgent:
                         f"{len(taken)} turns: give one for each"
                     )
                 return _of_turns(dict(zip(taken, returned, strict=True)))
+
             if returned is None:
                 given = outcome_of_rewards(policy.posted, policy.received)
                 return outcome_of(given, policy.rewarded)
+
             outcome = outcome_of(returned, policy.rewarded)
             return outcome if policy.has_replied else _by_index(outcome, policy.received)
         except (TypeError, ValueError) as error:
@@ -137,6 +141,7 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
     several. Raises TypeError or ValueError for anything else."""
     if agents:
         return _of_agents(returned, agents)
+
     if isinstance(returned, Outcome):
         if returned.agents:
             raise ValueError(
@@ -144,16 +149,19 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
                 "this run has none: name them in the recipe's section agents"
             )
         return _plain(returned)
+
     if returned is None:
         return Outcome(reward=None)
     if isinstance(returned, list):
         return _of_turns(dict(enumerate(returned)))
+
     if isinstance(returned, Mapping):
         if returned and all(type(name) is int for name in returned):
             return _of_turns(returned)
         parts = named_parts(returned, "the mapping that the agent returned")
         reward = plain_number(sum(parts.values()), "the agent's reward")
         return Outcome(reward=reward, success=reward >= 1.0, reward_parts=parts)
+
     try:
         reward = plain_number(returned, "the agent's reward")
     except TypeError:
@@ -161,6 +169,7 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
             f"the agent returned a {type(returned).__name__}: return a number, a mapping of named "
             "rewards, a list with one for each turn, or an agentevo.Outcome"
         ) from None
+
     return Outcome(reward=reward, success=reward >= 1.0)
 
 
@@ -170,22 +179,26 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
         by_agent: Mapping[Any, Any] = returned.agents
         returned = msgspec.structs.replace(returned, agents={})
     elif isinstance(returned, Mapping) and not returned.keys().isdisjoint(agents):
-        by_agent, returned = returned, None
+        by_agent = returned
+        returned = None
     else:
         by_agent = {}
         if isinstance(returned, Mapping):
             _check_no_slip(returned, agents)
+
     unknown = next((name for name in by_agent if name not in agents), None)
     if unknown is not None:
         raise ValueError(
             f"a reward is of {shown(unknown)}, which is no agent: they are {', '.join(agents)}"
         )
+
     everybody = outcome_of(returned)
     if everybody.turn_rewards:
         raise ValueError(
             "rewards of turns are one agent's: return them by its name, such as "
             f'{{"{agents[0]}": [0.0, 1.0]}}'
         )
+
     own = {name: outcome_of(one) for name, one in by_agent.items()}
     return msgspec.structs.replace(everybody, agents=own)
 
@@ -213,6 +226,7 @@ def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcom
                 f"the {who}'s turn_rewards name the turn {unknown}, but it took {len(taken)}: the "
                 "first is 0"
             )
+
         return {taken[turn]: reward for turn, reward in rewards.items()}
 
     return msgspec.structs.replace(
@@ -232,12 +246,14 @@ def _of_turns(rewards: Mapping[Any, Any]) -> Outcome:
 
 
 def _plain(outcome: Outcome) -> Outcome:
-    reward, turn_rewards = outcome.reward, outcome.turn_rewards
+    reward = outcome.reward
+    turn_rewards = outcome.turn_rewards
     if not isinstance(turn_rewards, Mapping):
         raise TypeError(
             f"the agent's turn_rewards is {shown(turn_rewards)}: give a mapping from turns to "
             "rewards"
         )
+
     return Outcome(
         reward=None if reward is None else plain_number(reward, "the agent's reward"),
         success=plain_bool(outcome.success, "the agent's success"),
@@ -260,6 +276,7 @@ def _metrics(given: Any) -> dict[str, float]:
             f"the agent's metrics have the name {taken!r}, which parts of the reward have: choose "
             "another, or give it in reward_parts"
         )
+
     return metrics
 
 
@@ -283,9 +300,11 @@ def make_agent(
             "give it again there (`agentevo.load_run(folder, agent=...)`), or register it with "
             "@agentevo.agent(NAME) in a file that the recipe imports"
         )
+
     registered = agents.get(section.type)
     if not inspect.isclass(registered):
         return FunctionAgent(registered)
+
     plays_environment = getattr(registered, "plays_environment", False)
     given: list[Any] = [section, make_environment] if plays_environment else [section]
     player = make_player(section, *given)
@@ -298,11 +317,13 @@ def _takes(registered: Any, options: Sequence[Any]) -> bool:
     owner = next(one for one in registered.__mro__ if "__init__" in vars(one))
     if getattr(owner, "_is_protocol", False):
         return False
+
     signature = inspect.signature(registered)
     try:
         signature.bind(*options)
     except TypeError:
         return bool(signature.parameters)  # it says itself what it lacks
+
     return True
 
 

@@ -29,9 +29,11 @@ def given_files(task: Task) -> dict[str, bytes]:
     given = task.metadata.get(FILES)
     if given is None:
         return {}
+
     form = 'give {"path": "text"}, or {"path": {"base64": "..."}}'
     if not isinstance(given, dict):
         raise ConfigError(f"task {task.id}: files is a {type(given).__name__}: {form}")
+
     try:
         return check_files({path: _content(path, one) for path, one in given.items()})
     except (TypeError, ValueError) as error:
@@ -41,11 +43,13 @@ def given_files(task: Task) -> dict[str, bytes]:
 def _content(path: str, given: Any) -> bytes:
     if isinstance(given, str):
         return given.encode()
+
     if isinstance(given, dict) and given.keys() == {"base64"} and isinstance(given["base64"], str):
         try:
             return base64.b64decode(given["base64"], validate=True)
         except binascii.Error as error:
             raise ValueError(f"{path[:100]!r} is no base64 ({error})") from error
+
     raise TypeError(f"{path[:100]!r} is neither a text nor base64")
 
 
@@ -54,7 +58,9 @@ class AttemptFiles:
 
     def __init__(self, task: Task, policy: Policy, limit: int) -> None:
         """Raises ConfigError for files of a task that have another form."""
-        self._given, self._policy, self._limit = given_files(task), policy, limit
+        self._given = given_files(task)
+        self._policy = policy
+        self._limit = limit
         self._are_there = False
         self._left_out: set[str] = set()
 
@@ -92,9 +98,11 @@ class AttemptFiles:
         limit goes. A sandbox that can't give them costs the files alone."""
         if not changed:
             return
+
         if not self._limit:
             self._left_out.update(changed)
             return
+
         async with record_call("sandbox", "keep_files") as call:
             try:
                 left_out = await self._read(sandbox, changed)
@@ -107,10 +115,12 @@ class AttemptFiles:
         """Returns how many were left out."""
         sizes = await sandbox.files()
         kept = {path: one for path, one in self._policy.files.items() if path not in changed}
-        left_out, size = set[str](), sum(map(len, kept.values()))
+        left_out = set[str]()
+        size = sum(map(len, kept.values()))
         for path in changed:
             if path not in sizes:
                 continue  # deleted
+
             fits = len(kept) < MOST_FILES and size + sizes[path] <= self._limit
             if fits and is_inner_path(path):
                 content = await sandbox.read_file(path)
@@ -119,7 +129,9 @@ class AttemptFiles:
                     kept[path] = content
                     continue
                 size -= len(content)
+
             left_out.add(path)
+
         self._policy.keep_files(kept)
         self._left_out = self._left_out.difference(changed) | left_out
         return len(left_out)

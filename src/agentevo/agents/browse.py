@@ -72,6 +72,7 @@ class Browse:
             ids = self._tokenizer.encode(head, add_special_tokens=False)
             if len(ids) > section.max_prompt_length:
                 head = self._tokenizer.decode(ids[: section.max_prompt_length])
+
         is_cut = len(head) < len(text)
         is_long = is_cut or len(ids) > section.min_prompt_length
         return head + LEFT_OUT if is_cut else text, is_long
@@ -90,7 +91,8 @@ class Reader:
     """Summaries for one attempt. Calls may overlap."""
 
     def __init__(self, browse: Browse, policy: Policy) -> None:
-        self._browse, self._policy = browse, policy
+        self._browse = browse
+        self._policy = policy
         self._counts: Counter[str] = Counter()
 
     @property
@@ -105,12 +107,15 @@ class Reader:
         names = {call.name, *spec.names}
         if not any(fnmatchcase(name, one) for name in names for one in section.browse_tools):
             return None
+
         purpose = self._purpose(spec, call)
         if _WHOLE.search(purpose):
             return None
+
         content, is_long = await self._browse.clipped(text, self._policy)
         if not is_long:
             return None
+
         until = time.monotonic() + section.timeout_s
         pages = content.split(section.page_separator, section.max_pages - 1)
         read = await gather_all([self._read(one, purpose, until) for one in pages])
@@ -118,11 +123,14 @@ class Reader:
             self._counts["num_summaries"] += 1
             told = f"[a summary of {len(text):,} characters, made for: {purpose}]\n"
             return Condensed(text=told + section.page_separator.join(map(str, read)))
+
         self._counts["num_failed_summaries"] += 1
         problems = [line for one in read if not isinstance(one, str) for line in one]
         self._browse.tell(problems)
+
         if not any(isinstance(one, str) for one in read):
             return Condensed(text=FAILED + text, problem="; ".join(problems))
+
         parts = [
             one if isinstance(one, str) else FAILED + page
             for one, page in zip(read, pages, strict=True)
@@ -135,10 +143,12 @@ class Reader:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = {}
+
         for key in PURPOSE_KEYS:
             given = arguments.get(key) if isinstance(arguments, dict) else None
             if isinstance(given, str) and given.strip():
                 return given.strip()[:LONGEST_PURPOSE]
+
         known = self._browse.section.default_purpose
         return next((known[name] for name in (call.name, *spec.names) if name in known), PURPOSE)
 
@@ -162,7 +172,10 @@ class Reader:
             except AgentEvoError as error:
                 problems.append(f"{name}: {error}")
                 continue
+
             if reply.text.strip():
                 return reply.text.strip()
+
             problems.append(f"{name}: its answer is empty")
+
         return problems

@@ -94,12 +94,15 @@ def _marked(request: Any) -> Any:
     key = _key_for(str(request.url))
     if key is None:
         return request
+
     marked = object.__new__(type(request))  # httpx's leaves its body out of copy.copy
     vars(marked).update(vars(request))
+
     marked.headers = request.headers.copy()
     marked.headers[HEADER] = key
     for name, value in trace_headers().items():
         marked.headers.setdefault(name, value)
+
     return marked
 
 
@@ -155,6 +158,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
         url = fullurl if isinstance(fullurl, str) else fullurl.full_url
         if (key := _key_for(url)) is None:
             return original(self, fullurl, data, *args, **options)
+
         from urllib.request import Request
 
         request = Request(fullurl) if isinstance(fullurl, str) else copy(fullurl)
@@ -164,6 +168,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
         for name, value in trace_headers().items():
             if not request.has_header(name.capitalize()):
                 request.add_unredirected_header(name, value)
+
         return original(self, request, data, *args, **options)
 
     return open_url
@@ -183,6 +188,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
                 run()
 
             self.run = run_in_session  # type: ignore[method-assign]
+
         original(self)
 
     return start
@@ -251,15 +257,18 @@ class _Capture(importlib.abc.MetaPathFinder):
                     "agent take the policy, and give its client base_url=policy.base_url and "
                     "api_key=policy.api_key"
                 )
+
             if not self._num_attempts:
                 self._gateway_url = gateway_url
                 self._set = client_variables(gateway_url, PLACEHOLDER_KEY)
                 self._before = {name: os.environ.get(name) for name in self._set}
                 _set_variables(self._set)
                 sys.meta_path.insert(0, self)
+
             self._num_attempts += 1
             self._patch(threading.Thread, "start", _starting)
             self._patch(ThreadPoolExecutor, "submit", _submitting)
+
             for name in _MODULES:
                 self._patch_module(sys.modules.get(name))
 
@@ -268,6 +277,7 @@ class _Capture(importlib.abc.MetaPathFinder):
             self._num_attempts -= 1
             if self._num_attempts:
                 return
+
             sys.meta_path.remove(self)
             _set_variables(
                 {
@@ -293,6 +303,7 @@ class _Capture(importlib.abc.MetaPathFinder):
         """Lets the other finders find the module, and patches it once it is executed."""
         if fullname not in _MODULES:
             return None
+
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -309,6 +320,7 @@ class _Capture(importlib.abc.MetaPathFinder):
 
             with contextlib.suppress(AttributeError):  # else the next attempt patches it
                 loader.exec_module = exec_module  # type: ignore[method-assign]
+
         return spec
 
     def _patch_module(self, module: ModuleType | None) -> None:

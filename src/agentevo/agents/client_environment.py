@@ -30,4 +30,5 @@ def client_variables(
         others = environment.get("no_proxy") or environment.get("NO_PROXY")
         hosts = ",".join(filter(None, [others, urlsplit(gateway_url).hostname]))
         variables |= {"NO_PROXY": hosts, "no_proxy": hosts}
+
     return variables

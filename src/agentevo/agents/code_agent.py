@@ -117,6 +117,7 @@ class CodeAgent:
         if asks_once(task):
             asked = conversation_of(task, system=None, instruction=self._section.instruction)
             return await ask_once(asked, policy)
+
         progress = _Progress()
         files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
         async with AsyncExitStack() as stack:
@@ -126,11 +127,13 @@ class CodeAgent:
                 functions = _functions(tools, progress)
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
                 await files.put(sandbox)
+
             asked = with_system(self._opening(task, policy, tools, files), tools.instructions)
             interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
             history = History(asked, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
             said = await said_by(tools)
+
         return outcome_with_tools(
             tools,
             said,
@@ -166,7 +169,8 @@ class CodeAgent:
         self, history: History, policy: Policy, python: _Interpreter, progress: _Progress
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
-        section, num_tokens = self._section, 0
+        section = self._section
+        num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
                 reply = await history.answered(policy.generate, policy)
@@ -174,8 +178,10 @@ class CodeAgent:
                 if not progress.turn_rewards:
                     raise
                 return "context"
+
             progress.turn_rewards[reply.turn] = 0.0
             num_tokens += policy.num_tokens(reply.turn)[1]
+
             text = reply.answer
             code = read_code(text)
             unfinished = is_unfinished(text)
@@ -183,20 +189,24 @@ class CodeAgent:
                 return "answer"
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"
+
             if code is None:
                 observation = _NOT_CLOSED if unfinished else _NO_ANSWER
                 failed = unfinished
             else:
                 observation, failed = await python.ran(code)
                 progress.num_blocks += 1
+
             progress.num_failed += failed
             progress.turn_rewards[reply.turn] += progress.earned
             progress.turn_rewards[reply.turn] -= section.code_penalty if failed else 0.0
             progress.total_earned += progress.earned
             progress.earned = 0.0
+
             if turns_left:
                 history.add(reply.message, [Message("user", observation)])
                 await history.look(reply.turn, policy)
+
         return "turns"
 
     def _is_final(self, text: str) -> bool:
@@ -219,12 +229,15 @@ class _Interpreter:
             execution = await self.sandbox.run(code)
             if is_new:
                 execution = msgspec.structs.replace(execution, is_new=True)
+
             text = shortened(_written(execution), self.max_output_chars)
             call.keep(output=text)
             if execution.error is not None:
                 call.outcome("failed", f"{execution.error.type}: {execution.error.message}")
+
         if execution.files_lost:
             self.files.lost()
+
         await self.files.keep(self.sandbox, execution.files)
         return text, execution.error is not None
 
@@ -237,8 +250,10 @@ def _written(execution: Execution) -> str:
         parts.append(error.traceback.rstrip() or f"{error.type}: {error.message}")
         if not execution.is_alive:
             parts.append("The interpreter has ended: variables are lost.")
+
     if execution.is_new:
         parts.insert(0, "A new interpreter has started: earlier variables are lost.")
+
     return "Output:\n" + ("\n".join(part for part in parts if part) or "(nothing was printed)")
 
 
@@ -252,6 +267,7 @@ def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxToo
             description=function.description,
             call=_caller(tools, function.tool, progress),
         )
+
     return functions
 
 
@@ -276,6 +292,7 @@ def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_Function]:
             parameters=tuple(function["parameters"].get("properties") or {}),
             description=function["description"],
         )
+
     return list(functions.values())
 
 
@@ -291,6 +308,7 @@ def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
         progress.earned += result.reward
         if result.is_error:
             raise ToolError(result.text.removeprefix("Error: "))
+
         try:
             return json.loads(result.text)
         except (ValueError, RecursionError):

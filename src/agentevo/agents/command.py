@@ -56,9 +56,11 @@ class CommandAgent:
         """Raises ConfigError for a program that is not there."""
         self._section = section
         self._words = shlex.join(section.command)
+
         self._cwd = section.cwd
         if self._cwd is not None and not self._cwd.is_dir():
             raise ConfigError(f"agent.cwd: {self._cwd} is no folder")
+
         program = Path(section.command[0])
         path = section.env.get("PATH", os.environ.get("PATH"))
         is_path = os.sep in section.command[0]
@@ -68,24 +70,29 @@ class CommandAgent:
                 f"agent.command: there is no program {section.command[0]!r}"
                 + ("" if is_path else " on the PATH")
             )
+
         self._at_once = asyncio.Semaphore(section.max_processes or 4 * (os.cpu_count() or 1))
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. Raises CommandFailedError and NoCallError."""
         with policy.waiting():
             await self._at_once.acquire()
+
         try:
             session = policy.session
             ended = await self._ended(task, policy, session)
         finally:
             self._at_once.release()
+
         if ended.code:
             raise CommandFailedError(self._failure(ended))
+
         if not policy.was_asked:
             raise NoCallError(
                 f"{self._words} made no call to the policy, which is at {session.base_url}: let "
                 "its client take OPENAI_BASE_URL and OPENAI_API_KEY from the environment"
             )
+
         printed = printed_reward(ended.stdout)
         given = [*session.posted, *([printed] if printed is not None else [])]
         return outcome_of_rewards(given, policy.received)
@@ -121,6 +128,7 @@ class CommandAgent:
             number = -ended.code
             known = number in set(signal.Signals)
             how = f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
+
         said = ended.stderr.rstrip()
         more = f"\n{said[-SHOWN:]}" if "\n" in said else ""
         return f"{self._words} {how}: {_reason(said)}{more}"
@@ -159,6 +167,7 @@ def variables(
     contents = {"AGENTEVO_TASK": msgspec.json.encode(task)}
     if texts:
         contents["AGENTEVO_TEXTS"] = msgspec.json.encode(dict(texts))
+
     with tempfile.TemporaryDirectory(prefix="agentevo-task-", ignore_cleanup_errors=True) as folder:
         for name, content in contents.items():
             if len(content) <= LARGEST_TASK:
@@ -167,6 +176,7 @@ def variables(
             path = Path(folder) / f"{name.rpartition('_')[2].lower()}.json"
             path.write_bytes(content)
             given[f"{name}_FILE"] = str(path)
+
         yield given
 
 

@@ -51,6 +51,7 @@ def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | Non
     else:
         match = _PATTERNS["think_answer"].fullmatch(text)
         content = match.group(1) if match else ""
+
     parts = content.split(section.action_separator) if section.actions_per_turn > 1 else [content]
     actions = [part.strip() for part in parts if part.strip()]
     return actions[: section.actions_per_turn] or None
@@ -77,6 +78,7 @@ def answer_instructions(section: EnvironmentAgentSection) -> str:
         return f"Answer with {several}." if section.actions_per_turn > 1 else ""
     if section.format == "answer":
         return f"Answer with {several} like this: <answer>...</answer>"
+
     return f"Think first, then answer with {several}: <think>...</think><answer>...</answer>"
 
 
@@ -145,7 +147,9 @@ class EnvironmentAgent:
     def __init__(
         self, section: EnvironmentAgentSection, make: Callable[[], TextEnvironment]
     ) -> None:
-        self._make, self._section, self._pace = make, section, Pace()
+        self._make = make
+        self._section = section
+        self._pace = Pace()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run: plays the environment that `task.seed` makes."""
@@ -175,6 +179,7 @@ class EnvironmentAgent:
                     # A full context is a limit like any other: what was earned until then counts.
                     episode.truncated = True
                     break
+
                 answer = (
                     reply.opening + reply.text
                     if self._section.format == "think_answer"
@@ -183,6 +188,7 @@ class EnvironmentAgent:
                 await self._act(thread, environment, episode, reply.turn, answer)
                 if episode.over:
                     break
+
                 messages = next_messages(
                     messages, reply.message, environment, episode.observation, section
                 )
@@ -192,6 +198,7 @@ class EnvironmentAgent:
             with suppress(Exception):  # what it raised first is the reason
                 await thread.end(close)
             raise
+
         await thread.end(close)
         return Outcome(
             reward=sum(episode.turn_rewards.values()),
@@ -218,7 +225,8 @@ class EnvironmentAgent:
     ) -> None:
         """Takes the actions of one answer."""
         actions = parse_answer(text, self._section)
-        reward, broken = 0.0, actions is None
+        reward = 0.0
+        broken = actions is None
         episode.num_format_errors += broken
         for action in actions or []:
             observation, step_reward, terminated, truncated, info = await thread.call(
@@ -234,6 +242,7 @@ class EnvironmentAgent:
             episode.num_invalid += not valid
             episode.num_effective += effective
             broken |= not valid
+
             episode.success |= success
             terminated = plain_bool(terminated, "`terminated` of the environment's step()")
             truncated = plain_bool(truncated, "`truncated` of the environment's step()")
@@ -241,6 +250,7 @@ class EnvironmentAgent:
             if terminated or truncated:
                 episode.over = True
                 break
+
         penalty = self._section.format_penalty if broken else 0.0
         episode.turn_rewards[turn] = reward - penalty
         episode.earned += reward
@@ -287,18 +297,24 @@ def demonstrate(
             best = environment.optimal_action()
             if best is None:
                 break
+
             action = environment.random_action(rng) if rng.random() < random_rate else best
             observation, _, terminated, truncated, info = environment.step(action)
             actions.append(action)
             success |= bool(info["success"])
             over = terminated or truncated
+
         if not actions:
             break
+
         reply = Message("assistant", format_answer(actions, section))
         conversations.append([*messages, reply])
         if over:
             break
+
         messages = next_messages(messages, reply, environment, observation, section)
+
     if not conversations:
         return None
+
     return Demonstration(conversations if section.memory == "turn" else conversations[-1:], success)

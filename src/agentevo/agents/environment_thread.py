@@ -71,6 +71,7 @@ class EnvironmentThread:
                 f"{len(_hung)} environments of this process hang and keep their threads: give "
                 "their tools deadlines of their own, and start anew"
             )
+
         self._pace = pace
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._pending: Future[Any] | None = None
@@ -97,8 +98,10 @@ class EnvironmentThread:
             raise EnvironmentFailure(
                 f"the environment hangs: no answer in {within_s:g} s"
             ) from None
+
         if error is not None:
             raise error
+
         return answer.result()
 
     def end_now(self, close: Callable[[], None]) -> str | None:
@@ -112,8 +115,10 @@ class EnvironmentThread:
                 error = closing.exception(timeout=CLOSE_S)
         except TimeoutError:
             error = EnvironmentFailure(f"its close() hangs: no answer in {CLOSE_S:g} s")
+
         if not closing.done():
             _hung.add(self)
+
         self._calls.put(None)
         return None if error is None else described(error)
 
@@ -129,6 +134,7 @@ class EnvironmentThread:
             if not closing.done():
                 _hung.add(self)  # before the thread can end, which takes it out
             self._calls.put(None)
+
         if idle and closing.done():
             closing.result()
 
@@ -162,6 +168,7 @@ class EnvironmentThread:
                 answer.set_exception(_as_failure(error))
             else:
                 answer.set_result(result)
+
         _hung.discard(self)
 
 

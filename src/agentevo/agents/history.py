@@ -79,10 +79,12 @@ class History:
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
         """Makes the history shorter; false where nothing is left to cut. `tools` are those that the
         policy is told of. Raises what asking for a summary raises, but RequestTooLongError."""
-        section, keep = self.section, self.section.keep_turns
+        section = self.section
+        keep = self.section.keep_turns
         old = self._rounds[: len(self._rounds) - keep]
         if section.strategy == "full" or not old:
             return False
+
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
             cut = [Round(one.reply, [_emptied(answer) for answer in one.answers]) for one in old]
@@ -93,6 +95,7 @@ class History:
             if section.strategy == "summary":
                 self._summary = await self._summarised(old, policy, tools)
             self._rounds = recent
+
         self.num_cuts += 1
         return True
 
@@ -108,14 +111,17 @@ class History:
         return self._summary
 
     async def _summary_of(self, rounds: list[Round], policy: Policy, tools: Tools) -> str:
-        now, self._rounds = self._rounds, rounds
+        now = self._rounds
+        self._rounds = rounds
         try:
             asked = [*self.messages, Message("user", self.section.summary_prompt)]
         finally:
             self._rounds = now
+
         name = self.section.summary_model
         if name is not None:
             return (await policy.model(name).generate(asked)).text.strip()
+
         # With the same tools the request extends what the policy has seen.
         return (await policy.generate(asked, tools=tools)).answer.strip()
 

@@ -39,6 +39,7 @@ def check_agent_names(tasks: Iterable[Task], kind: str) -> None:
     known = NAMES.get(kind)
     if known is None:
         return
+
     for task in tasks:
         name = task.metadata.get(AGENT_NAME)
         if name is not None and name not in known:

@@ -129,8 +129,10 @@ class Policy:
             name: Policy(own, door, texts=self.texts) for name, own in agents.items()
         }
         self._remote_agents = remote_agents
+
         for name, model in remote_agents.items():
             self._agents[name] = self.model(model, name)
+
         self.files: dict[str, bytes] = {}
         """What `keep_files` was given, by path."""
         self._door = door
@@ -232,7 +234,8 @@ class Policy:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A block in which the attempt waits for its turn: that is no part of its time."""
-        began, before = time.monotonic(), self._waited_s
+        began = time.monotonic()
+        before = self._waited_s
         self._waits_since = began
         try:
             yield
@@ -322,7 +325,8 @@ class Policy:
         for a form that can't be followed, RequestTooLongError when the context is full,
         DeadlineExceededError when the engine is late.
         """
-        conversation, asked = self._single(), _checked(prompt)
+        conversation = self._single()
+        asked = _checked(prompt)
         self._has_replied = True
         turns = await conversation.complete(
             asked,
@@ -380,7 +384,9 @@ class RemoteHandle:
     """A remote model as an agent sees it. Calls may overlap."""
 
     def __init__(self, remote: RemoteConversations, name: str, agent: str) -> None:
-        self._remote, self.name, self.agent = remote, name, agent
+        self._remote = remote
+        self.name = name
+        self.agent = agent
 
     @overload
     async def generate(
@@ -457,6 +463,7 @@ def overrides_of(
     given = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
         given["stop_strings"] = [stop] if isinstance(stop, str) else stop
+
     try:
         overrides = msgspec.convert(given, SamplingOverrides) if given else None
         for name, value in (overrides.given() if overrides is not None else {}).items():
@@ -475,6 +482,7 @@ def _check_override(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {shown(value)}: give at most {_LARGEST[name]:g}")
     if name == "temperature" and 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"temperature is {value}: give {LOWEST_TEMPERATURE:g} or more, or 0")
+
     if name == "stop_strings":
         if len(value) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_STRING for text in value):
             raise ValueError(

@@ -29,8 +29,10 @@ def printed_reward(stdout: str) -> PostedReward | None:
         content = msgspec.json.decode(last) if last.startswith("{") else None
     except (msgspec.DecodeError, RecursionError):
         return None
+
     if not isinstance(content, dict) or content.keys().isdisjoint({"reward", "rewards"}):
         return None
+
     try:
         return msgspec.convert(content, PostedReward)
     except msgspec.ValidationError as error:
@@ -61,7 +63,8 @@ class RewardSums:
     def add(self, rewards: Sequence[PostedReward]) -> None:
         """All of them or none. Raises TypeError or ValueError for rewards that the attempt's
         outcome could not hold with those before them."""
-        parts, turns = dict(self._parts), dict(self._turns)
+        parts = dict(self._parts)
+        turns = dict(self._turns)
         for one in rewards:
             check_posted(one)
             if one.rewards:
@@ -80,7 +83,9 @@ class RewardSums:
                         f"before it sum to {total:g}: give all of those first, or leave one of the "
                         "two kinds out"
                     )
-        self._parts, self._turns = parts, turns
+
+        self._parts = parts
+        self._turns = turns
 
 
 def outcome_of_rewards(
@@ -97,7 +102,8 @@ def outcome_of_rewards(
         return _outcome([one for one in given if one.agent == agent], turns)
 
     names = dict.fromkeys(one.agent for one in given if one.agent is not None)
-    everybody, agents = outcome(None), {name: outcome(name) for name in names}
+    everybody = outcome(None)
+    agents = {name: outcome(name) for name in names}
     return msgspec.structs.replace(everybody, agents=agents)
 
 
@@ -109,16 +115,19 @@ def _outcome(given: Sequence[PostedReward], received: Sequence[int] | None) -> O
         parts |= _checked(one.rewards)
         if one.reward is None:
             continue
+
         reward = plain_number(one.reward, "the reward")
         if one.turn is None:
             total = reward
         else:
             turn = _turn(one.turn, received)
             turns[turn] = turns.get(turn, 0.0) + reward
+
     if total is None:
         if not (parts or turns):
             return Outcome(reward=None)
         total = math.fsum((parts or turns).values())
+
     return Outcome(reward=total, success=total >= 1.0, reward_parts=parts, turn_rewards=turns)
 
 

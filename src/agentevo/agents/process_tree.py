@@ -54,7 +54,9 @@ class ProcessTree:
         self, command: Sequence[str], *, cwd: Path | None, environment: Mapping[str, str], mark: str
     ) -> None:
         """`mark` names the variable of the environment whose value no other process has."""
-        self._command, self._cwd, self._environment = list(command), cwd, dict(environment)
+        self._command = list(command)
+        self._cwd = cwd
+        self._environment = dict(environment)
         self._mark = (mark, self._environment[mark])
         self._stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,6 +89,7 @@ class ProcessTree:
         finally:
             _alive.discard(self)
             self.ended.set()
+
         return Ended(self._process.returncode, self.written("stdout"), self.written("stderr"))
 
     def _read_until_over(self, process: subprocess.Popen[bytes]) -> None:
@@ -95,6 +98,7 @@ class ProcessTree:
                 stream: IO[bytes] = getattr(process, name)
                 os.set_blocking(stream.fileno(), False)
                 streams.register(stream, selectors.EVENT_READ, self._written[name])
+
             try:
                 while process.poll() is None and not self._stopped.is_set():
                     self._read(streams)
@@ -114,6 +118,7 @@ class ProcessTree:
         if not streams.get_map():
             self._stopped.wait(within_s)
             return False
+
         has_read = False
         for key, _ in streams.select(within_s):
             with contextlib.suppress(BlockingIOError):
@@ -121,11 +126,13 @@ class ProcessTree:
                 if not chunk:
                     streams.unregister(key.fileobj)
                     continue
+
                 has_read = True
                 kept: bytearray = key.data
                 kept += chunk
                 if len(kept) > 4 * KEPT:
                     del kept[:-KEPT]
+
         return has_read
 
     def kill(self, *, grace_s: float) -> None:
@@ -134,10 +141,12 @@ class ProcessTree:
         for one in known.values():
             with contextlib.suppress(psutil.Error):
                 one.terminate()
+
         asked = time.monotonic()
         while known and time.monotonic() - asked < grace_s:
             time.sleep(LOOK_S / 2)
             known = self._living(known, is_thorough=False)
+
         known = self._living(known)
         asked = time.monotonic()
         while known and time.monotonic() - asked < KILLING_S:
@@ -157,14 +166,17 @@ class ProcessTree:
         with contextlib.suppress(psutil.Error):
             if process is not None and process.poll() is None:
                 roots.append(psutil.Process(process.pid))
+
         if is_thorough:
             roots += [one for one in psutil.process_iter() if self._is_marked(one)]
+
         living: dict[int, psutil.Process] = {}
         for root in roots:
             with contextlib.suppress(psutil.Error):
                 for one in (root, *root.children(recursive=True)):
                     if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
                         living[one.pid] = one
+
         return living
 
     def _is_marked(self, process: psutil.Process) -> bool:

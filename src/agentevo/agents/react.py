@@ -46,7 +46,8 @@ class ReActFormat:
     """See the module, and ToolFormat."""
 
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._policy, self._schemas = policy, schemas
+        self._policy = policy
+        self._schemas = schemas
         self.tools: Tools = None
 
     def opening(self, messages: list[Message]) -> list[Message]:
@@ -77,11 +78,13 @@ def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
     final = text.find("Final Answer:")
     if action is None or 0 <= final < action.start():
         return [], []
+
     name = action["name"].strip()
     given = _INPUT.match(text, action.end())
     if given is None:
         problem = "an action needs a line `Action Input:` with a JSON object behind it"
         return [], [MalformedCall(text[action.start() :], problem, name)]
+
     arguments = given["text"].split("\nFinal Answer:")[0].strip()
     fenced = _FENCE.match(arguments)
     return [ToolCall(name, fenced[1] if fenced else arguments or "{}")], []

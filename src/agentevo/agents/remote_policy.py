@@ -47,8 +47,11 @@ class RemoteConversation:
         name: str,
         calls: AttemptCalls,
     ) -> None:
-        self.name, self.calls = name, calls
-        self._remote, self._model, self._sampling = remote, model, sampling
+        self.name = name
+        self.calls = calls
+        self._remote = remote
+        self._model = model
+        self._sampling = sampling
         self._closed = False
 
     @property
@@ -79,10 +82,12 @@ class RemoteConversation:
         BadRequestError for token ids."""
         if self._closed:
             raise EngineError(f"the attempt {self.name} is over: its agent can't ask for more")
+
         if not prompt or not isinstance(prompt[0], Message):
             raise BadRequestError(
                 f"{self._model} is a remote model, which takes messages and no token ids"
             )
+
         given = {} if overrides is None else overrides.given()
         told = await self._remote.complete(
             self._model,
@@ -108,7 +113,8 @@ class RemoteConversation:
 
     def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
-        own, received = self._own, self.received
+        own = self._own
+        received = self.received
         earned = {place: rewards.get(turn, 0.0) for place, turn in enumerate(received)}
         return _views([own[turn] for turn in received], earned)
 

@@ -26,7 +26,8 @@ class BlockingPolicy:
 
     def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Made on the sampler's event loop, if that is not given, and used in any thread."""
-        self._policy, self._loop = policy, loop or asyncio.get_running_loop()
+        self._policy = policy
+        self._loop = loop or asyncio.get_running_loop()
 
     def __getitem__(self, name: str) -> BlockingPolicy | BlockingModel:
         """See Policy.__getitem__."""
@@ -115,7 +116,8 @@ class BlockingModel:
     """A remote model as a function that is not async sees it."""
 
     def __init__(self, policy: BlockingPolicy, model: RemoteHandle) -> None:
-        self._policy, self._model = policy, model
+        self._policy = policy
+        self._model = model
 
     def generate(self, prompt: Sequence[Any], **options: Any) -> Reply | list[Reply] | Any:
         """See RemoteHandle.generate."""

@@ -50,6 +50,7 @@ class SearchTags:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), stop=STOP)
         _, drawn = self._policy.num_tokens(reply.turn)
+
         query = _QUERY.search(reply.answer)
         answered = "<answer>" in reply.answer[: query.start() if query else None]
         calls = []

@@ -27,7 +27,9 @@ class SoloEnvironment:
         self, make: Callable[[], TextEnvironment], *, within_s: float, note: Callable[[str], None]
     ) -> None:
         """Raises ConfigError for an environment that can't be made."""
-        self._make, self._within_s, self._note = make, within_s, note
+        self._make = make
+        self._within_s = within_s
+        self._note = note
         self._num_hung = 0
         self._begin()
 
@@ -56,8 +58,10 @@ class SoloEnvironment:
             self._num_hung += 1
             if self._num_hung < MAX_HUNG:
                 self._begin()
+
         if self._num_hung >= MAX_HUNG:
             raise EnvironmentFailure(f"{self.name} has hung {self._num_hung} times")
+
         try:
             return self._thread.call_now(lambda: work(self._made[0]), self._within_s)
         except EnvironmentFailure:

@@ -65,6 +65,7 @@ class Texts:
         problem = text_problem(name, "" if isinstance(own, str) else own)
         if problem is not None:
             raise BadRequestError(f"the text {problem}")
+
         before = self.declared.get(name)
         if before is None:
             if len(self.declared) == MAX_TEXTS:
@@ -75,12 +76,14 @@ class Texts:
                 f"the text {name} was asked for with another default or as {before.kind}: one name "
                 "is one text of an attempt"
             )
+
         found = self.given.get(name, own)
         if found:
             digest = digest_of_text(found)
             if self.digests.get(name) != digest:
                 self.keep(found)
                 self.digests[name] = digest
+
         return found
 
     def replacing(self, name: str, own: str | None) -> str | None:
@@ -111,6 +114,7 @@ class Texts:
         changed = dict(function)
         if description := self._description(name, function.get("description")):
             changed["description"] = description
+
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(parameters, Mapping) and isinstance(properties, Mapping):
@@ -122,6 +126,7 @@ class Texts:
             }
             if own:
                 changed["parameters"] = {**parameters, "properties": {**properties, **own}}
+
         return schema if changed == function else {**schema, "function": changed}
 
     def _description(self, name: str, default: Any) -> str:
@@ -167,6 +172,7 @@ def examples_of(name: str, content: str) -> list[list[Message]]:
     """The conversations of a text of examples. Raises BadRequestError."""
     if not content:
         return []
+
     try:
         found = parse_json(content)
         if not isinstance(found, list) or not all(isinstance(one, list) and one for one in found):
@@ -200,8 +206,10 @@ class TextKeeper:
             return
         if text_problem(digest, content) is not None:
             return
+
         path = self._run_dir / FOLDER / f"{digest}.txt"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             create_atomic(path, content)
+
         self._kept.add(digest)

@@ -81,10 +81,12 @@ class ToolAgent:
         """See Agent.run."""
         if asks_once(task):
             return await ask_once(self._asked(task, policy), policy)
+
         seed = derive_seed(task.seed, "tools", policy.name)
         async with AsyncExitStack() as stack:
             with policy.waiting():
                 tools = await stack.enter_async_context(self._toolbox.open(task, seed))
+
             reader = None if self._browse is None else self._browse.reader(policy)
             tools.condense = None if reader is None else reader.condense
             progress = _Progress()
@@ -93,6 +95,7 @@ class ToolAgent:
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
             said = await said_by(tools)
+
         return outcome_with_tools(
             tools,
             said,
@@ -120,7 +123,8 @@ class ToolAgent:
         progress: _Progress,
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
-        section, num_tokens = self._section, 0
+        section = self._section
+        num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
                 said = await history.answered(form.ask, policy)
@@ -128,19 +132,23 @@ class ToolAgent:
                 if not progress.turn_rewards:
                     raise
                 return "context"
+
             progress.turn_rewards[said.reply.turn] = 0.0
             num_tokens += said.num_tokens
             if not said.calls and not said.malformed and self._is_final(said.reply):
                 return "answer"
             if self._repeats(said, progress):
                 return "repeats"
+
             # Also of the last reply, whose results nobody reads: calls change the state, and earn.
             answers = await self._answers(form, said, tools, progress)
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"
+
             if turns_left:
                 history.add(said.message, answers)
                 await history.look(said.reply.turn, policy, form.tools)
+
         return "turns"
 
     def _asked(self, task: Task, policy: Policy) -> list[Message]:
@@ -172,9 +180,11 @@ class ToolAgent:
         progress.num_wrong += wrong
         turn = said.reply.turn
         progress.turn_rewards[turn] += earned - (self._section.call_penalty if wrong else 0.0)
+
         if not said.calls and not said.malformed:
             searches = self._section.format == "search_tags"
             return [Message("user", _NO_SEARCH if searches else _NO_ANSWER)]
+
         return form.answers(said, results)
 
     def _split(
@@ -190,6 +200,8 @@ class ToolAgent:
         ):
             left = section.max_tool_calls - progress.num_calls
             why = f"all {section.max_tool_calls} calls are used up: give the final answer"
-        made, others = calls[:left], calls[left:]
+
+        made = calls[:left]
+        others = calls[left:]
         progress.num_calls += len(made)
         return made, [ToolResult(text=f"Error: {why}", is_error=True) for _ in others]

@@ -70,6 +70,7 @@ class NativeFormat:
         if self._policy.remote_model is not None:
             message = _with_ids(reply)
             return Said(reply, message, message.tool_calls, (), drawn)
+
         conversation = self._policy.conversation
         parsed = conversation.chat.parser.parse(reply.text, opening=reply.opening, tools=self.tools)
         calls = tuple(
@@ -79,6 +80,7 @@ class NativeFormat:
         content = parsed.content + "".join(one.text for one in parsed.malformed)
         message = Message("assistant", content, calls, reasoning=parsed.reasoning)
         conversation.recognise(reply.turn, message)
+
         return Said(reply, message, calls, parsed.malformed, drawn)
 
     def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:

@@ -34,6 +34,7 @@ def outcome_with_tools(
     counted |= {name: float(tools.metrics[name]) for name in METRICS}
     counted |= metrics
     is_unsaid = has_judges and not said and not any(parts.values())
+
     return Outcome(
         reward=None if is_unsaid else sum(parts.values()),
         success=bool(said) and all(one.success for one in said.values()),

@@ -105,11 +105,13 @@ class Inputs:
 def checked(tables: AdvantageTables) -> Inputs:
     """Checks the caller's tables. Raises ValueError for a wrong shape or type, and for NaN or
     infinity at a trained token."""
-    like, shape = tables.token_rewards, tables.token_rewards.shape
+    like = tables.token_rewards
+    shape = tables.token_rewards.shape
     if len(shape) != 2 or not like.is_floating_point():
         raise ValueError(
             f"token_rewards is {like.dtype} {list(shape)}: give floats of shape [sequences, tokens]"
         )
+
     trained = _trained(tables.mask, like)
     trajectory = _numbered(
         "trajectory_ids",
@@ -125,10 +127,14 @@ def checked(tables: AdvantageTables) -> Inputs:
             f"group_ids: the trajectory of row {row} has rows in several groups: give all of its "
             "rows one group id"
         )
-    row_score, row_length = _row_sums("token_rewards", like, trained), row_lengths(trained)
+
+    row_score = _row_sums("token_rewards", like, trained)
+    row_length = row_lengths(trained)
     length = row_length.new_zeros(num).index_add_(0, trajectory, row_length)
     counts = length > 0.0
-    parts, baseline = tables.reward_parts, tables.baseline_rewards
+    parts = tables.reward_parts
+    baseline = tables.baseline_rewards
+
     return Inputs(
         mask=trained,
         rewards=like.detach(),
@@ -166,11 +172,13 @@ def _trained(mask: Tensor, like: Tensor) -> Tensor:
             f"mask has shape {list(mask.shape)}, token_rewards {list(like.shape)}: give both as "
             "[sequences, tokens]"
         )
+
     trained = mask if mask.dtype == torch.bool else mask != 0
     if mask.dtype != torch.bool and bool((trained & (mask != 1)).any()):
         raise ValueError(
             "mask has entries other than 0 and 1: give 1 at trained tokens and 0 elsewhere"
         )
+
     return trained
 
 
@@ -180,11 +188,13 @@ def _numbered(name: str, ids: Ids | range, like: Tensor) -> Tensor:
         raise ValueError(
             f"{name} is {ids.dtype} {list(ids.shape)}: give one integer or hashable per row"
         )
+
     listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if len(listed) != len(like):
         raise ValueError(
             f"{name}: {len(listed)} ids for {len(like)} rows: give one per row of token_rewards"
         )
+
     numbers: dict[Hashable, int] = {}
     return torch.tensor(
         [numbers.setdefault(name, len(numbers)) for name in listed],
@@ -207,6 +217,7 @@ def _finite(name: str, values: Tensor, counted: Tensor, first: int = 0) -> Tenso
             f"{name}: {float(finite[(row, *column)])} at {place}, where a token is trained: mask "
             "it out or mend its source"
         )
+
     return finite.clamp_(-BOUND, BOUND) if values.dtype == torch.float64 else finite
 
 
@@ -218,6 +229,7 @@ def _row_sums(name: str, table: Tensor, trained: Tensor) -> Tensor:
             f"{name} has shape {list(table.shape)}, token_rewards {list(trained.shape)}: give "
             "both as [sequences, tokens]"
         )
+
     rows = block_rows(table.shape[1])
     blocks = enumerate(row_blocks(table, trained))
     return torch.cat(
@@ -236,11 +248,13 @@ def _per_row(name: str, values: Tensor, counted: Tensor) -> Tensor:
 def _turns(name: str, turns: Tensor | None, trained: Tensor) -> Tensor | None:
     if turns is None:
         return None
+
     if turns.shape != trained.shape or turns.is_floating_point() or turns.is_complex():
         raise ValueError(
             f"{name} is {turns.dtype} {list(turns.shape)}: give one for each token, integers "
             f"{list(trained.shape)}"
         )
+
     return turns.long()
 
 
@@ -262,9 +276,12 @@ def _parts(parts: Mapping[str, Tensor] | Tensor, trajectory: Tensor, counts: Ten
                 f"reward_parts {name}: the trajectory of row {row} has different scores: repeat "
                 "its score at each of its rows"
             )
+
         scores_of_parts.append(scores)
+
     if not scores_of_parts:
         raise ValueError("reward_parts is empty: give at least one reward")
+
     return torch.stack(scores_of_parts)
 
 
@@ -273,14 +290,17 @@ def _weights(
 ) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * len(parts)
+
     if isinstance(weights, Mapping):
         if not isinstance(parts, Mapping) or set(weights) != set(parts):
             raise ValueError(
                 f"reward_weights names {sorted(weights)}: give one weight per name of reward_parts"
             )
         weights = [weights[name] for name in parts]
+
     if len(weights) != len(parts) or not all(-BOUND <= weight <= BOUND for weight in weights):
         raise ValueError(
             f"reward_weights is {list(weights)}: give {len(parts)} finite numbers, one per reward"
         )
+
     return tuple(float(weight) for weight in weights)

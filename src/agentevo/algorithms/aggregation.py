@@ -69,6 +69,7 @@ def bind_aggregation(name: str, hyper: Mapping[str, Value]) -> Aggregation:
             raise ValueError(
                 f"{len(trajectory_ids)} trajectory ids for {len(lengths)} rows: give one per row"
             )
+
         numbers: dict[Hashable, int] = {}
         trajectories = [numbers.setdefault(own, len(numbers)) for own in trajectory_ids]
         lengths = lengths.double()

@@ -20,7 +20,8 @@ def clip_surrogate(
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where the second is larger (no
     gradient there)."""
     push = -advantages
-    plain, clipped = push * ratio, push * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    plain = push * ratio
+    clipped = push * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(plain, clipped), clipped > plain
 
 
@@ -37,6 +38,7 @@ def ppo_clip(
     )
     if not dual_clip:
         return loss, {"pg_clipfrac": clipped}
+
     ceiling = -inputs.advantages * dual_clip
     lower = (inputs.advantages < 0) & (loss > ceiling)
     return torch.where(lower, ceiling, loss), {"pg_clipfrac": clipped, "pg_clipfrac_lower": lower}
@@ -60,6 +62,7 @@ def decoupled_ppo(
         bounded_exp(gap), inputs.advantages, clip_low=clip_low, clip_high=clip_high
     )
     weights = torch.where(inputs.mask, bound(bounded_exp(proximal - rollout), mode, cap=cap), 0.0)
+
     return weights * loss, {
         "pg_clipfrac": clipped,
         "ppo_kl": -bounded_gap(gap),
@@ -98,7 +101,8 @@ def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Terms:
     A token's log-ratio is cut at clip_high where A > 0 and at -clip_low where A < 0: only where the
     cut makes the objective smaller. Source: arXiv 2507.20673, eq. 4.
     """
-    gap, advantage = inputs.log_ratio, row_mean(inputs.advantages, inputs.mask)
+    gap = inputs.log_ratio
+    advantage = row_mean(inputs.advantages, inputs.mask)
     clipped = torch.where(advantage > 0, gap > clip_high, (advantage < 0) & (gap < -clip_low))
     kept = torch.where(advantage > 0, gap.clamp(max=clip_high), gap.clamp(min=-clip_low))
     return -advantage * bounded_exp(row_mean(kept, inputs.mask)), {"pg_clipfrac": clipped}

@@ -102,6 +102,7 @@ def _statistics(
         covariance, candidates = _candidates(inputs, eligible(inputs), statistics, low, high)
         values = covariance[candidates]
         largest.append(values.topk(min(wanted, len(values))).values)
+
     values = torch.cat(largest)
     last = float(values.topk(min(wanted, len(values))).values[-1]) if len(values) else math.inf
     statistics["threshold"] = last - 1e-12 * abs(last) if len(values) else last

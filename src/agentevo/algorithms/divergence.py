@@ -69,12 +69,14 @@ def bind_kl(name: str) -> KLEstimate:
                 f"logp has shape {list(logp.shape)}, ref_logp {list(ref_logp.shape)}, mask "
                 f"{list(mask.shape)}: give all three for the same tokens"
             )
+
         zero = logp.new_zeros(())
         d = bounded_log_ratio(
             torch.where(mask, logp, zero), torch.where(mask, ref_logp.to(logp.dtype), zero)
         )
         if not straight_through:
             return value_of(d)
+
         gradient_of = _k2(d)
         return value_of(d).detach() + (gradient_of - gradient_of.detach())
 

@@ -87,11 +87,14 @@ class Advantage:
                     f"advantage {self.name} needs {needed}: give it, or choose an estimator that "
                     "does without"
                 )
-        inputs, rewards = checked(tables), tables.token_rewards
+
+        inputs = checked(tables)
+        rewards = tables.token_rewards
         if not self.is_recursion:
             per_row = SCORES[self.name](inputs, **self.hyper)[inputs.trajectory]
             result = torch.where(inputs.mask, _fitting(per_row, rewards)[:, None], 0.0)
             return result, result.clone()
+
         stream = returns.make_stream(inputs)
         advantages, targets = (
             rewards.new_zeros(rewards.numel())

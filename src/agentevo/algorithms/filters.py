@@ -30,6 +30,7 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
             f"{len(rewards)} rewards but {len(group_ids)} group ids: give one of each per "
             "trajectory"
         )
+
     wrong = next(
         (position for position, reward in enumerate(rewards) if not math.isfinite(reward)), None
     )
@@ -38,9 +39,11 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
             f"reward {wrong} is {rewards[wrong]}: a filter needs finite rewards; drop failed "
             "attempts before"
         )
+
     groups: dict[Hashable, list[int]] = {}
     for position, group in enumerate(group_ids):
         groups.setdefault(group, []).append(position)
+
     return groups
 
 
@@ -90,6 +93,7 @@ def dynamic_sampling(
             f"dynamic sampling: wanted={wanted} is not possible: give a number of groups, at "
             "least 1"
         )
+
     reasons: dict[int, str] = {}
     num_informative = 0
     for members in _groups(rewards, group_ids).values():
@@ -99,6 +103,7 @@ def dynamic_sampling(
             reason = "surplus: the batch is full" if num_informative > wanted else None
         if reason:
             reasons |= dict.fromkeys(members, reason)
+
     return _kept(len(rewards), reasons), max(wanted - num_informative, 0)
 
 
@@ -116,9 +121,11 @@ def starpo_s(
             f"starpo_s: keep={keep} is not possible: give a share of the groups, above 0 and at "
             "most 1"
         )
+
     groups = list(_groups(rewards, group_ids).values())
     if not groups:
         return Kept((), {})
+
     num_kept = max(1, math.floor(keep * len(groups) + 1e-9))  # 0.29 * 100 is 28.999999999999996
     spread = [reward_std([rewards[member] for member in members]) for members in groups]
     ranking = sorted(range(len(groups)), key=lambda index: -spread[index])  # stable
@@ -128,6 +135,7 @@ def starpo_s(
             groups[index],
             f"reward std {spread[index]:.4g} not among the top {num_kept} of {len(groups)} groups",
         )
+
     return _kept(len(rewards), reasons)
 
 
@@ -158,16 +166,22 @@ class RLPRStd:
             raise ValueError(f"rlpr_std: beta={beta} is not possible: give a number at least 0")
         if not 0 <= decay <= 1:
             raise ValueError(f"rlpr_std: decay={decay} is not possible: give a number from 0 to 1")
+
         if not 1 <= record_from < start:
             raise ValueError(
                 f"rlpr_std: record_from={record_from} is not possible: give a step number, at "
                 f"least 1 and below start={start}"
             )
-        self.beta, self.decay, self.record_from, self.start = beta, decay, record_from, start
+
+        self.beta = beta
+        self.decay = decay
+        self.record_from = record_from
+        self.start = start
         self._step = 1
         self._mean: float | None = None
         self._recorded: list[float] = []
-        self._total, self._count = 0.0, 0
+        self._total = 0.0
+        self._count = 0
 
     @property
     def threshold(self) -> float | None:
@@ -184,6 +198,7 @@ class RLPRStd:
                 spreads.append(std)
             if threshold is not None and std < threshold:
                 reasons |= dict.fromkeys(members, f"reward std {std:.4g} below {threshold:.4g}")
+
         self._total += math.fsum(spreads)
         self._count += len(spreads)
         return _kept(len(rewards), reasons)
@@ -196,8 +211,11 @@ class RLPRStd:
                 self._recorded.append(mean)
             else:
                 self._mean = self.decay * self._mean + (1.0 - self.decay) * mean
+
         self._step += 1
-        self._total, self._count = 0.0, 0
+        self._total = 0.0
+        self._count = 0
+
         if self._mean is None and self._step >= self.start and self._recorded:
             self._mean = math.fsum(self._recorded) / len(self._recorded)
             self._recorded = []
@@ -224,8 +242,10 @@ class RLPRStd:
             and isinstance(recorded, list)
         ):
             raise ValueError(f"rlpr_std: this is no state of the filter: {dict(state)!r}")
+
         if mean is not None and not isinstance(mean, (int, float)):
             raise ValueError(f"rlpr_std: mean={mean!r} in the state is no number")
+
         self._step = step
         self._count = count
         self._total = float(total)

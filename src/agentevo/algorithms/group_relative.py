@@ -109,6 +109,7 @@ def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
     total = float(values.numel() if weights is None else weights.sum())
     if total < 2.0 or not bool(counted.max() - counted.min() > EQUAL * counted.abs().max()):
         return torch.zeros_like(values)
+
     weights = values.new_ones(()) if weights is None else weights
     centred = values - (weights * values).sum() / total
     return centred * torch.rsqrt(
@@ -150,7 +151,8 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
 
     Source: arXiv 2503.19595.
     """
-    members, score = inputs.members, inputs.score
+    members = inputs.members
+    score = inputs.score
     best = members.highest(score)
     is_best = members.counts & (score == best)
     others = Members(members.group, members.counts & ~is_best)
@@ -178,7 +180,8 @@ def opo(inputs: Inputs) -> Tensor:
 
     Source: OPO, arXiv 2505.23585.
     """
-    members, score = inputs.members, inputs.score
+    members = inputs.members
+    score = inputs.score
     baseline = members.total(inputs.length * score) / members.total(inputs.length).clamp(min=1.0)
     return torch.where(members.differ(score), score - baseline, 0.0)
 
@@ -206,6 +209,7 @@ def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
             f"{float(score.min()):g}, but the formula is for scores "
             "of at least 0: add a constant to the rewards, or choose grpo"
         )
+
     return divide(
         inputs.members.centred(score),
         inputs.members.total(score) / inputs.members.size.clamp(min=1.0) + epsilon,

@@ -109,6 +109,7 @@ def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
             f"{name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: give the "
             "same, [S, T]"
         )
+
     if tensor.device != like.device:
         raise ValueError(
             f"{name} is on {tensor.device}, the log-probs on {like.device}: move it there"

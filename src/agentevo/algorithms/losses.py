@@ -95,7 +95,9 @@ class PolicyLoss:
         if self.importance is not None:
             rollout_logp = inputs.needed("rollout_logp", f"policy loss {self.name} with importance")
             weights = self.importance(inputs.old_logp - rollout_logp, inputs.mask)
-            loss, measured["rollout_is_mean"] = loss * weights, weights
+            loss = loss * weights
+            measured["rollout_is_mean"] = weights
+
         dtype = tables.logp.dtype
         spread = {
             key: torch.where(inputs.mask, values.detach().to(loss.dtype), 0.0).to(dtype)
@@ -119,6 +121,7 @@ def bind_policy_loss(
     settings = resolve("policy loss", POLICY_LOSSES, name, hyper)
     check_aggregation(name, settings, aggregation)
     check_importance(name, importance, importance_cap, importance_floor)
+
     # minirl looks at the whole minibatch only where its denominator is that of all tokens
     statistics = STATISTICS.get(name) if settings.get("token_level_loss", True) else None
     return PolicyLoss(

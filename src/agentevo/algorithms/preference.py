@@ -69,7 +69,8 @@ def ipo(
 ) -> PerPair:
     """(h - 1/(2 beta))^2 with h = the difference of the summed log-ratios: not length-normalised.
     Source: arXiv 2310.12036, eq. 17."""
-    chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
+    chosen = chosen_logp - ref_chosen_logp
+    rejected = rejected_logp - ref_rejected_logp
     return (chosen - rejected - 1.0 / (2.0 * beta)) ** 2, _rewards(beta * chosen, beta * rejected)
 
 
@@ -114,8 +115,10 @@ def orpo(
     A mean log-prob above -1e-6 counts as -1e-6 in the odds (without gradient there), so that they
     stay finite. The reward is the log odds. Source: arXiv 2403.07691, eq. 6 and 7.
     """
-    chosen, rejected = chosen_logp / chosen_lengths, rejected_logp / rejected_lengths
-    chosen_odds, rejected_odds = _log_odds(chosen), _log_odds(rejected)
+    chosen = chosen_logp / chosen_lengths
+    rejected = rejected_logp / rejected_lengths
+    chosen_odds = _log_odds(chosen)
+    rejected_odds = _log_odds(rejected)
     return -chosen - coef * logsigmoid(chosen_odds - rejected_odds), _rewards(
         chosen_odds, rejected_odds
     )
@@ -159,7 +162,8 @@ def sppo(
     """(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2 with a, b the log-ratios of chosen and
     rejected and p the chance that each beats the opponent; p_c is 1 and p_r is 1 - p_c if not
     given. Source: arXiv 2405.00675 with eta = 1/beta."""
-    chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
+    chosen = chosen_logp - ref_chosen_logp
+    rejected = rejected_logp - ref_rejected_logp
     winning = torch.ones_like(chosen_logp) if chosen_win_prob is None else chosen_win_prob.detach()
     losing = 1.0 - winning if rejected_win_prob is None else rejected_win_prob.detach()
     losses = (chosen - (winning - 0.5) / beta) ** 2 + (rejected - (losing - 0.5) / beta) ** 2
@@ -211,12 +215,14 @@ class PreferenceLoss:
                 f"preference loss {self.name} needs {', '.join(missing)}: it works on "
                 f"{', '.join(self.needs)}"
             )
+
         policy = inputs[self.needs[0]]
         if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
             raise ValueError(
                 f"preference loss {self.name}: {self.needs[0]} must be a tensor of shape [pairs], "
                 "one summed log-prob per answer"
             )
+
         optional = WIN_PROBS if self.name == "sppo" else ()
         used = {
             name: _like(name, value, policy)
@@ -242,18 +248,23 @@ def _like(name: str, value: torch.Tensor | float, policy: torch.Tensor) -> torch
     unless it is the policy's own."""
     if name == "kl_baseline":
         return torch.as_tensor(value, dtype=policy.dtype, device=policy.device).expand_as(policy)
+
     if not isinstance(value, torch.Tensor) or value.shape != policy.shape:
         raise ValueError(
             f"{name} must be a tensor of shape {list(policy.shape)}: give one entry per pair"
         )
+
     if name == "desirable":
         return value.bool()
+
     if name.endswith("lengths") and bool((value < 1).any()):
         raise ValueError(
             f"{name} has a {value.min().item():g}: an answer without tokens has no log-prob; "
             "leave its pair out"
         )
+
     if name in WIN_PROBS and not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(f"{name} must lie between 0 and 1")
+
     constant = name not in ("chosen_logp", "rejected_logp", "logp")
     return value.detach().to(policy.dtype) if constant else value

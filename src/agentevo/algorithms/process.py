@@ -27,11 +27,13 @@ def prime(
     trained tokens. Source: PRIME, arXiv 2502.01456, eq. 6; its code whitens.
     """
     assert inputs.process_rewards is not None  # `Advantage` checks its `needs`
+
     rewards = stream.at(inputs.process_rewards)
     owner = inputs.trajectory[stream.row]
     mean = divide(
         torch.zeros_like(inputs.score).index_add_(0, owner, rewards), inputs.length.clamp(min=1.0)
     )
+
     size = inputs.members.size
     others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
     running = discounted(rewards - others[owner], stream.lengths, gamma)

@@ -76,15 +76,21 @@ def make_stream(inputs: Inputs) -> Stream:
     index = inputs.mask.reshape(-1).nonzero()[:, 0]
     if inputs.turn_ids is None:
         return Stream(index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None)
-    owner, turn = inputs.trajectory[index // width], inputs.turn_ids.reshape(-1)[index]
+
+    owner = inputs.trajectory[index // width]
+    turn = inputs.turn_ids.reshape(-1)[index]
     if bool(
         ((owner[1:] < owner[:-1]) | ((owner[1:] == owner[:-1]) & (turn[1:] < turn[:-1]))).any()
     ):
         order = turn.argsort(stable=True)
         order = order[owner[order].argsort(stable=True)]
-        index, owner, turn = index[order], owner[order], turn[order]
+        index = index[order]
+        owner = owner[order]
+        turn = turn[order]
+
     same_owner = owner[1:] == owner[:-1]
     same = same_owner & (turn[1:] == turn[:-1])
+
     row = index // width
     twice = (same & (row[1:] != row[:-1])).nonzero()
     if len(twice):
@@ -94,6 +100,7 @@ def make_stream(inputs: Inputs) -> Stream:
             f"and {int(row[at + 1])}: mask it in all "
             "rows but one, or give the rows different trajectory ids"
         )
+
     turn_lengths = _segments(same, len(index))
     turns = torch.unique_consecutive(
         owner[turn_lengths.cumsum(0) - turn_lengths], return_counts=True
@@ -123,6 +130,7 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     result = torch.zeros_like(values)
     if not values.numel():
         return result
+
     ordered = lengths.argsort(descending=True, stable=True)
     ends = (lengths.cumsum(0) - 1)[ordered]
     reach = len(lengths) - torch.bincount(lengths).cumsum(
@@ -133,6 +141,7 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
         at = ends[:num_left] - step
         carried = torch.add(values[at], carried[:num_left], alpha=factor)
         result[at] = carried
+
     return result
 
 
@@ -229,7 +238,9 @@ def bi_level_gae(
     lambda each (RAGEN's: turn_lam = lam).
     """
     assert inputs.values is not None  # `Advantage` checks its `needs`
-    values, last = stream.at(inputs.values), stream.turn.cumsum(0) - 1
+
+    values = stream.at(inputs.values)
+    last = stream.turn.cumsum(0) - 1
     turn_advantages = estimate(
         turn_rewards(inputs, stream), values[last], stream.num_turns, turn_gamma, turn_lam
     )
@@ -298,10 +309,12 @@ def against_group(
     """
     if how.turn_baseline == "none":
         return returns
+
     owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
     group = inputs.members.group[owner]
     if how.turn_baseline == "place":
         group = group * (places.max() + 1) + places if len(places) else group
+
     turns = Members(group, torch.ones_like(owner, dtype=torch.bool))
     advantages = turns.normalised(returns, scale_by_std=how.scale_by_std, epsilon=how.epsilon)
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
@@ -328,9 +341,11 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
     assert (
         inputs.logp is not None and inputs.sum_pi_squared is not None
     )  # `Advantage` checks its `needs`
+
     returns = discounted(stream.at(inputs.rewards), stream.lengths, 1.0)
     if not returns.numel():
         return returns, returns
+
     variance = (
         1.0
         - 2.0 * stream.at(inputs.logp).clamp(max=0.0).exp()
@@ -347,10 +362,12 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
     if not bool((total > 0.0).all()):
         weight = torch.where(total > 0.0, weight, 1.0)
         total = torch.where(total > 0.0, total, cell.size)
+
     above = returns + cell.highest(
         -returns
     )  # over the lowest return of the cell, so that equal returns give exactly 0
     advantages = above - divide(cell.total(weight * above), total)
     if handle_zero_tail:
         advantages = torch.where(cell.size == 1.0, returns, advantages)
+
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0), returns

@@ -48,12 +48,14 @@ def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float
     verl.
     """
     logp = inputs.logp.detach()
-    new, old = _probability(logp), _probability(inputs.old_logp)
+    new = _probability(logp)
+    old = _probability(inputs.old_logp)
     new_rest, old_rest = (-torch.expm1(x.clamp(max=0.0)) for x in (logp, inputs.old_logp))
     divergence = old * (inputs.old_logp - logp) + old_rest * torch.log(
         (old_rest + 1e-8) / (new_rest + 1e-8)
     )
-    up, down = (divergence <= clip_high) | (new <= old), (divergence <= clip_low) | (new >= old)
+    up = (divergence <= clip_high) | (new <= old)
+    down = (divergence <= clip_low) | (new >= old)
     return _dppo(inputs, torch.where(inputs.advantages > 0, up, down), cap)
 
 
@@ -101,6 +103,7 @@ def minirl(
             places.sum(1, keepdim=True).to(loss.dtype) for places in (inputs.mask, keeps)
         )
         loss = loss * (trained / kept.clamp(min=1.0))
+
     return loss, {"pg_clipfrac": inputs.mask & ~keeps}
 
 
@@ -130,6 +133,7 @@ def minirl_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[s
     (token_level_loss)."""
     if not hyper["token_level_loss"]:
         return {}
+
     band: dict[str, Any] = {
         name: hyper[name] for name in ("strict_in_bound", "clip_low", "clip_high", "cap_ratio")
     }

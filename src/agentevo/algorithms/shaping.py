@@ -44,6 +44,7 @@ def soft_overlong(
             f"soft_overlong: buffer={buffer}, penalty={penalty}: give a buffer of at most "
             f"max_length={max_length}, a penalty at least 0"
         )
+
     begin = max_length - buffer
     return [
         reward - penalty * min(max((length - begin) / buffer, 0.0), 1.0)
@@ -84,11 +85,13 @@ def cosine_length(
     """
     _same_length(lengths=lengths, successes=successes)
     _positive("cosine_length", max_length=max_length)
+
     shaped = []
     for length, success in zip(lengths, successes, strict=True):
         short, long = (success_short, success_long) if success else (failure_short, failure_long)
         value = long + (short - long) * 0.5 * (1.0 + math.cos(math.pi * length / max_length))
         shaped.append(exceeded if length >= max_length else value)
+
     return shaped
 
 
@@ -112,13 +115,16 @@ def relative_length(
         raise ValueError(
             f"relative_length: weight={weight} is not possible: give a number at least 0"
         )
+
     bounds: dict[Hashable, tuple[int, int]] = {}
     for group, length in zip(group_ids, lengths, strict=True):
         shortest, longest = bounds.get(group, (length, length))
         bounds[group] = (min(shortest, length), max(longest, length))
+
     shaped = []
     for reward, length, success, group in zip(rewards, lengths, successes, group_ids, strict=True):
         shortest, longest = bounds[group]
         bonus = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
         shaped.append(reward + weight * (bonus if success else min(0.0, bonus)))
+
     return shaped

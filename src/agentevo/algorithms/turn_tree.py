@@ -66,9 +66,11 @@ def parents(inputs: Inputs, stream: Stream) -> list[int]:
     assert (
         inputs.turn_ids is not None and inputs.turn_parents is not None
     )  # `Advantage` checks its `needs`
+
     first = stream.turn.cumsum(0) - stream.turn
     at = stream.index[first]
     names = inputs.turn_ids.reshape(-1)[at].tolist()
+
     wanted = inputs.turn_parents.reshape(-1)[at].tolist()
     owners = inputs.trajectory[stream.row[first]].tolist()
     known: dict[tuple[int, int], int] = {}
@@ -77,4 +79,5 @@ def parents(inputs: Inputs, stream: Stream) -> list[int]:
         before = turn - 1 if turn and owners[turn - 1] == owner else -1
         parent_of_turn.append(known.get((owner, parent), before))
         known[owner, name] = turn
+
     return parent_of_turn

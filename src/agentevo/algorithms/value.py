@@ -31,11 +31,13 @@ def value_loss(
                 f"{what}: shape {list(tensor.shape)}, values have {list(values.shape)}: give one "
                 "per token"
             )
+
     if clip is not None and old_values is None:
         raise ValueError(
             f"value_loss: clip={clip} needs old_values: give those from the start of the step, "
             "or clip=None for no clipping"
         )
+
     zero = values.new_zeros(())
     v = torch.where(mask, values, zero)
     target = torch.where(mask, returns.detach().to(v.dtype), zero)
@@ -47,6 +49,7 @@ def value_loss(
         clipped = (v.clamp(old - clip, old + clip) - target) ** 2
         hit = clipped > plain
         losses = torch.where(hit, clipped, plain)
+
     loss = 0.5 * (losses * torch.where(mask, weights, weights.new_zeros(()))).sum().to(v.dtype)
     count = mask.sum().clamp(min=1)
     return loss, {

@@ -108,9 +108,11 @@ def train(
         options["tasks"] = {"train": str(tasks)}
     elif isinstance(tasks, Mapping):
         options["tasks"] = tasks
+
     given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
         options["rewards"] = [named_reward(one) for one in rewards]
+
     config, agent = resolve(
         _trained(agent_or_env, command, tools),
         model=model,
@@ -133,15 +135,18 @@ def _trained(
             "agentevo.train: give it what to train (a recipe, an environment, an agent), or "
             "command=[PROGRAM, ...], or tools=[...] for the tool agent, and only one of these"
         )
+
     if given is not None:
         return given
     if tools:
         return ToolUser([named_tool(one) for one in tools])
+
     if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
         raise ConfigError(
             f"agentevo.train: command is {shown(command)}: give a list of words, such as "
             "['node', 'agent.js']"
         )
+
     return Command([str(word) for word in command])
 
 
@@ -173,6 +178,7 @@ def sft(
         tree = sources.overlay(tree, options)
     except ConfigError as error:
         raise ConfigError(f"agentevo.sft: {error}") from error
+
     return run_sft(
         build_config(tree, overrides, where="agentevo.sft", name=name, needs_environment=False),
         resume=resume,
@@ -207,6 +213,7 @@ def load_run(
 
     for given in rewards:
         named_reward(given)
+
     config = run_config(Path(run_dir), overrides)
     needs_tasks = agent if not config.tasks.given else None
     return Run(config, agent=agent, tasks=checked_tasks(tasks, needs_tasks))
@@ -234,11 +241,13 @@ def resolve(
         folder = Path(agent_or_env).parent  # where its imports and files are
     else:  # the name may be one that the import registers
         import_all(options, overrides, where="agentevo.train", folder=Path.cwd())
+
     given, name, agent = _starting_point(agent_or_env)
     try:
         tree = sources.overlay(given, options)
     except ConfigError as error:
         raise ConfigError(f"agentevo.train: {error}") from error
+
     drop_idle_keys(given, tree, changed_keys(options.items()))
     config = build_config(
         tree,
@@ -250,6 +259,7 @@ def resolve(
     )
     if kept := kept_keys(given, overrides, where=name, options=options):
         warnings.warn("\n".join(kept), stacklevel=3)
+
     return config, agent
 
 
@@ -263,15 +273,19 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
         return {"agent": {"type": "command", "command": given.words}}, "command", None
     if isinstance(given, ToolUser):
         return {"agent": {"type": "tool_agent", "tools": given.tools}}, "tool_agent", None
+
     if isinstance(given, EnvironmentConfig):
         options = plain_option(given, named=False)
         return {"environment": options}, str(options.get("type")), None
+
     if isinstance(given, TextEnvironment):
         kind = _registered(type(given))
         return {"environment": {**given.config.model_dump(mode="json"), "type": kind}}, kind, None
+
     if inspect.isclass(given) and issubclass(given, TextEnvironment):
         kind = _registered(given)
         return {"environment": {"type": kind}}, kind, None
+
     if inspect.isclass(given):
         registered = agents.name_of(given)
         if registered is None:
@@ -280,6 +294,7 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
                 f'@agentevo.agent("{given.__name__.lower()}") before the class of an agent'
             )
         return {"agent": {"type": registered}}, registered, None
+
     if callable(given):
         try:
             takes_policy(given)
@@ -287,6 +302,7 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
             raise ConfigError(f"agentevo.train: {error}") from error
         name = str(getattr(given, "__name__", type(given).__name__)).strip("<>")
         return {"agent": {"type": "function"}}, name, given
+
     raise ConfigError(
         f"agentevo.train: can't train a {type(given).__name__}: "
         "give a recipe, an environment (name, options, class), a registered agent (name, class), "
@@ -296,14 +312,17 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
 
 def _named(name: str) -> tuple[dict[str, Any], str, None]:
     """A recipe, which has vetted settings, is preferred to an environment of the same name."""
-    recipes, known = sources.recipe_names(), environments.names()
+    recipes = sources.recipe_names()
+    known = environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
         path = sources.find_recipe(name)
         return sources.read_yaml(path), path.stem, None
+
     if name in known:
         return {"environment": {"type": name}}, name, None
     if name in agent_names():
         return {"agent": {"type": name}}, name, None
+
     guess = nearest(name, [*recipes, *known, *agent_names()])
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
@@ -328,12 +347,14 @@ def _registered(environment: type[TextEnvironment]) -> str:
             "with a name for recipes: "
             f'`type: Literal["{environment.__name__.lower()}"] = "{environment.__name__.lower()}"`'
         )
+
     try:
         environments.register(kind)(environment)
     except ValueError as error:
         raise ConfigError(
             f"agentevo.train: {error}: give {environment.__name__}.Config another `type`"
         ) from error
+
     return kind
 
 
@@ -351,6 +372,7 @@ def checked_tasks(
                 f"agentevo.train: no tasks: an agent function needs them, for example {example}"
             )
         return None
+
     checked: list[Task] = []
     for index, task in enumerate(tasks):
         row = dict(task) if isinstance(task, Mapping) else task
@@ -358,10 +380,12 @@ def checked_tasks(
             checked.append(row if isinstance(row, Task) else task_of(row, TaskFields()))
         except RowError as error:
             raise ConfigError(f"agentevo.train: tasks[{index}]: {error}") from error
+
     task_id, times = Counter(task.id for task in checked).most_common(1)[0]
     if times > 1:
         raise ConfigError(
             f"agentevo.train: tasks: the id {task_id!r} is there {times} times: give each task "
             "an id of its own"
         )
+
     return checked

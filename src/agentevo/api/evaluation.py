@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agentevo.api.run import Run
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
     target: str | Path | Run,
     *,
     against: Sequence[str | Path] = (),
@@ -73,15 +73,18 @@ def evaluate(
         note,
     )
     check_attempts(summary)
+
     return summary
 
 
 def _word(given: Any) -> str:
     if isinstance(given, (str, Path)):
         return str(given)
+
     folder = getattr(given, "dir", None)
     if isinstance(folder, Path):
         return str(folder)
+
     raise ConfigError(
         f"agentevo.evaluate: {shown(given)}: give a recipe, the folder of a run or a model, a "
         "name, URL#MODEL, or the run that agentevo.train returned"
@@ -94,13 +97,16 @@ def _tasks(given: Any) -> tuple[list[str], list[Task]]:
         return [], []
     if isinstance(given, (str, Path)):
         return [str(given)], []
+
     if not isinstance(given, Sequence) or isinstance(given, bytes):
         raise ConfigError(
             f"agentevo.evaluate: tasks is {shown(given)}: give a file, a list of files, or a list "
             "of tasks"
         )
+
     if given and all(isinstance(one, (str, Path)) for one in given):
         return [str(one) for one in given], []
     if not all(isinstance(one, (Task, Mapping)) for one in given):
         raise ConfigError("agentevo.evaluate: tasks: give tasks, or rows as mappings, or files")
+
     return [], checked_tasks(given, None) or []

@@ -43,9 +43,11 @@ def optimize(
         options["tasks"] = {"train": str(tasks)}
     elif isinstance(tasks, Mapping):
         options["tasks"] = tasks
+
     given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
         options["rewards"] = [named_reward(one) for one in rewards]
+
     config, agent = resolve(
         agent_or_env, model=model, overrides=overrides, has_tasks=given is not None, **options
     )

@@ -39,7 +39,9 @@ class Run:
         agent: AgentFunction | None = None,
         tasks: Sequence[Task] | None = None,
     ) -> None:
-        self.config, self._agent, self._tasks = config, agent, tasks
+        self.config = config
+        self._agent = agent
+        self._tasks = tasks
 
     @property
     def dir(self) -> Path:
@@ -77,6 +79,7 @@ class Run:
             raise UnusableCheckpointError(
                 f"{path / 'state.json'} is damaged: it says of no step: give another checkpoint"
             )
+
         return run_coroutine(self._evaluate(path, step, samples, view))
 
     def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> list[Trajectory]:
@@ -186,4 +189,5 @@ async def _shown(
         if view is not None:
             view.evaluation(step, found.metrics, found.notes(parts.config))
         check_evaluation(parts, found)
+
     return found.metrics

@@ -45,24 +45,29 @@ async def audit(store: Store, folder: Path) -> Audit:
     except CheckpointError as error:
         head = None
         report.violations.append(Violation(str(error)))
+
     try:
         records = await store.steps()
     except StoreError as error:
         report.violations.append(Violation(f"no step can be proven: {error}"))
         return report
+
     report.steps = len(records)
     _check_numbers(records, report)
     used: dict[str, int] = {}
     members: dict[tuple[str, int], str] = {}
     _check_chain(records, report)
+
     for record in over(records, "audit", len(records), "steps"):
         if KEY in record.record:
             await _check_step(store, record, used, members, report)
+
     check_head(head, records, folder, report)
     check_files(head, records, folder, report)
     check_checkpoints(head, records, folder, report)
     await check_rest(store, records, report, queued_group_size(folder))
     check_texts(folder, report)
+
     return report
 
 
@@ -89,6 +94,7 @@ def _check_numbers(records: Iterable[StepRecord], report: Audit) -> None:
             report.violations.append(
                 Violation(f"{missing} before it: there is no record", step=record.step)
             )
+
         expected = record.step + 1
 
 
@@ -111,11 +117,13 @@ async def _check_step(
     except TrainingError as error:
         violated(f"{error}; so neither its trajectories nor their ages can be proven")
         return
+
     _check_used_once(plan, step, used, violated)
     if record.num_trajectories != len(plan.ids):
         violated(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
         )
+
     places = {name: place for place, name in enumerate(plan.ids)}
     digests: dict[str, bytes] = {}
     contents: dict[str, list[str]] = {}
@@ -127,23 +135,27 @@ async def _check_step(
             count_texts(stored, report)
             for what in _wrong_with(stored, places):
                 violated(what, name)
+
             contents[name] = wrong_content(stored, sizes.get(name))
             first_id = members.setdefault(
                 (stored.trajectory.group_id, stored.trajectory.attempt), name
             )
             if first_id != name:
                 violated(f"it is the same attempt as {first_id}, under another id", name)
+
             if name in places and not stored.tokens_deleted:
                 digests[name] = content_digest(plan.final(stored.trajectory))
                 masked += _count_ages(stored, plan, step, report)
     except StoreError as error:
         violated(f"its trajectories can't be read: {error}")
         return
+
     for name in plan.ids:
         if name not in digests:
             violated(
                 "its plan names it, but it is not in the store as committed to this step", name
             )
+
     report.trained += len(digests)
     report.masked_tokens += masked
     _check_masked(plan, masked, violated)
@@ -172,6 +184,7 @@ def _check_masked(plan: Plan, masked: int, violated: Violated) -> None:
             f"{masked} tokens were older than {plan.staleness} versions, its plan says that "
             f"{plan.masked_tokens} were left out"
         )
+
     if masked and plan.policy in EXACT_POLICIES:
         violated(
             f"{masked} tokens were older than {plan.staleness} versions, which "
@@ -193,6 +206,7 @@ def _wrong_with(stored: StoredTrajectory, places: Mapping[str, int]) -> list[str
         wrong.append("its tokens were deleted")
     if stored.drop_reason is not None:
         wrong.append(f"it was trained on, and has a reason for its drop: {stored.drop_reason}")
+
     return wrong
 
 
@@ -202,6 +216,7 @@ def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) 
     counts: Counter[int] = Counter()
     for turn in stored.trajectory.turns:
         counts.update(turn.versions)
+
     masked = 0
     for version, count in counts.items():
         age = step - 1 - version
@@ -211,10 +226,12 @@ def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) 
                 f"after step {version}"
             )
             report.violations.append(Violation(what, step=step, trajectory=stored.trajectory.id))
+
         if age > plan.staleness:
             masked += count
         else:
             report.ages[age] = report.ages.get(age, 0) + count
+
     return masked
 
 
@@ -226,16 +243,19 @@ def _check_digest(plan: Plan, digests: Mapping[str, bytes], violated: Violated) 
         altered = [
             (name, digest) for name, digest in shown if digests[name].hex()[:SHOWN] != digest
         ]
+
     for name, digest in altered:
         now = digests[name].hex()[:SHOWN]
         violated(
             f"it is not what was trained on: what it says has the digest {now}, then {digest}",
             name,
         )
+
     whole = hashlib.sha256(b"".join(digests[name] for name in plan.ids)).hexdigest()
     if whole != plan.digest and not altered:
         violated(
             f"its trajectories have the digest {whole[:SHOWN]}, its plan says "
             f"{plan.digest[:SHOWN]}: they or their order were changed"
         )
+
     return {name for name, _ in altered}

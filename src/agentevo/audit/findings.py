@@ -106,10 +106,12 @@ class Audit(msgspec.Struct, kw_only=True):
                     ", ".join(f"{count} {state}" for state, count in self.waiting.items()),
                 )
             )
+
         if self.emptied:
             rows.append(("tokens deleted", f"{self.emptied} trajectories, by `agentevo store gc`"))
         if self.without_attempt:
             rows.append(("without an attempt", f"{len(self.without_attempt)} completed tasks"))
+
         rows += [
             (f"text {name}", _told(digests, self.texts_gone))
             for name, digests in sorted(self.texts.items())
@@ -123,6 +125,7 @@ class Audit(msgspec.Struct, kw_only=True):
             for reason, ids in reasons.items():
                 counts[_without_numbers(reason)] += len(ids)
             rows += [(kind, f"{count} {reason}") for reason, count in counts.most_common()]
+
         if dropped:
             rows += [
                 (name, f"{kind}: {why}")
@@ -130,6 +133,7 @@ class Audit(msgspec.Struct, kw_only=True):
                 for why, ids in reasons.items()
                 for name in ids
             ]
+
         return rows
 
 

@@ -49,12 +49,14 @@ def check_files(
             report.violations.append(Violation(f"{name} {what}"))
         elif name not in known and head is not None and digest is not None:
             report.violations.append(Violation(f"{name} is not in {HEAD}"))
+
     logged = [(record.step, record.record[LOG]) for record in records if LOG in record.record]
     try:
         digests = digests_by_step(folder / "metrics.jsonl") if logged else {}
     except StoreError as error:
         report.violations.append(Violation(str(error)))
         return
+
     wrong = [step for step, digest in logged if digests.get(step) != digest]
     if wrong:
         what = f"metrics.jsonl is not what was logged, at the latest from step {wrong[0]} on"
@@ -77,6 +79,7 @@ def check_checkpoints(
         if not path.is_dir():
             report.gone.append(step)
             continue
+
         try:
             sha256 = Checkpoints.verify(path).sha256
         except CheckpointError as error:
@@ -85,6 +88,7 @@ def check_checkpoints(
             elif step in named:  # a run that goes on has deleted it meanwhile
                 report.gone.append(step)
             continue
+
         if step in named and sha256 == named[step]["sha256"]:
             report.checkpoints.append(step)
         elif head is not None and sha256 == head.checkpoints.get(step):

@@ -39,6 +39,7 @@ async def rebuild(
     """
     if not versions:
         return
+
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     start = checkpoints.newest_whole(min(versions))
     path = checkpoints.path(start) if start is not None else None
@@ -50,12 +51,14 @@ async def rebuild(
         ]
         if any(KEY not in record.record for record in steps):
             raise CheckpointError(f"{config.run_dir}: {OLDER}")
+
         unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
         if unknown:
             raise CheckpointError(
                 f"version {unknown[0]} can't be made again: {config.run_dir} has no committed "
                 f"step {unknown[0]}"
             )
+
         trainer, source = make_trainer(parts, SynchronousRollouts(parts))
         if path is not None:
             trainer.load_state_dict(checkpoints.load(path)[0])
@@ -67,6 +70,7 @@ async def rebuild(
                     lambda: False,
                 )
             trainer.begin()
+
         for version in range(start or 0, max(versions) + 1):
             if version > (start or 0):
                 await replay_step(trainer, source, steps[version - (start or 0) - 1])

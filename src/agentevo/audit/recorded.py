@@ -31,7 +31,8 @@ class RecordedEngine:
     the record ends, it answers no more."""
 
     def __init__(self, trajectory: Trajectory, end_ids: Sequence[int]) -> None:
-        self._trajectory, self._end_ids = trajectory, frozenset(end_ids)
+        self._trajectory = trajectory
+        self._end_ids = frozenset(end_ids)
         self._by_seed: dict[int, list[Turn]] = {}
         for turn in trajectory.turns:  # an agent may give several calls one seed
             self._by_seed.setdefault(turn.seed, []).append(turn)
@@ -72,8 +73,10 @@ class RecordedEngine:
                 f"the replay asks for a turn more than the {len(self._trajectory.turns)} of the "
                 "record",
             )
+
         if turn is None or self.difference is not None:
             raise EngineError("the replay ends here: the record has no answer to this request")
+
         self.num_answered += 1
         return Completion(
             ids=list(turn.completion_ids),
@@ -104,6 +107,7 @@ class RecordedEngine:
             )
             self._differs("prompt", turn.index, place, what)
             return
+
         recorded_grammar = "" if turn.constraint is None else turn.constraint.grammar
         if sampling.grammar != recorded_grammar or sampling.penalties != turn.penalties:
             what = (
@@ -112,8 +116,10 @@ class RecordedEngine:
             )
             self._differs("prompt", turn.index, 0, what)
             return
+
         if sampling.stop_strings:  # which token completes one, only the engine's tokenizer knows
             return
+
         ids = turn.completion_ids
         stop = next((i for i, token in enumerate(ids) if token in self._end_ids), None)
         if stop is not None and stop != len(ids) - 1:
@@ -180,11 +186,13 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
                 what=f"remote turn {turns[0].index}: the replay asks the remote model {model} with "
                 "other messages: agent or environment did something else",
             )
+
         if turn is None or self.difference is not None:
             raise RemoteModelError(
                 f"the replay has no answer of the remote model {model} to this request: it is not "
                 "in the record"
             )
+
         self._given.add(turn.index)
         return RemoteReply(
             message=turn.messages[-1],
@@ -212,7 +220,8 @@ class RecordedModel:
     within_s = 0.0
 
     def __init__(self, name: str, models: RecordedModels) -> None:
-        self.name, self._models = name, models
+        self.name = name
+        self._models = models
 
     async def generate(
         self,

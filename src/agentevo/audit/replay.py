@@ -91,6 +91,7 @@ class Replay(msgspec.Struct, kw_only=True):
         )
         if self.difference is not None:
             return f"{self.trajectory}: DIFFERS ({drawn}): {self.difference.what}"
+
         ties = f", {self.ties} of them within rounding" if self.ties else ""
         reward = (
             f"reward {self.replayed_reward:g}"
@@ -98,6 +99,7 @@ class Replay(msgspec.Struct, kw_only=True):
             else "it broke off, as recorded"
         )
         remote = f"{self.remote_turns} answers of remote models from the record; "
+
         return (
             f"{self.trajectory}: same ({drawn}{ties}; {remote if self.remote_turns else ''}"
             f"{reward if self.played else f'not played again: {self.unplayed}'})"
@@ -128,7 +130,10 @@ async def replay(
             chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _altered(store, chosen)
         shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
-    replays, chat, context = dict[str, Replay](), None, 1 << 30
+
+    replays = dict[str, Replay]()
+    chat = None
+    context = 1 << 30
     for policy in sorted({weights_of(config, t.agent) for t in chosen}):
         own = [t for t in chosen if weights_of(config, t.agent) == policy]
         stored = StoredVersions(config, policy)
@@ -139,7 +144,9 @@ async def replay(
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: drawing again"):
                 drawn, chat, context = await _draw_again(config, policy, own, sources)
+
         replays |= drawn
+
     player = _player(config, agent)
     for trajectory in over(chosen, "replay", len(chosen), "trajectories"):
         result = replays[trajectory.id]
@@ -151,6 +158,7 @@ async def replay(
             await _play(
                 config, trajectory, shown[trajectory.task_id], player, chat, context, result
             )
+
         if trajectory.id in altered and result.difference is None:
             result.difference = Difference(
                 kind="record",
@@ -159,6 +167,7 @@ async def replay(
                 what="what was drawn and played is the same, but its row is not what was written "
                 "(`agentevo audit` lists all such rows)",
             )
+
     return [replays[trajectory.id] for trajectory in chosen]
 
 
@@ -214,19 +223,23 @@ async def _sample(
     for name in names:
         if len(chosen) == count:
             break
+
         try:
             trajectory = await store.trajectory(name)
         except StoreError:  # `store gc --dropped` has taken its tokens
             continue
+
         own = stored[weights_of(config, trajectory.agent)]
         if made_again or all(map(own.has, versions_of(trajectory))):
             chosen.append(trajectory)
+
     if names and not chosen:
         raise CheckpointError(
             f"{config.run_dir} has weights for none of its {len(names)} trajectories: train with "
             "checkpoint.every=1 and a larger "
             "checkpoint.keep_last"
         )
+
     return chosen
 
 
@@ -246,7 +259,8 @@ async def _draw_again(
         t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
         for t in trajectories
     }
-    chat, context = None, 1 << 30
+    chat = None
+    context = 1 << 30
     section = config.sampling
     filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
     async for version, source in sources:
@@ -257,6 +271,7 @@ async def _draw_again(
             else chat
         )
         context = context_length(loaded.model.config)
+
         for trajectory in trajectories:
             result = replays[trajectory.id]
             if version not in result.versions:
@@ -265,6 +280,7 @@ async def _draw_again(
             result.tokens += again.num_tokens
             result.ties += again.num_ties
             _keep_first(result, *again.differences)
+
     return replays, chat, context
 
 
@@ -306,9 +322,12 @@ async def _play(
         timeout_s=config.engine.timeout_s,
     )
     door = _NoDoor()
-    models, remote = RecordedModels(config.remote_models, trajectory.remote_turns), None
+
+    models = RecordedModels(config.remote_models, trajectory.remote_turns)
+    remote = None
     if models:
         remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
+
     policy = Policy(conversation, door, remote, texts=Texts(config.agent.texts))
     attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
@@ -327,6 +346,7 @@ async def _play(
         elif played.status == "completed":  # others, a judge or the weights are not asked again
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **recorded)
+
     if door.was_needed:
         result.unplayed = (
             "its agent asks through the gateway, whose requests come in no defined order"
@@ -378,12 +398,15 @@ def _compare(
 ) -> None:
     """Notes in `result` where the attempt that was played again departs from the record first;
     `played` is None where it broke off."""
-    result.turns, result.remote_turns = engine.num_answered, models.num_answered
+    result.turns = engine.num_answered
+    result.remote_turns = models.num_answered
     for difference in (engine.difference, models.difference):
         if difference is not None:
             _keep_first(result, difference)
+
     if trajectory.status != "completed" or result.difference is not None or played is None:
         return
+
     last = len(trajectory.turns)
     if played.status != "completed":
         _keep_first(
@@ -391,12 +414,14 @@ def _compare(
             Difference(kind="end", turn=last, position=0, what=f"the agent failed: {played.error}"),
         )
         return
+
     result.replayed_reward = played.reward
     if engine.num_answered < last:
         what = f"the agent ended after {engine.num_answered} turns, the record has {last}"
         _keep_first(result, Difference(kind="end", turn=engine.num_answered, position=0, what=what))
     elif models.num_answered < len(trajectory.remote_turns):
-        num_asked, num_recorded = models.num_answered, len(trajectory.remote_turns)
+        num_asked = models.num_answered
+        num_recorded = len(trajectory.remote_turns)
         what = f"the agent asked remote models {num_asked} times, the record has {num_recorded}"
         _keep_first(result, Difference(kind="end", turn=last, position=0, what=what))
     else:
@@ -415,6 +440,7 @@ def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: Replay)
                     kind="reward", turn=turn.index, position=len(turn.completion_ids), what=what
                 ),
             )
+
     if (
         abs(played.reward - trajectory.reward) > REWARD_TOLERANCE
         or played.success != trajectory.success

@@ -105,6 +105,7 @@ def resample(
         for turn in trajectory.turns
     }
     tolerance = tolerance_of(model)
+
     grammars = Grammars.of(model, loaded.tokenizer)
     try:
         masks = {
@@ -114,6 +115,7 @@ def resample(
         }
     except GrammarError as error:
         return Resampled(0, 0, [Difference(kind="record", turn=0, position=0, what=str(error))])
+
     num_tokens = num_ties = 0
     differences: list[Difference] = []
     for piece in _pieces(trajectory, version):
@@ -121,8 +123,10 @@ def resample(
         if piece.turn.index in masks:
             of_turn = masks[piece.turn.index]
             keep_allowed(logits, [of_turn.table[of_turn.rows[n]] for n in piece.positions])
+
         if piece.turn.penalties is not None:
             penalise(logits, _changes(trajectory, piece))
+
         changed = piece.turn.overrides.given() if piece.turn.overrides is not None else {}
         params = msgspec.structs.replace(
             sampling, **{"temperature": piece.turn.temperature, **changed}
@@ -130,10 +134,12 @@ def resample(
         numbers = [float(uniforms[piece.turn.index][position]) for position in piece.positions]
         tokens, logprobs = draw(logits.clone(), [params] * len(numbers), numbers)
         num_tokens += len(tokens)
+
         for row, position in enumerate(piece.positions):
             same = tokens[row] == piece.turn.completion_ids[position]
             if same and abs(logprobs[row] - piece.turn.logprobs[position]) <= tolerance.logprob:
                 continue
+
             difference = _compare(
                 piece.turn,
                 position,
@@ -146,6 +152,7 @@ def resample(
             )
             num_ties += difference is None
             differences += [difference] if difference is not None else []
+
     return Resampled(num_tokens, num_ties, differences)
 
 
@@ -165,9 +172,11 @@ def _pieces(trajectory: Trajectory, version: int) -> Iterator[_Piece]:
 
 def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
     """What the penalties of its turn change at each position."""
-    context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
+    context = trajectory.context_ids(piece.turn.index)
+    said = piece.turn.completion_ids
     parts = [(len(context), None), (len(said), piece.turn.penalties)]
-    penalties, ids = TokenPenalties.joined(parts), np.array([*context, *said])
+    penalties = TokenPenalties.joined(parts)
+    ids = np.array([*context, *said])
     assert penalties is not None
     return list(penalties.changes(ids, np.array(piece.positions) + len(context)).values())
 
@@ -176,7 +185,8 @@ def _logits(
     trajectory: Trajectory, piece: _Piece, model: PreTrainedModel, device: torch.device
 ) -> torch.Tensor:
     """[positions, V] float32, what predicts each of them."""
-    context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
+    context = trajectory.context_ids(piece.turn.index)
+    said = piece.turn.completion_ids
     ids = [*context, *said[: piece.positions[-1] + 1]]
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[[len(context) + position for position in piece.positions]] = True
@@ -187,6 +197,7 @@ def _logits(
     if routed is not None:
         rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
         batch = batch.routed(Replay(torch.as_tensor(rows, device=device)))
+
     return all_logits(model, batch)[batch.rows].float()
 
 
@@ -199,8 +210,10 @@ def version_rows(
     path = [turn]
     while path[0].parent is not None:
         path.insert(0, trajectory.turns[path[0].parent])
+
     if routers is None or any(one.routed_experts is None for one in path):
         return None
+
     parts = [one.routed_experts for one in path if one.routed_experts is not None]
     rows = joined(parts).array().astype(np.int64)
     next_drawn_by = [  # a prompt's tokens were computed for the draw that follows them
@@ -224,7 +237,8 @@ def _compare(
 ) -> Difference | None:
     """None if the token of the record is within rounding of what is drawn, and has the recorded
     log-prob."""
-    token, version = turn.completion_ids[position], turn.versions[position]
+    token = turn.completion_ids[position]
+    version = turn.versions[position]
     if token >= len(logits):
         what = f"the record has token {token}, the vocabulary only {len(logits)}"
         return Difference(
@@ -235,8 +249,10 @@ def _compare(
             token=token,
             what=what,
         )
+
     probabilities = _distribution(logits, params)
     distance = _distance(logits, probabilities, token, uniform, greedy=params.temperature == 0)
+
     recorded_probability = float(probabilities[token])
     drawn_probability = float(probabilities[drawn])
     properties: Mapping[str, float | int] = {
@@ -260,6 +276,7 @@ def _compare(
             f"the replay draws {drawn} ({texts[1]}, {drawn_probability:.4%})"
         )
         return Difference(kind="token", what=what, **properties)  # type: ignore[arg-type]
+
     again = 0.0 if params.temperature == 0 else float(probabilities[token].log())
     if abs(again - turn.logprobs[position]) > tolerance.logprob:
         what = (
@@ -267,6 +284,7 @@ def _compare(
             f"record, {again:.5f} in the replay"
         )
         return Difference(kind="logprob", what=what, **properties)  # type: ignore[arg-type]
+
     return None
 
 

@@ -32,9 +32,11 @@ def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -
     if stored.tokens_deleted:  # by `gc`, which takes those of dropped ones; audit.py says the rest
         kept = stored.state in ("failed", "ready", "reserved")
         return ["its tokens were deleted"] if kept else []
+
     wrong = []
     if not is_as_written(stored):
         wrong.append("it is not what was written: what it says has another digest than its row")
+
     trajectory = stored.trajectory
     counts = (len(trajectory.turns), trajectory.num_completion_tokens())
     if summary is not None and counts != (summary.num_turns, summary.num_completion_tokens):
@@ -42,6 +44,7 @@ def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -
             f"it has {counts[0]} turns with {counts[1]} tokens, its row says {summary.num_turns} "
             f"with {summary.num_completion_tokens}"
         )
+
     return wrong
 
 
@@ -61,11 +64,14 @@ async def check_rest(
                 for what in wrong_content(stored, rows.get(name)):
                     report.violations.append(Violation(what, trajectory=name))
                 report.emptied += stored.tokens_deleted
+
         committed = await store.summaries(state="committed")
         _check_states(records, unused, report)
         await _check_committed(store, records, committed, report)
+
         if group_size is not None:
             _check_groups(unused.values(), committed, group_size, report)
+
         attempted = {row.task_id for row in chain(unused.values(), committed)}
         queues = group_size is not None
         await _check_tasks(store, {row.task_id for row in committed}, attempted, queues, report)
@@ -96,6 +102,7 @@ def _check_states(
                         f"{row.drop_reason}",
                         name,
                     )
+
     for name, row in unused.items():
         if (row.state == "failed") == (row.status == "completed"):
             violated(f"it is {row.state}, though it {row.status}", name)
@@ -103,15 +110,18 @@ def _check_states(
             violated(f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name)
         if row.split != "train":
             continue
+
         if row.state not in ("dropped", "failed"):
             report.waiting[row.state] += 1
             continue
+
         dropped = row.state == "dropped"
         kind, why = (row.state, row.drop_reason) if dropped else (row.status, row.error)
         if not why:
             violated(f"it is {kind}, and no reason is recorded", name)
         elif dropped and name not in named:
             violated(f"it is dropped ({why}), and no step's record says so", name)
+
         report.reasons.setdefault(kind, {}).setdefault(why or "no reason", []).append(name)
 
 
@@ -129,6 +139,7 @@ def _check_groups(
     for row in unused:
         if row.split == "train" and row.group_id not in used:
             groups.setdefault(row.group_id, []).append(row.attempt)
+
     for name, attempts in groups.items():
         wanted = 1 if name.startswith(f"{name.rpartition('/')[0]}/{BASELINE}@") else size
         if rules.lacks_members(attempts, wanted):
@@ -186,13 +197,16 @@ async def _check_tasks(
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
             violated("is not the one that was added: it has another digest than its row")
+
         if stored.state == "completed":
             if queues and name not in attempted and QUEUED_FOR_STEP in stored.task.metadata:
                 violated("is completed, and no attempt at it is in the store")
             report.without_attempt += [name] if name not in attempted else []
             continue
+
         if name in trained:
             violated(f"is {stored.state}, though an attempt at it was trained on")
+
         if stored.state in ("queued", "leased"):
             report.unfinished.append(name)
         else:

@@ -36,7 +36,8 @@ class StoredVersions:
     (config/named_agents.py)."""
 
     def __init__(self, config: RunConfig, policy: str = "") -> None:
-        self._config, self._policy = config, policy
+        self._config = config
+        self._policy = policy
         self._has: dict[int, bool] = {}
         self._is_trained = not policy or policy in trained_policies(config)
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
@@ -60,6 +61,7 @@ class StoredVersions:
                 self._has[version] = False
             else:
                 self._has[version] = True
+
         return self._has[version]
 
     def weights_of(self, version: int) -> Source:
@@ -67,14 +69,17 @@ class StoredVersions:
         if self._is_trained and version in self._checkpoints.steps():
             path = self._checkpoints.path(version)
             return checkpoint_of(path, self._config, self._policy) or path
+
         if self._published is not None and version in self._published.versions():
             try:
                 weights: Mapping[str, torch.Tensor] = self._published.read(version)
             except EngineError as error:
                 raise CheckpointError(str(error)) from error
             return weights
+
         if version in self.at_hand():
             return {}
+
         known = ", ".join(map(str, self.at_hand())) or "none"
         raise CheckpointError(
             f"{self._config.run_dir} no longer has the weights of version {version} (at hand: "
@@ -88,13 +93,15 @@ class PolicyAt:
     """The policy at one version after the other; only one is in memory."""
 
     def __init__(self, config: RunConfig, weights_of: WeightsOf, policy: str = "") -> None:
-        self._config, self._weights_of = with_model_of(config, policy), weights_of
+        self._config = with_model_of(config, policy)
+        self._weights_of = weights_of
 
     def load(self, version: int) -> LoadedModel:
         """Raises CheckpointError or ModelError if it can't be had."""
         source = self._weights_of(version)
         if isinstance(source, Path):
             return load_policy(self._config, source)
+
         loaded = load_policy(self._config)
         own = dict(loaded.model.named_parameters())
         wrong = [
@@ -107,8 +114,10 @@ class PolicyAt:
                 f"the weights of version {version} are not of {self._config.model.name}: it has "
                 f"no {wrong[0]} of that shape"
             )
+
         with torch.no_grad():
             for name, tensor in source.items():
                 own[name].copy_(tensor)
+
         drop_packed(loaded.model)
         return loaded

@@ -27,11 +27,13 @@ def check_texts(folder: Path, report: Audit) -> None:
         if not path.is_file():
             report.texts_gone.append(digest)
             continue
+
         try:
             is_same = digest_of_text(read_text(path)) == digest
         except ConfigError as error:
             report.violations.append(Violation(f"the text {digest} can't be read: {error}"))
             continue
+
         if not is_same:
             report.violations.append(
                 Violation(f"the text {path.name} was changed: it has another digest than its name")

@@ -52,11 +52,13 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
             f"{event.kind} at {_time(event.at)}, held by {event.worker}: {event.error}"
             for event in task.history
         ]
+
         learned = "none so far"
         if self.checkpoint is not None:
             learned = self.checkpoint + (
                 "" if self.checkpoint_there else " (no longer there: checkpoint.keep_last)"
             )
+
         return [
             ("task", f"{task.task.id}, {task.state}, leased {task.num_leases} times"),
             *(("", event) for event in events),
@@ -90,12 +92,14 @@ async def follow(
             f"{trajectory_id} has {len(trajectory.turns)} turns, counted from 0: there is no "
             f"turn {turn}"
         )
+
     said = trajectory.turns[turn]
     if not 0 <= position < len(said.completion_ids):
         raise ConfigError(
             f"turn {turn} of {trajectory_id} has {len(said.completion_ids)} tokens, counted from "
             f"0: there is no {position}"
         )
+
     version = said.versions[position]
     records = await store.steps()
     record = next(
@@ -103,6 +107,7 @@ async def follow(
     )
     learned, fate = _fate(stored, record, version)
     checkpoint = _first_checkpoint(records, record.step) if learned and record is not None else None
+
     return TokenHistory(
         trajectory=trajectory_id,
         turn=turn,
@@ -129,12 +134,14 @@ def _fate(stored: StoredTrajectory, record: StepRecord | None, version: int) -> 
     """Whether a gradient step used it; in words."""
     if stored.state == "dropped":
         return False, f"not trained on: its trajectory was dropped ({stored.drop_reason})"
+
     if stored.state == "failed":
         return (
             False,
             f"not trained on: its trajectory {stored.trajectory.status} "
             f"({stored.trajectory.error})",
         )
+
     if stored.split != "train":
         return False, f"not trained on: it is of the split {stored.split}"
     if stored.state == "reserved":
@@ -143,17 +150,20 @@ def _fate(stored: StoredTrajectory, record: StepRecord | None, version: int) -> 
         return False, "not yet trained on: ready"
     if record is None:
         return False, f"committed to step {stored.trained_step}, which has no record"
+
     age = record.step - 1 - version
     try:
         plan = Plan.of(record.step, record.record)
     except TrainingError as error:
         return True, f"trained on in step {record.step} at age {age} ({error})"
+
     if age > plan.staleness:
         return (
             False,
             f"left out of step {record.step}: age {age}, the bound was {plan.staleness}; its "
             "trajectory's reward counted",
         )
+
     return (
         True,
         f"trained on in step {record.step}, at version {record.step - 1} of the trainer: age "

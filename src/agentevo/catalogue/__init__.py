@@ -39,6 +39,7 @@ class Hyperparameter:
             return "true or false"
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+
         kind = "a whole number" if isinstance(self.default, int) else "a number"
         parts = (
             [f"{'at least' if self.low_allowed else 'above'} {self.low:g}"]
@@ -62,6 +63,7 @@ class Hyperparameter:
             good = False
         else:
             good = self.low <= value <= self.high and (self.low_allowed or value > self.low)
+
         if not good:
             raise ValueError(f"{entry}: {self.name}={value!r} is not possible: give {self.range}")
 
@@ -98,11 +100,13 @@ def resolve(
             hint = f"did you mean {guess}?" if guess else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"{kind} {name} has no hyper-parameter {key!r}: {hint}")
         known[key].check(f"{kind} {name}", value)
+
     missing = [hyper for hyper in entry.hyper if hyper.default is None and hyper.name not in given]
     if missing:
         raise ValueError(
             f"{kind} {name} needs {missing[0].name}: give {missing[0].range} ({missing[0].meaning})"
         )
+
     return {hyper.name: given.get(hyper.name, hyper.default) for hyper in entry.hyper}
 
 

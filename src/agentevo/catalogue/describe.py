@@ -56,6 +56,7 @@ def _preset(preset: Preset) -> str:
         ("aggregation", parts.aggregation, parts.aggregation_hyper),
     ):
         lines.append(f"  {kind:<12} {name}{_settings(hyper)}")
+
     lines += [f"  besides      {key}={_show(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
@@ -82,10 +83,12 @@ def _entry(kind: str, entry: Entry) -> str:
     for hyper in entry.hyper:
         default = "must be given" if hyper.default is None else f"default {_show(hyper.default)}"
         lines.append(f"  algorithm.{hyper.name}: {hyper.meaning}; {hyper.range}; {default}")
+
     if entry.needs:
         lines.append(
             f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in entry.needs)}"
         )
+
     lines += [f"  {peer:<12} {text}" for peer, text in entry.peers.items()]
     return "\n".join(lines)
 
@@ -137,6 +140,7 @@ def markdown() -> str:
         lines += ["", f"## {kind}", ""]
         for entry in entries.values():
             lines += _entry_section(entry)
+
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
@@ -180,4 +184,5 @@ def _entry_section(entry: Entry) -> list[str]:
             for hyper in entry.hyper
         ]
         lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
+
     return lines + [f"- {peer}: {text}" for peer, text in entry.peers.items()]

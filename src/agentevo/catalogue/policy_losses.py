@@ -330,16 +330,19 @@ def check_importance(loss: str, name: str, cap: float, floor: float) -> None:
     entry = f"policy loss {loss}"
     for hyper, value in zip(IMPORTANCE, (name, cap, floor), strict=True):
         hyper.check(entry, value)
+
     if floor and not name.endswith("_mis"):
         raise ValueError(
             f"{entry}: importance_floor={floor} does nothing with importance={name}: leave it "
             "out, or choose token_mis"
         )
+
     if floor > cap:
         raise ValueError(
             f"{entry}: importance_floor={floor} is above importance_cap={cap}, so no token would "
             "train: exchange them"
         )
+
     if loss == "decoupled_ppo" and name != "none":
         raise ValueError(
             f"{entry} weighs with proximal over rollout policy already: leave importance={name} "
@@ -370,15 +373,18 @@ def check_aggregation(name: str, hyper: Mapping[str, Value], aggregation: str) -
             "policy loss minirl: skip_length_normalization does nothing with token_level_loss: "
             "set token_level_loss=False or leave it out"
         )
+
     needed = required_aggregation(name, hyper)
     if needed is None or aggregation == needed:
         return
+
     if name == "minirl":
         raise ValueError(
             f"policy loss minirl with these switches aggregates by {needed}, not {aggregation}: "
             f"choose aggregation={needed}, or change"
             " token_level_loss and skip_length_normalization"
         )
+
     instead = "gspo_token or ppo_clip" if name == "gspo" else "ppo_clip"
     raise ValueError(
         f"policy loss {name} has one ratio per sequence, and its gradient already carries "

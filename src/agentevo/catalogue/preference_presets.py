@@ -132,4 +132,5 @@ def resolve_preference(
                 "a loss of pairs such as dpo"
             )
         return PreferenceAlgorithm(loss, resolved, None)
+
     return PreferenceAlgorithm(loss, resolved, pairs or DEFAULT_PAIRS.get(loss, "best_worst"))

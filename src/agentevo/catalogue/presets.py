@@ -295,6 +295,7 @@ def resolve_preset(
             inherited | {key: value for key, value in hyper.items() if key in known},
         )
         used |= known
+
     check_aggregation(names["policy loss"], resolved["policy loss"], names["aggregation"])
     for key in hyper:
         if key not in used:
@@ -309,6 +310,7 @@ def resolve_preset(
                 f"{', '.join(f'{k} {n}' for k, n in names.items())}: "
                 f"remove {key}, or choose an entry that has it"
             )
+
     return Algorithm(
         names["advantage"],
         resolved["advantage"],
@@ -338,6 +340,7 @@ def hyper_parameters() -> dict[str, tuple[Any, str]]:
                 texts.setdefault(hyper.name, {}).setdefault(hyper.meaning, []).append(
                     f"{kind} {entry.name}"
                 )
+
     return {
         key: (
             types[key],

@@ -54,8 +54,10 @@ def export(
 
     if form not in FORMATS:
         raise ConfigError(f"--format {form}: there are {', '.join(FORMATS)}")
+
     check_new_file(out, overwrite=overwrite)
     found = read_annotations(check_run_folder(run_dir))
+
     tokenizer = saved_tokenizer(run_dir)
     chat = None
     if tokenizer is not None:
@@ -90,7 +92,9 @@ def calibrate(
     rows = calibration(read_annotations(check_run_folder(run_dir)), passed_from)
     if not rows:
         print("nobody has said yet which attempts are right (agentevo ui --control)")
+
     for row in rows:
-        rate, (low, high) = row.rate or 0.0, row.interval or (0.0, 1.0)
+        rate = row.rate or 0.0
+        low, high = row.interval or (0.0, 1.0)
         kappa = "" if row.kappa is None else f", kappa {row.kappa:.2f}"
         print(f"{row.judge}: {rate:.0%} of {row.num} agree [{low:.0%}, {high:.0%}]{kappa}")

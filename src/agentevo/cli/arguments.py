@@ -49,10 +49,12 @@ def seconds(word: str | float) -> float:
         value = float(word)
     except ValueError:
         value = -1.0
+
     if not 0.0 <= value <= LONGEST_WAIT_S:
         raise ConfigError(
             f"{str(word)[:60]!r}: give seconds, from 0 to {LONGEST_WAIT_S:,.0f} (a day)"
         )
+
     return value
 
 
@@ -105,6 +107,7 @@ def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any
             values[key] = parse_yaml(text)
         except ParseError as error:
             raise ConfigError(f"{key}: {error}") from error
+
     return values
 
 
@@ -118,6 +121,8 @@ def check_arguments(text: str) -> dict[str, Any]:
         given = parse_json(text)
     except ParseError as error:
         raise ConfigError(f"--arguments: {error}: {example}") from error
+
     if not isinstance(given, dict):
         raise ConfigError(f"--arguments: this is no object: {example}")
+
     return given

@@ -52,6 +52,7 @@ def audit(
         )
         print(msgspec.json.encode(history).decode()) if as_json else _print(history.lines())
         return
+
     from agentevo.audit.audit import audit as prove
 
     report = use_store(
@@ -67,11 +68,13 @@ def audit(
         _print(report.lines(dropped=dropped))
         for violation in report.violations:
             print(f"violation: {violation}", file=sys.stderr)
+
         print(
             "everything is as the records say"
             if report.ok
             else f"{len(report.violations)} violations"
         )
+
     if not report.ok:
         raise typer.Exit(1)
 
@@ -99,6 +102,7 @@ def replay(
         raise ConfigError(
             "replay: give the id of a trajectory, or --all N for N of them, drawn at random"
         )
+
     import msgspec
 
     from agentevo.runs.folder import run_config
@@ -114,6 +118,7 @@ def replay(
     )
     for result in replays:
         print(msgspec.json.encode(result).decode() if as_json else result.line())
+
     if not all(result.same for result in replays):
         raise typer.Exit(1)
 

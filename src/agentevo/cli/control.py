@@ -43,22 +43,30 @@ def control(
 
     if do not in ACTIONS:
         raise ConfigError(f"{do[:40]!r}: a run can {', '.join(ACTIONS)}")
-    folder, id = check_run_folder(run_dir).absolute(), uuid.uuid4().hex
+
+    folder = check_run_folder(run_dir).absolute()
+    id = uuid.uuid4().hex
+
     session, why = session_of(folder)
     if session is None:
         raise ConfigError(f"{run_dir}: {why}")
+
     who = "the command line"
     with suppress(OSError, KeyError):
         who = getpass.getuser()
+
     about = {"at": time.time(), "who": who, "address": socket.gethostname(), "id": id}
     add_record(folder / CHANGES, {**about, "what": f"{do}: asked"})
     ask(folder, do, id=id, session=session.id, who=who)
+
     ends = time.monotonic() + wait_s
     while (answer := answer_to(folder, id)) is None:
         if time.monotonic() >= ends:
             print(f"asked: {do} is done after the step that the run is in")
             return
         time.sleep(LOOK_S)
+
     if not answer.is_done:
         raise ConfigError(f"{run_dir}: {do}: {answer.result}")
+
     print(f"{do}: {answer.result}")

@@ -52,16 +52,20 @@ def import_traces(
 
     if form not in FORMS:
         raise ConfigError(f"--form {form}: there are {', '.join(FORMS)}")
+
     check_source(source, "data import")
     check_not_a_source(out, source, "data import")
+
     imported = imported_of([source], form)
     if imported.num_other_spans:
         print(f"import: {imported.num_other_spans} spans are no calls of a model", file=sys.stderr)
     if not imported.rows:
         raise ConfigError("\n".join(["nothing was written:", *imported.report.lines()]))
+
     with whole_file(out) as file:
         for row in imported.rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
     tell_of_rows(imported.report, out)
 
 
@@ -105,12 +109,15 @@ def convert(
     ):
         if given not in known:
             raise ConfigError(f"{option} {given}: there are {', '.join(known)}")
+
     check_source(source, "data convert")
     check_not_a_source(out, source, "data convert")
+
     report = RowReport("tasks")
     rows = converted(source, read_form, form, report)
     if not rows:
         raise ConfigError("\n".join(["nothing was written:", *report.lines()]))
+
     write_rows(rows, out)
     tell_of_rows(report, out, "tasks")
 
@@ -179,13 +186,16 @@ def prepare(
             raise ConfigError(f"data prepare {name} makes its tasks: leave out --from and --agent")
         _prepare_lesson(dataset, folder, count, eval_share, shown, seed)
         return
+
     if not (name == "gsm8k" or (kind == "reasoning_gym" and dataset)):
         raise ConfigError(
             f"data prepare {name}: there are gsm8k, reasoning_gym/DATASET and lesson/TOOL"
         )
+
     if (source is not None) != (name == "gsm8k"):
         given = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"
         raise ConfigError(f"data prepare {name} {given}")
+
     report = RowReport("tasks")
     if source is not None:
         check_source(source, "data prepare")
@@ -195,8 +205,10 @@ def prepare(
     else:
         tasks = reasoning_gym_tasks(dataset, count, seed, agent)
         report.rows = len(tasks)
+
     if len(tasks) < 2:
         raise ConfigError("\n".join(["nothing was written: too few tasks", *report.lines()]))
+
     number = write(tasks, eval_share, folder)
     tell_of_rows(report, folder / TRAIN, f"tasks ({number} of them held out, {HELD_OUT})")
 
@@ -211,11 +223,13 @@ def _prepare_lesson(
 
     if tool not in LESSONS:
         raise ConfigError(f"data prepare lesson/{tool}: there are {', '.join(sorted(LESSONS))}")
+
     held_out = min(max(1, round(count * eval_share)), count - 1)
     if not os.path.isdir(folder) and any(map(os.path.exists, (folder, folder.parent))):
         above = folder if os.path.exists(folder) else folder.parent
         if not os.path.isdir(above):
             raise ConfigError(f"{above} is a file: give a folder")
+
     write_lesson(tool, folder, count=count - held_out, held_out=held_out, shown=shown, seed=seed)
     trained = count - held_out
     to_stderr(
@@ -247,10 +261,13 @@ def demonstrate_command(
     config = load_config(recipe, overrides or [])
     if config.environment is None:
         raise ConfigError("data demonstrate: the recipe has no environment to play")
+
     rows = list(demonstration_rows(config, episodes, to_stderr))
     if not rows:
         raise ConfigError(f"data demonstrate: none of {episodes} episodes was solved: play more")
+
     with whole_file(out) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
     print(f"{len(rows)} conversations written to {out}")

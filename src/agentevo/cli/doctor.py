@@ -54,8 +54,10 @@ def doctor(
         checks = _check_meshes(target, overrides or [], devices, device_memory, world_size)
     else:
         checks = _check(target, overrides or []) if target else _check_installation()
+
     for check in checks:
         print(check)
+
     if any(check.status == "wrong" for check in checks):
         raise typer.Exit(1)
 
@@ -70,12 +72,14 @@ def _check(target: str, overrides: list[str]) -> list[Check]:
 
         config = run_config(Path(target), overrides)
         return check_recipe(config, Run(config).checkpoint_path("last"))
+
     warn_of_kept_keys(target, overrides)
     config = load_config(target, overrides, needs_environment=False)
     if config.data.taught:
         from agentevo.doctor.sft_diagnostics import check_sft_recipe
 
         return check_sft_recipe(config)
+
     from agentevo.doctor.diagnostics import check_recipe
 
     return check_recipe(load_config(target, overrides))
@@ -96,16 +100,19 @@ def _check_meshes(
         raise ConfigError("--device-memory is for --devices: say how many there are")
     if device_memory is not None and not 0 < device_memory < math.inf:
         raise ConfigError(f"--device-memory {device_memory:g}: GiB of each device, above 0")
+
     config = load_config(target, overrides)
     checks = []
     if devices is not None:
         from agentevo.doctor.mesh_estimate import check_meshes
 
         checks += check_meshes(config, devices, device_memory, shlex.join([target, *overrides]))
+
     if world_size is not None:
         from agentevo.doctor.mesh_trial import check_world
 
         checks += check_world(config, world_size)
+
     return checks
 
 

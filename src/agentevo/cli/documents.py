@@ -51,6 +51,7 @@ def open_writer(
     """Raises ConfigError."""
     if word is None:
         return None
+
     from agentevo.remote_models.model import RemoteModel
     from agentevo.runs.folder import check_run_folder, run_config
     from agentevo.task_making.writer_model import writer_section
@@ -93,20 +94,25 @@ def from_documents(
     check_new(out)
     if after is not None and held_out:
         raise ConfigError("--after makes tasks to train on: give --held-out 0")
+
     left = None if after is None else questions_left(after)
     model = open_writer(writer, writer_model, writer_key, after)
+
     documents = read_documents(files)
     if told := documents.note():
         _note(told)
+
     passages = documents.passages
     wanted: dict[str, Any] = {"train": train, "held_out": held_out}
     wanted |= {"per_passage": per_passage, "seed": seed}
     made = _made(passages, model, wanted, language, () if left is None else left.asked)
     num_new = len(made.train) + len(made.held_out)
+
     if left is None:
         check_made(made, held_out)
     else:  # where the documents have no more, what was solved is all that there is
         made.train = [*left.unsolved, *made.train] or left.solved
+
     corpus = [{"id": one.id, "title": one.title, "text": one.text} for one in passages]
     account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
     write_made(
@@ -119,6 +125,7 @@ def from_documents(
     print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
     where = f", in {out / 'corpus.jsonl'}" if left is None else ""
     print(f"passages     {len(passages)}{where}")
+
     if missing := train + held_out - num_new:
         why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
         _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")

@@ -36,12 +36,15 @@ def _leave(code: int) -> None:
         for child in multiprocessing.active_children() if multiprocessing is not None else ():
             names.append(f"the process {child.pid}")
             child.kill()
+
     with suppress(Exception):
         to_stderr(
             f"the command is done, and {', '.join(names[:5]) or 'something'} that the code of the "
             f"run has started still ran {ENDING_S:g} s later: it is ended with the process"
         )
+
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
     os._exit(code)

@@ -98,11 +98,13 @@ def evaluate(
     with --tasks, --attempts or --against by pass@k, several models side by side."""
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     given = {name: value for name, value in sampling.items() if value is not None}
+
     options = (attempts, temperature, limit, out)
     is_more = any((tasks, against, by, resume, retry_failed, as_json, given))
     if not (is_more or any(one is not None for one in options)) and _is_plain(target):
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
+
     from agentevo.evaluation.evaluate import Evaluation
 
     what = Evaluation(
@@ -155,6 +157,7 @@ def _measure(what: Any, as_json: bool) -> None:
     begin = {} if as_json else {"begin": _show_heading}
     with _bars() as progress:
         summary = measured(what, _note, progress, **begin)
+
     _show(summary, as_json)
     check_attempts(summary)
 
@@ -171,7 +174,8 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_heading(measured: Mapping[str, Any]) -> None:
-    tasks, attempts = measured["num_tasks"], measured["attempts"]
+    tasks = measured["num_tasks"]
+    attempts = measured["attempts"]
     drawn = "greedy" if measured["temperature"] == 0 else f"temperature {measured['temperature']:g}"
     rewards = ", ".join(one.get("label") or one["name"] for one in measured["rewards"])
     judged = f", judged by {rewards}" if rewards else ""

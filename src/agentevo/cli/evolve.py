@@ -60,6 +60,7 @@ def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **gi
     if dry_run:
         _list(evolution)
         return
+
     run(evolution, resume=resume, note=lambda line: print(line, file=sys.stderr))
     last = last_run(evolution.folder)
     if last is not None:

@@ -81,6 +81,7 @@ def calibrate(
         raise ConfigError("judge calibrate: give either --rows FILE or --run RUN_DIR")
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}: make it first")
+
     config = load_config(recipe, overrides or [], needs_environment=False)
     chosen = _judge(config, judge)
     check_keys(config.remote_models)
@@ -90,10 +91,12 @@ def calibrate(
     )
     report = found.as_json()
     print("\n".join(lines_of(report)))
+
     if out is not None:
         with must_write(out, "give another --out"):
             write_atomic(out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         print(f"written to {out}: name it in the recipe, calibration: {out}")
+
     if report["below"]:
         raise AgentEvoError(f"judge {chosen.title}: {'; '.join(report['below'])}")
 
@@ -110,12 +113,14 @@ def _judge(config: RunConfig, name: str) -> JudgeOptions:
             f"{what}: the recipe's rewards have {known} as judges: "
             + ("name one by --judge" if judges else "add one, such as rewards=[ruler]")
         )
+
     missing = [one for one in named[0].models if one not in config.remote_models]
     if missing:
         raise ConfigError(
             f"rewards: {named[0].title} asks the remote model {missing[0]!r}, and the recipe has "
             f"none of that name: add remote_models.{missing[0]} (docs/remote_models.md)"
         )
+
     return named[0]
 
 
@@ -124,8 +129,10 @@ def _groups(rows: Path | None, run: Path | None, truth: str, limit: int) -> list
 
     if rows is not None:
         return read_rows(rows)
+
     from agentevo.runs.folder import check_run_folder, read_store
 
     assert run is not None
+
     folder = check_run_folder(run)
     return read_store(folder, lambda store: groups_of_store(store, truth, limit))

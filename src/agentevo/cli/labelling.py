@@ -68,11 +68,13 @@ def annotate(
     summaries = read_store(run_dir, listed, wait_s=wait)
     if task and not summaries:
         raise ConfigError(f"--task {task}: the run has no attempt at it")
+
     session = _Session(folder, name, attempt)
     if pairs:
         session.ask_pairs(pairs_to_compare(summaries, said)[:limit])
     else:
         session.ask_attempts(attempts_to_label(summaries, said)[:limit])
+
     kept = session.num_kept
     print(f"{kept} {'answer' if kept == 1 else 'answers'} kept in {folder / 'annotations.jsonl'}")
 
@@ -81,7 +83,9 @@ class _Session:
     """Somebody at work."""
 
     def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:
-        self._folder, self._who, self._attempt = folder, who, attempt
+        self._folder = folder
+        self._who = who
+        self._attempt = attempt
         self.num_kept = 0
 
     def ask_attempts(self, names: Sequence[str]) -> None:
@@ -107,11 +111,13 @@ class _Session:
         self, items: Sequence[T], ask: Callable[[T, str], str], take_back: Callable[[T], None]
     ) -> None:
         """`ask` gives `kept`, or one of the words s, u and q."""
-        place, kept = 0, list[int]()
+        place = 0
+        kept = list[int]()
         while place < len(items):
             ended = ask(items[place], f"{place + 1} of {len(items)}")
             if ended == "q":
                 return
+
             if ended == "u":
                 if kept:
                     place = kept.pop()
@@ -119,22 +125,27 @@ class _Session:
                 else:
                     print("there is nothing to undo")
                 continue
+
             if ended == "kept":
                 kept.append(place)
+
             place += 1
 
     def _ask_attempt(self, name: str, heading: str) -> str:
         trajectory = self._attempt(name)
         _show(trajectory, heading)
+
         said: Annotation | None = None
         while True:
             word = _line(f"[{HELP}] > ")
             if word is None or word in ("q", "s", "u"):
                 return (word or "q") if said is None or word != "s" else "kept"
+
             spoken = self._said(word, trajectory, said)
             if spoken is None:
                 print(HELP)
                 continue
+
             if self._keep(spoken):
                 said = spoken
                 if spoken.verdict:
@@ -148,17 +159,24 @@ class _Session:
         from agentevo.runs.labelling import annotation_of
 
         letter, _, rest = word.partition(" ")
-        verdict, note, reply = "", "", None
+        verdict = ""
+        note = ""
+        reply = None
         if before is not None:
-            verdict, note, reply = before.verdict, before.note, before.reply
+            verdict = before.verdict
+            note = before.note
+            reply = before.reply
+
         if letter in ("r", "right", "w", "wrong"):
-            verdict, note = ("right" if letter[0] == "r" else "wrong"), rest or note
+            verdict = "right" if letter[0] == "r" else "wrong"
+            note = rest or note
         elif letter in ("n", "note"):
             note = rest or _line("note > ") or note
         elif letter in ("e", "edit"):
             reply = rest or _lines("the last reply as it should be; a line with . alone ends it")
         else:
             return None
+
         try:
             spoken = annotation_of(
                 trajectory, verdict=verdict, note=note, reply=reply, **self._signed()
@@ -166,6 +184,7 @@ class _Session:
         except ConfigError as error:
             print(f"not kept: {error}")
             return None
+
         return spoken if spoken.says_something else None
 
     def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
@@ -174,10 +193,12 @@ class _Session:
         left, right = map(self._attempt, pair)
         _show(left, f"{heading}, number 1")
         _show(right, f"{heading}, number 2")
+
         while True:
             word = _line(f"[{PAIR_HELP}] > ")
             if word is None or word in ("q", "s", "u"):
                 return word or "q"
+
             better = {"1": left.id, "2": right.id}.get(word)
             if better is None:
                 print(PAIR_HELP)
@@ -197,6 +218,7 @@ class _Session:
         except RecordTooLongError as error:
             print(f"not kept: {error}")
             return False
+
         self.num_kept += record.says_something
         return True
 
@@ -210,6 +232,7 @@ def _show(trajectory: Trajectory, heading: str) -> None:
             print(f"[{message.role}] {_plain(message.text)}")
             for call in message.tool_calls:
                 print(f"  calls {_plain(call.name)} {_plain(call.arguments)}")
+
     parts = ", ".join(f"{_plain(k)} {v:g}" for k, v in sorted(trajectory.reward_parts.items()))
     success = "success" if trajectory.success else "no success"
     print(f"-- reward {trajectory.reward:g}, {success}{f' ({parts})' if parts else ''}", flush=True)

@@ -128,6 +128,8 @@ def _read_values(path: Path) -> dict[str, Any]:
         given = parse_yaml(read_text(path))
     except (ConfigError, ParseError) as error:
         raise ConfigError(f"--values {path}: {error}: give a file of YAML") from error
+
     if not isinstance(given, dict):
         raise ConfigError(f"--values {path}: this is no mapping of keys to values")
+
     return given

@@ -148,6 +148,7 @@ def _run(words: list[str]) -> int:
         return _usage_problem(error)
     except SystemExit as exit_request:
         code = exit_request.code
+
     if code in (130, 143):
         goes_on_itself = words[:1] in (["learn"], ["launch"])
         resumed = "the same command" + ("" if goes_on_itself else " with --resume")
@@ -155,6 +156,7 @@ def _run(words: list[str]) -> int:
             f"stopped cleanly: whole checkpoints are kept, and {resumed} goes on from the last",
             file=sys.stderr,
         )
+
     return code if isinstance(code, int) else 0
 
 
@@ -166,8 +168,10 @@ def _command(name: str) -> Any:
     groups = [one for one in app.registered_groups if one.name == name]
     if not commands and not groups:
         return typer.main.get_command(app)
+
     alone = copy.copy(app)
-    alone.registered_commands, alone.registered_groups = commands, groups
+    alone.registered_commands = commands
+    alone.registered_groups = groups
     return typer.main.get_command(alone)
 
 

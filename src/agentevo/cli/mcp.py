@@ -57,21 +57,27 @@ def inspect(
 
     if sum(one is not None for one in (call, prompt, resource)) > 1:
         raise ConfigError("--call, --prompt and --resource: give one of them")
+
     check_arguments(arguments)
     section = server_section(server)
     if prompt is not None:
         section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
+
     if resource is not None:
-        call, arguments = "read_resource", json.dumps({"uri": resource})
+        call = "read_resource"
+        arguments = json.dumps({"uri": resource})
         section = _with(section, resources=True)
+
     told = _task(task)
     if task is not None and getattr(section, "url", None) is not None:
         section = _with(section, send_task=True)
+
     lines, is_error = run_coroutine(
         _asked(section, told, call, arguments, prompt is not None, schemas)
     )
     for line in lines:
         print(line)
+
     if is_error:
         raise typer.Exit(1)
 
@@ -93,6 +99,7 @@ def _task(given: str | None) -> Task:
 
     if given is None:
         return Task(id="inspect")
+
     try:
         fields = parse_json(given)
         if not isinstance(fields, dict):
@@ -155,9 +162,11 @@ def serve(
 
     if not http and (port or api_key or host != "127.0.0.1"):
         raise ConfigError("--host, --port and --api-key are for --http: add it, or leave them out")
+
     key = read_key(api_key, host) if http else None
     server = _tool_server(name, options or [], imports or [], timeout_s)
     run_coroutine(server.check())
+
     with traced_as_environment():
         if not http:
             run_coroutine(server.serve_stdio())
@@ -179,8 +188,10 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
     task, seed = own_task()
     section = FunctionToolSection(name=name, options=plain_options(options), timeout_s=timeout_s)
     server = ToolServer(section, task, seed)
+
     if prepare is not None:
         prepare()
+
     return server
 
 
@@ -201,11 +212,14 @@ async def _asked(
         async with toolbox.open(task, seed=0) as tools:
             if wants_prompt:
                 return [tools.instructions], False
+
             if call is not None:
                 (result,) = await tools.call([ToolCall(call, arguments)])
                 return [result.text], result.is_error
+
             if schemas:
                 return [json.dumps(one, ensure_ascii=False) for one in tools.schemas], False
+
             prompts, resources = await tools.offers()
             lines = [_line(one["function"]) for one in tools.schemas]
             lines += [f"prompt {one}" for one in prompts]

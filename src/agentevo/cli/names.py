@@ -44,12 +44,15 @@ def list_names(
     if not kind:
         print_table(KINDS.items())
         return
+
     if kind not in LISTS:
         guess = nearest(kind, list(LISTS))
         hint = f"did you mean {guess!r}? " if guess else ""
         raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(LISTS)}")
+
     if recipe:
         import_for(recipe)
+
     print_table(LISTS[kind]())
 
 
@@ -115,6 +118,7 @@ def from_agentrl(
     tree, remarks = recipe_of(flags, script.parent, agent_config)
     build_config(tree, where=str(script), folder=script.parent)
     print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
+
     for remark in remarks:
         print(f"note: {remark}", file=sys.stderr)
 
@@ -144,10 +148,12 @@ def explain(
 
     if recipe:
         import_for(recipe)
+
     keys = recipe_keys()
     if not key:
         print_table((section.key, section.meaning) for section in keys.sections())
         return
+
     if (
         key not in keys.names()
         and key.startswith("algorithm.")
@@ -155,10 +161,12 @@ def explain(
     ):
         print("\n\n".join(texts))
         return
+
     if f"{key}.".startswith(f"{PLACE}.") and (key == PLACE or key not in keys.names()):
         explained = explain_tools(key)
     else:
         explained = keys.explain(key)
+
     print("\n\n".join(_explanation_text(explanation) for explanation in explained))
 
 
@@ -166,13 +174,15 @@ def _explanation_text(explanation: Explanation) -> str:
     from agentevo.config.keys import LISTS
     from agentevo.config.tool_keys import PLACE
 
-    heading, section = explanation.key, explanation.key.split(".")[0]
+    heading = explanation.key
+    section = explanation.key.split(".")[0]
     if explanation.option_of and heading.startswith(f"{PLACE}."):
         heading += f" (with type: {', '.join(explanation.option_of)})"
     elif explanation.option_of:
         listed = next((one for one in LISTS if heading.startswith(f"{one}.")), None)
         chooser = f"{listed}.name" if listed else f"{section}.type"
         heading += f" (with {chooser}={', '.join(explanation.option_of)})"
+
     lines = [heading, f"  {explanation.meaning}"]
     if explanation.keys:
         names = [
@@ -189,6 +199,7 @@ def _explanation_text(explanation: Explanation) -> str:
                 ),
             ]
         )
+
     return "\n".join(
         [
             *lines,

@@ -69,12 +69,14 @@ def pipeline(
             raise ConfigError("pipeline show: give the folder of a pipeline, and nothing else")
         _show(path_word((words or [""])[0]))
         return
+
     from agentevo.pipeline import Choice, load_pipeline, run_pipeline
 
     loaded = load_pipeline(word, words or [])
     if dry_run:
         _list(loaded)
         return
+
     from agentevo.observability.sweep_view import SweepView
 
     choice = Choice(tuple(only or ()), start, tuple(skip or ()))
@@ -105,6 +107,7 @@ def _show(folder: Path) -> None:
 
     if not is_pipeline_folder(folder):
         raise ConfigError(f"{folder}: is not the folder of a pipeline (it has no {STATE})")
+
     own = [folder] if (folder / STATE).is_file() else sorted(folder.glob(f"seed-*/{STATE}"))
     for one in own:
         state = read_state(one if one.is_dir() else one.parent)
@@ -126,4 +129,5 @@ def _words(stage: StageState) -> str:
         said.append(points(stage.numbers))
     if stage.wall_s:
         said.append(format_duration(stage.wall_s))
+
     return ", ".join([*said, *([stage.why[:200]] if stage.why else [])])

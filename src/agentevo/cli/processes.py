@@ -53,6 +53,7 @@ def learn(
         check_learn(config)
         print(to_yaml(config), end="")
         return
+
     run_learner(config, resume=resume, view=LiveView(config.run.name))
 
 
@@ -140,11 +141,13 @@ def serve(
     if openai:
         _serve_trained(target, overrides or [], checkpoint, host, port, tls, name)
         return
+
     if checkpoint:
         raise ConfigError(
             f"--checkpoint {checkpoint}: an engine of a run has the weights of its trainer: add "
             "--openai to serve a checkpoint"
         )
+
     from agentevo.config import load_config
 
     config = load_config(target, overrides or [])
@@ -169,7 +172,9 @@ def _serve_trained(
     if target.endswith((".yaml", ".yml")):
         trained = load_config(target, overrides, needs_environment=False)
     else:
-        trained, which = run_config(Path(target), overrides), checkpoint or "best"
+        trained = run_config(Path(target), overrides)
+        which = checkpoint or "best"
+
     from agentevo.processes.serve_model import serve_model
 
     serve_model(trained, checkpoint=which, host=host, port=port, tls=tls, name=name or None)

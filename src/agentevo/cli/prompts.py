@@ -55,8 +55,10 @@ def optimize(
     if as_json:
         print(json.dumps(summary, indent=1, sort_keys=True))
         return
+
     for line in lines_of(summary):
         print(line)
+
     print(f"agent.texts={folder / 'texts.yaml'} ({folder / 'report.md'} says more)")
 
 
@@ -74,12 +76,15 @@ def _contestant(target: str, overrides: list[str], checkpoint: str) -> Contestan
     if not target.endswith(".py"):
         (found,) = find_contestants(target, (), overrides, (), checkpoint)
         return found
+
     path = Path(target)
     if not path.is_file():
         raise ConfigError(f"{target}: there is no such file")
+
     before = set(agent_names())
     tree = {"import": [str(path.absolute())]}
     import_all(tree, [], where=target, folder=Path.cwd())
+
     names = sorted(set(agent_names()) - before)
     chosen = any(one.startswith("agent.type=") for one in overrides)
     if len(names) != 1 and not chosen:
@@ -87,6 +92,7 @@ def _contestant(target: str, overrides: list[str], checkpoint: str) -> Contestan
             f"{target}: it registers {', '.join(names) or 'no agent'}: register one function with "
             '@agentevo.agent("NAME"), or say which by agent.type=NAME'
         )
+
     agent = {} if chosen else {"agent": {"type": names[0]}}
     config = build_config({**tree, **agent}, overrides, where=target, name=path.stem)
     return Player(target, config, Path(checkpoint) if checkpoint else None)

@@ -48,6 +48,7 @@ def table(
 
     if out is not None:
         check_page(out)
+
     text = markdown(make_rows(read_results(folders), each=each))
     print(text, end="")
     if out is not None:
@@ -92,6 +93,7 @@ def plot(
     check_picture(out)
     if x not in NAMES:
         raise UnknownNameError(f"--x {x}: there are {', '.join(NAMES)}")
+
     runs = measured_runs(folders)
     settings = settings_of(runs, each=each)
     names = sorted({name for run in runs for name in run.table.columns})
@@ -104,6 +106,7 @@ def plot(
             hint = f": did you mean {', '.join(near)}?" if near else ""
             raise UnknownNameError(f"--metric {name}: no run has logged it{hint}")
         charts.append(chart)
+
     write_comparison(charts, out)
     print(f"{len(runs)} runs, {len(settings)} lines, {len(charts)} metrics: {out}")
 
@@ -136,10 +139,12 @@ def merge(
         from agentevo.api.run import Run
 
         source = Run(run_config(source)).checkpoint
+
     from agentevo.models.merge import merge_adapter
 
     with bar("merge"):
         merged = merge_adapter(source, out, base or None)
+
     print(merged)
 
 

@@ -15,9 +15,11 @@ def tell_of_rows(report: RowReport, out: Path, what: str = "conversations") -> N
     OUT.bad_rows.jsonl."""
     for line in report.lines():
         print(line, file=sys.stderr)
+
     bad = out.with_name(f"{out.name}.bad_rows.jsonl")
     bad.unlink(missing_ok=True)
     if report.bad:
         report.write(bad)
         print(f"{report.kind}: all that were left out: {bad}", file=sys.stderr)
+
     print(f"{report.used} {what} written to {out}")

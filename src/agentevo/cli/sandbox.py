@@ -45,8 +45,10 @@ def try_file(
     kind, execution = asyncio.run(run())
     print_line(sys.stdout, execution.stdout, end="")
     print_line(sys.stderr, execution.stderr, end="")
+
     for line in _lines(kind, execution):
         print_line(sys.stderr, line)
+
     if execution.error is not None:
         raise typer.Exit(1)
 
@@ -99,6 +101,7 @@ def _lines(kind: str, execution: Execution) -> list[str]:
         lines.append(error.traceback.rstrip() or f"{error.type}: {error.message}")
     if execution.files:
         lines.append(f"files: {', '.join(execution.files)}")
+
     lost = "" if execution.is_alive else ", and the interpreter has ended"
     return [*lines, f"{kind}: {1000 * execution.duration_s:.0f} ms{lost}"]
 
@@ -114,6 +117,7 @@ def _section(settings: list[str]) -> SandboxSection:
     problems = credential_problems({"sandbox": options})
     if problems:
         raise ConfigError("\n".join(problems))
+
     try:
         return SandboxSection.model_validate(options)
     except pydantic.ValidationError as error:

@@ -27,11 +27,14 @@ def server_section(words: Sequence[str]) -> ToolSection:
     try:
         if "://" in first and first.rstrip("/").endswith(PATH):
             return MCPManagerSection(url=first)
+
         if "://" in first:
             is_sse = first.rstrip("/").endswith("/sse")
             return MCPServerSection(name=UNNAMED, url=first, transport="sse" if is_sse else "http")
+
         if len(words) == 1 and first.endswith(".json"):
             return MCPFileSection(file=Path(first))
+
         return MCPServerSection(name=UNNAMED, command=first, args=tuple(words[1:]))
     except pydantic.ValidationError as error:
         raise ConfigError(f"{first}: {error.errors()[0]['msg']}") from error
@@ -53,10 +56,12 @@ def tool_sections(
             raise ConfigError(f"{words[0]}: agent.type={config.agent.type} has no tools")
     else:
         sections = (server_section(shlex.split(words[0]) if len(words) == 1 else words),)
+
     changed = []
     for one in sections:
         update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
         if tells_world and isinstance(one, MCPServerSection) and one.url is not None:
             update["send_task"] = True
         changed.append(one.model_copy(update=update))
+
     return changed

@@ -96,6 +96,7 @@ def store_gc(
     back to the disk."""
     with bar("store gc"):
         done = _with_store(target, lambda store: store.gc(dropped=dropped), wait)
+
     print_table(
         [
             ("leases queued again", f"{done['leases']:,}"),

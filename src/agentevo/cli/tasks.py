@@ -140,6 +140,7 @@ def make(
         values=_values(value or []),
     )
     check_wanted(wanted)
+
     model = open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
     begun = _begun(harder_than or [], after)
@@ -149,6 +150,7 @@ def make(
         from agentevo.task_making.afterwards import free
 
         made.train = [*begun[1], *map(free, made.train)]
+
     _write(out, made, wanted, model, demonstrations, system)
 
 
@@ -212,13 +214,16 @@ def _write(
         finally:
             model.close()
         made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+
     draw = random.Random(f"demonstrations-{wanted.seed}")
     shown = [
         demonstration(draw.choice(made.train), made.known.specs, system) for _ in range(num_shown)
     ]
     write_made(out, train=made.train, held_out=made.held_out, demonstrations=shown, account=account)
+
     for line in _lines(account):
         print(line)
+
     missing = wanted.train + wanted.held_out - len(made.train) - len(made.held_out)
     if missing > 0:
         why = "; ".join(f"{reason}: {count}" for reason, count in list(made.reasons.items())[:4])

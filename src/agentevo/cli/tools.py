@@ -52,6 +52,7 @@ def try_tools(
         raise ConfigError("--arguments are those of one tool: name it by --call")
     if arguments is not None:
         check_arguments(arguments)
+
     sections, task = _of_file(recipe) if recipe.endswith(".json") else _of(recipe, overrides or [])
     num_broken = run_coroutine(_tested(sections, task, call, arguments, dry_run))
     if num_broken:
@@ -77,12 +78,14 @@ async def _tested(
             return 0
     else:
         made = [] if call is None else [ToolCall(call, str(arguments))]
+
     num_broken = 0
     async for one in tried(sections, task, made):
         num_broken += one.status == "broken"
         text = one.text if len(one.text) <= LONGEST else f"{one.text[:LONGEST]}..."
         print(f"{one.status:<9}{one.name}({one.arguments})  {one.seconds:.2f} s", flush=True)
         print("".join(f"    {line}\n" for line in text.splitlines()), end="")
+
     return num_broken
 
 
@@ -109,10 +112,12 @@ async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -
             made = {one["function"]["name"]: made_call(one) for one in opened.schemas}
     finally:
         await toolbox.close()
+
     if call is not None and call not in made:
         guess = nearest(call, list(made))
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(f"--call: there is no tool {call!r}: {hint}tools: {', '.join(made)}")
+
     return list(made.values()) if call is None else [made[call]]
 
 
@@ -129,6 +134,7 @@ def _of(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]
             f"{recipe}: agent.type={config.agent.type} has no tools: give a recipe whose "
             "agent.tools lists some"
         )
+
     tasks = read_tasks(config.tasks, config.agent).train if config.tasks.train else []
     return sections, tasks[0] if tasks else Task(id="test")
 

@@ -53,6 +53,7 @@ def top(
     if once:
         _print(look())
         return
+
     from agentevo.console import open_console
 
     console = open_console(sys.stdout, None)
@@ -80,6 +81,7 @@ class _Looks:
         for key, source in found.items():
             reader = self._readers.setdefault(key, RunReader(source))
             reader.read()
+
         views = [self._readers[key].view for key in found]
         views.sort(key=lambda view: (view.state != "running", -(view.changed_at or 0.0), view.name))
         asked = {view.key for view in views[:MOST_STORES] if view.state == "running"}
@@ -100,6 +102,7 @@ def _line_of(view: RunView, *, ask: bool) -> RunLine:
         ),
         None,
     )
+
     return RunLine(
         name=view.label,
         state=view.badge,
@@ -161,24 +164,30 @@ def _follow(look: Callable[[], list[RunLine]], every_s: float, console: Any) -> 
 
     from agentevo.observability.top_view import draw
 
-    chosen, calls, lines = 0, False, look()
+    chosen = 0
+    calls = False
+    lines = look()
     with _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
         looked = time.monotonic()
         while True:
             chosen = max(0, min(chosen, len(lines) - 1))
             size = {"height": console.height, "width": console.width}
             live.update(draw(lines, chosen, calls=calls, **size), refresh=True)
+
             key = next_key(max(looked + every_s - time.monotonic(), 0.0))
             if key in ("q", "\x03", "\x04"):
                 return
+
             if key in ("\n", "\r"):
                 calls = not calls
             elif key == "\x1b":
                 calls = False
+
             chosen += KEYS.get(key, 0)
             if time.monotonic() - looked >= every_s:
                 name = lines[chosen].name if 0 <= chosen < len(lines) else ""
-                lines, looked = look(), time.monotonic()
+                lines = look()
+                looked = time.monotonic()
                 names = [line.name for line in lines]
                 chosen = names.index(name) if name in names else chosen
 

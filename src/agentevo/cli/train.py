@@ -29,6 +29,7 @@ def train(
         warn_of_kept_keys(recipe, overrides or [])
         _train_sweep(sweep, resume, dry_run)
         return
+
     config = load_config(recipe, overrides or [])
     warn_of_kept_keys(recipe, overrides or [])
     if resume and config.run.overwrite:
@@ -36,10 +37,12 @@ def train(
             "--resume goes on with the run in the folder and run.overwrite deletes it: give only "
             "one of the two"
         )
+
     if dry_run:
         _check_named(config)
         print(to_yaml(config), end="")
         return
+
     from agentevo.observability import LiveView
     from agentevo.orchestration.run import train as train_run
     from agentevo.processes.supervisor import Supervisor
@@ -62,18 +65,21 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
             "--resume goes on with the sweep in the folder and run.overwrite deletes it: give "
             "only one of the two"
         )
+
     if dry_run:
         for member in {member.variant: member for member in sweep.members}.values():
             try:
                 _check_named(member.config)
             except AgentEvoError as error:
                 raise ConfigError(f"{member.variant}: {error}") from error
+
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
         print_table(
             (member.name, ", ".join(f"{key}={value}" for key, value in member.changes.items()))
             for member in sweep.members
         )
         return
+
     from agentevo.observability.sweep_view import SweepView
     from agentevo.processes.sweep import run_sweep
 
@@ -96,10 +102,12 @@ def sft(
             "--resume goes on with the run in the folder and run.overwrite deletes it: give only "
             "one of the two"
         )
+
     check_sft(config)
     if dry_run:
         print(to_yaml(config), end="")
         return
+
     from agentevo.observability import LiveView
     from agentevo.orchestration.run import train as train_run
 
@@ -121,6 +129,7 @@ def rm(
     if dry_run:
         print(to_yaml(config), end="")
         return
+
     from agentevo.orchestration.reward_model import train as train_reward_model
     from agentevo.paths import short
 

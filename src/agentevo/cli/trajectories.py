@@ -65,6 +65,7 @@ def show(
         raise ConfigError(f"--files {files}: is there already: give a new folder")
     if sum([bool(trajectory_id), best, worst, last]) > 1:
         raise ConfigError("trajectories show: give an ID or one of --best, --worst, --last")
+
     from rich.console import Console
 
     from agentevo.observability import render_trajectory
@@ -80,6 +81,7 @@ def show(
     trajectory, credit = read_store(run_dir, work, wait_s=wait)
     decode = token_texts(run_dir) or (lambda token: f"<{token}>")
     Console().print(render_trajectory(trajectory, decode, credit))
+
     if files is not None:
         _write_files(trajectory, files)
 
@@ -109,11 +111,13 @@ def _choose(
 ) -> str:
     if trajectory_id:
         return _only_match([summary.id for summary in summaries], trajectory_id, run_dir)
+
     finished = [summary for summary in summaries if summary.status == "completed"] or list(
         summaries
     )
     if not finished:
         raise ConfigError(f"{run_dir}: the store holds no trajectory yet")
+
     sign = {"best": 1.0, "worst": -1.0, "last": 0.0}[which]
     return max(enumerate(finished), key=lambda pair: (sign * pair[1].reward, pair[0]))[1].id
 
@@ -123,11 +127,13 @@ def _only_match(names: Iterable[str], wanted: str, run_dir: Path) -> str:
     matches = _matches(names, wanted)
     if len(matches) == 1:
         return matches[0]
+
     if matches:
         shown = "\n".join(_some(matches))
         raise UnknownNameError(
             f"{run_dir}: {len(matches)} ids begin with {wanted!r}: give more of one:\n{shown}"
         )
+
     raise UnknownNameError(
         f"{run_dir}: no trajectory is called {wanted!r}: `agentevo trajectories show {run_dir}` "
         "shows the newest"
@@ -208,8 +214,10 @@ async def _attempt_picture(
         if len(matches) > 1:
             title = f"{len(matches)} attempts begin with {trajectory_id!r}, those that run first:"
             return [title, *_some(matches)], False
+
         trajectory_id = _only_match(names, trajectory_id, run_dir)
         calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
+
     lines = tree_lines(calls, time.time()) or ["no calls were recorded of this attempt"]
     goes_on = any(stored.state == "running" for stored in calls)
     return [trajectory_id, *lines], goes_on

@@ -119,30 +119,37 @@ def export(
                 f"{_HERE}: --pairs compares the attempts of a group: give --per-task and --margin "
                 "with it, and no other option"
             )
+
         check_new_file(out, overwrite=overwrite)
         _export_pairs(run_dir, out, margin, per_task or 1, wait)
         return
+
     if margin:
         raise ConfigError(f"{_HERE}: --margin is for pairs: add --pairs")
+
     if sft:
         if form != FORMATS[0] or contents:
             raise ConfigError(f"{_HERE}: --sft writes conversations: leave --format out")
         check_new_file(out, overwrite=overwrite)
         _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
         return
+
     if split != "train" or (min_reward, per_task, model) != (None, None, None):
         raise ConfigError(
             f"{_HERE}: --split, --min-reward, --per-task and --model choose "
             "conversations: add --sft"
         )
+
     if form not in FORMATS:
         raise UnknownNameError(f"--format {form}: there are {', '.join(FORMATS)}")
     if contents and form == FORMATS[0]:
         raise ConfigError(f"{_HERE}: --contents is for spans: add --format otlp")
+
     check_new_file(out, overwrite=overwrite)
     if form != FORMATS[0]:
         _export_spans(run_dir, out, form, wait, contents=contents)
         return
+
     from agentevo.runs.folder import read_store
     from agentevo.store import export_jsonl
 
@@ -181,6 +188,7 @@ def _export_sft(
 
     if split not in SPLITS:
         raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
+
     from agentevo.evaluation.results import SETTINGS
     from agentevo.runs.folder import read_store, remote_model_names
     from agentevo.runs.sft_export import POLICY, export_sft
@@ -188,9 +196,11 @@ def _export_sft(
     if (run_dir / SETTINGS).is_file():
         _export_played(run_dir, out, min_reward, per_task, model)
         return
+
     known = [POLICY, *remote_model_names(run_dir)]
     if model is not None and model not in known:
         raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
+
     read = _reader(run_dir)
 
     async def work(store: Store) -> RowReport:
@@ -222,11 +232,14 @@ def _export_played(
             f"{folder}: it has attempts of {len(played)} models ({', '.join(played)}): evaluate "
             "the one whose words are wanted alone"
         )
+
     weights = str(*played.values())
     has_tokenizer = (Path(weights) / "tokenizer_config.json").is_file()
     read = _reader_of(tokenizer_in(weights) if has_tokenizer else None)
     done = export_played(
-        *(list(results.trajectories().values()), out, read),
+        list(results.trajectories().values()),
+        out,
+        read,
         min_reward=min_reward,
         per_task=per_task,
         model=model,

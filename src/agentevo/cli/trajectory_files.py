@@ -61,6 +61,7 @@ def html(
         if not chosen:
             of = "" if step is None else f" of step {step}"
             raise ConfigError(f"{run_dir}: the store holds no trajectory{of} yet")
+
         total = sum(len(one.attempts) for one in chosen)
         with bar("trajectories html", total, "pages") as progress:
             return await write_pages(

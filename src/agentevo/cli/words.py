@@ -26,12 +26,15 @@ def _problem(word: str) -> str:
     """What is wrong with it and what to do, or empty."""
     if len(word) > MAX_LENGTH:
         return f"has {len(word):,} characters: put what is so long into the recipe"
+
     try:
         word.encode("utf-8")
     except UnicodeEncodeError:
         return "is not UTF-8: rename the file, or write the text in UTF-8"
+
     if "=" in word or "://" in word:
         return "has a NUL character: remove it" if "\0" in word else ""
     if any(ord(character) < 32 or ord(character) == 127 for character in word):
         return "has a control character: remove it"
+
     return name_problem(word)

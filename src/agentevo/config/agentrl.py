@@ -24,11 +24,14 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import parse_json
 from agentevo.registry import nearest
 
-PASSWORD, TOKEN = "STORE_PASSWORD", "MCP_AUTH_TOKEN"
-"""Environment variables that recipes name for what a script holds."""
+PASSWORD = "STORE_PASSWORD"
+"""Environment variable that recipes name for the password in a script."""
+TOKEN = "MCP_AUTH_TOKEN"
+"""Environment variable that recipes name for the token in a script."""
 _PASSWORD = re.compile(r"(?<=://)([^:/@]*):([^@/]+)@")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
-_TRUE, _FALSE = {"true", "1", "yes", "y", "t", "on"}, {"false", "0", "no", "n", "f", "off"}
+_TRUE = {"true", "1", "yes", "y", "t", "on"}
+_FALSE = {"false", "0", "no", "n", "f", "off"}
 _LOSSES = {"MINIRL": "minirl", "GRPO": "grpo", "GSPO": "gspo"}
 _DEFAULTS = {
     "agent.max_turns": 25,
@@ -41,16 +44,41 @@ _DEFAULTS = {
 _NO_PART = {
     **dict.fromkeys(
         (
-            *("trainer", "cpu_ram_efficient_loading", "attention_implementation", "model_name"),
-            *("trust_remote_code", "shift_labels", "remove_unused_columns", "accelerator_config"),
-            *("dataloader_drop_last", "dataloader_num_workers", "dataloader_prefetch_factor"),
-            *("pad_to_multiple_of", "pad_to_maximum", "dynamic_batching", "log_entropy", "top_k"),
-            *("bypass_causal_mask_check", "enable_loss_parallel", "loss_seq_chunk_size"),
-            *("logging_steps", "save_only_model", "tool_call_parser", "max_pixels"),
-            *("max_concurrent_samples_per_process", "target_concurrency", "inf_mem_ratio"),
-            *("oss_connection_string", "enable_oss", "tune_vision", "remove_experience"),
-            *("skip_non_positive_advantage", "compress_history", "minimal_advantage"),
-            *("max_prompt_tokens", "new_context"),
+            "trainer",
+            "cpu_ram_efficient_loading",
+            "attention_implementation",
+            "model_name",
+            "trust_remote_code",
+            "shift_labels",
+            "remove_unused_columns",
+            "accelerator_config",
+            "dataloader_drop_last",
+            "dataloader_num_workers",
+            "dataloader_prefetch_factor",
+            "pad_to_multiple_of",
+            "pad_to_maximum",
+            "dynamic_batching",
+            "log_entropy",
+            "top_k",
+            "bypass_causal_mask_check",
+            "enable_loss_parallel",
+            "loss_seq_chunk_size",
+            "logging_steps",
+            "save_only_model",
+            "tool_call_parser",
+            "max_pixels",
+            "max_concurrent_samples_per_process",
+            "target_concurrency",
+            "inf_mem_ratio",
+            "oss_connection_string",
+            "enable_oss",
+            "tune_vision",
+            "remove_experience",
+            "skip_non_positive_advantage",
+            "compress_history",
+            "minimal_advantage",
+            "max_prompt_tokens",
+            "new_context",
         ),
         "",
     ),
@@ -86,26 +114,32 @@ def read_script(text: str, run_name: str) -> dict[str, str]:
     line = next((one for one in text.splitlines() if "--" in one and "main.py" in one), None)
     if line is None:
         line = next((one for one in text.splitlines() if one.lstrip().startswith("--")), None)
+
     if line is None:
         raise ConfigError(
             "there is no command with AgentRL's main.py in it: give the script that starts it, "
             "such as minirl_example.sh, or a file with its flags"
         )
+
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         raise ConfigError(f"the command can't be read as a shell's: {error}") from error
+
     flags: dict[str, str] = {}
     name = ""
     for word in words:
         if word in (">", ">>", "2>", "|", "&", "&&", ";", "2>&1"):
             break
+
         if word.startswith("--"):
             name, has_value, value = word[2:].partition("=")
             flags[name] = _with(value, known) if has_value else "true"
             name = "" if has_value else name
         elif name:
-            flags[name], name = _with(word, known), ""
+            flags[name] = _with(word, known)
+            name = ""
+
     return flags
 
 
@@ -120,24 +154,29 @@ def recipe_of(
     for flag, translate in _FLAGS.items():
         if flag in flags:
             reader.read(flag, translate)
+
     tree.put("agent.type", "tool_agent")
     tree.put("agent.final", "answer_tag")
     for key, value in _DEFAULTS.items():
         tree.default(key, value)
+
     reader.groups()
     reader.loss()
     reader.tools()
     _context(flags, tree)
+
     named = flags.get("agent_config_path")
     if agent_config is not None or named is not None:
         read_helpers(agent_config or folder / str(named), tree.put, reader.remarks)
     else:
         tree.put("rewards", [{"name": "agentcpm", "place": "answer"}])
         reader.remarks.append("no agent_config_path: the judge of `rewards` needs remote_models")
+
     if flags.get("new_context") == "discard_all" and (models := tree.get("agent.browse.models")):
         tree.put("agent.context.summary_model", models[0])
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
+
     return tree.values, reader.remarks
 
 
@@ -169,13 +208,16 @@ class _Reader:
     """Flags with their problems and remarks."""
 
     def __init__(self, flags: Mapping[str, str], tree: _Tree) -> None:
-        self.flags, self.tree = flags, tree
+        self.flags = flags
+        self.tree = tree
+
         self.remarks: list[str] = []
         self.problems: list[str] = []
         known = {*_FLAGS, *_NO_PART, *_OTHERS}
         for flag, value in flags.items():
             if flag in _LAUNCHER:
                 continue
+
             if flag not in known:
                 guess = nearest(flag, sorted(known))
                 hint = f" (did you mean --{guess}?)" if guess else ""
@@ -205,9 +247,11 @@ class _Reader:
         """Attempts of one step, as groups."""
         rows = self.number("gradient_accumulation_steps", 1)
         rows *= self.number("per_device_train_batch_size", 1)
+
         split = 1
         for flag in ("tp_size", "pp_size", "cp_size"):
             split *= self.number(flag, 1)
+
         processes = self.number("num_processes", split)
         rows *= max(1, processes // max(1, split))
         size = self.tree.get("trainer.group_size")
@@ -221,12 +265,14 @@ class _Reader:
                 "--loss_calculater CrossEntropy, --enable_sampling false: this is supervised "
                 "training: `agentevo sft` with data.train (docs/sft.md)"
             )
+
         if name not in _LOSSES:
             if name != "CrossEntropy":
                 self.problems.append(
                     f"--loss_calculater: got {name!r}; choose one of {', '.join(_LOSSES)}"
                 )
             return
+
         put = self.tree.put
         put("algorithm.name", _LOSSES[name])
         if name != "MINIRL":
@@ -237,7 +283,9 @@ class _Reader:
                 put("algorithm.aggregation", "token-mean" if whole else row)
                 # Leave-one-out without a standard deviation.
                 put("algorithm.advantage", "rloo")
+
             return
+
         switches = {"token_level_loss": True, "strict_in_bound": False}
         switches["skip_length_normalization"] = False
         for flag, default in switches.items():
@@ -245,10 +293,12 @@ class _Reader:
             if value is None:
                 self.problems.append(f"--{flag}: got {self.flags[flag]!r}; needs true or false")
             put(f"algorithm.{flag}", value)
+
         row = "sum" if self.tree.get("algorithm.skip_length_normalization") else "mean"
         is_whole = self.tree.get("algorithm.token_level_loss")
         put("algorithm.aggregation", "token-mean" if is_whole else f"seq-mean-token-{row}")
         put("algorithm.advantage", "rloo")
+
         for flag, key in _BAND.items():
             if flag in self.flags:
                 self.read(flag, _number(f"algorithm.{key}"))
@@ -262,9 +312,11 @@ class _Reader:
                 entry["servers"] = [self.flags["mcp_server_name"]]
         else:
             entry = {"type": "mcp", "name": "manager", "url": url, "transport": "sse"}
+
         if self.flags.get("mcp_auth_token", "None") != "None":
             entry["api_key"] = f"${{env:{TOKEN}}}"
             self.remarks.append(f"--mcp_auth_token: put it into the environment variable {TOKEN}")
+
         self.tree.put("agent.tools", [entry])
         store = self.flags.get("db_connection_string")
         if store and (found := _PASSWORD.search(store)):
@@ -329,9 +381,11 @@ def _sampling(tree: _Tree, value: str) -> None:
     given = parse_json(value)  # a ParseError is a ValueError
     if not isinstance(given, dict):
         raise ValueError('needs a JSON object, such as {"temperature": 1}')
+
     for name in ("temperature", "top_p", "min_p"):
         if name in given:
             tree.put(f"sampling.{name}", given[name])
+
     if given.get("top_k", -1) > 0:
         tree.put("sampling.top_k", given["top_k"])
 
@@ -426,14 +480,27 @@ _BAND = {
     "importance_weight_cap_ratio": "cap_ratio",
 }
 _OTHERS = {
-    *("loss_calculater", "token_level_loss", "strict_in_bound", "skip_length_normalization"),
-    *("gradient_accumulation_steps", "per_device_train_batch_size", "enable_sampling"),
-    *("mcp_manager_url", "mcp_server_name", "mcp_auth_token", "db_connection_string"),
-    *("agent_config_path", *_BAND),
+    "loss_calculater",
+    "token_level_loss",
+    "strict_in_bound",
+    "skip_length_normalization",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "enable_sampling",
+    "mcp_manager_url",
+    "mcp_server_name",
+    "mcp_auth_token",
+    "db_connection_string",
+    "agent_config_path",
+    *_BAND,
 }
 """Flags that are read together with others."""
 _LAUNCHER = {
-    *("config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port"),
-    *("num_machines",),
+    "config_file",
+    "num_processes",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "num_machines",
 }
 """Accelerate's."""

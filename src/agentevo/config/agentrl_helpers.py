@@ -21,7 +21,11 @@ SCORE = (
 )
 """What a judge is asked in addition: a score is read from its tag."""
 _BROWSE = (
-    *("min_prompt_length", "max_prompt_length", "browse_tools", "default_purpose", "status"),
+    "min_prompt_length",
+    "max_prompt_length",
+    "browse_tools",
+    "default_purpose",
+    "status",
 )
 
 
@@ -32,14 +36,17 @@ def read_helpers(path: Path, put: Callable[[str, Any], None], remarks: list[str]
         tree = parse_yaml(read_text(path))
     except ParseError as error:
         raise ConfigError(f"{path}: no YAML: {error}") from error
+
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{path}: needs the sections browse_agent and scorer_agent")
+
     models: dict[str, Any] = {}
     variables: dict[str, str] = {}
     browse = _section(tree, "browse_agent", path)
     if browse is not None:
         names = _models(path, "browse_agent", browse, "reader", models, variables)
         put("agent.browse", {"models": names} | {k: browse[k] for k in _BROWSE if k in browse})
+
     scorer = _section(tree, "scorer_agent", path)
     if scorer is not None:
         names = _models(path, "scorer_agent", scorer, "judge", models, variables)
@@ -47,6 +54,7 @@ def read_helpers(path: Path, put: Callable[[str, Any], None], remarks: list[str]
         if isinstance(template := scorer.get("judge_prompt_template"), str):
             judge["judge_prompt_template"] = _template(template)
         put("rewards", [judge])
+
     put("remote_models", models)
     if variables:
         remarks.append(
@@ -77,26 +85,32 @@ def _models(
         where = f"{path}: {section}.models[{index}]"
         if not isinstance(row, Mapping) or not isinstance(row.get("model"), str):
             raise ConfigError(f"{where}: needs `model`, and may have `base_url` and `api_key`")
+
         one: dict[str, Any] = {"model": row["model"]}
         if PLACEHOLDER.search(f"{row['model']} {row.get('base_url')}"):
             raise ConfigError(f"{where}: model and base_url are to be filled in")
         if row.get("base_url"):
             one["base_url"] = str(row["base_url"])
+
         key = row.get("api_key")
         if key:
             number = f"_{index + 1}" if index else ""
             variable = variables.setdefault(str(key), f"{name.upper()}{number}_API_KEY")
             one["api_key"] = f"${{env:{variable}}}"
+
         if isinstance(timeout := given.get("timeout"), (int, float)):
             one["timeout_s"] = timeout
         if isinstance(retries := given.get("max_retries"), int) and retries > 0:
             one["max_tries"] = retries
         if isinstance(extra := given.get("extra_body"), Mapping):
             one["extra"] = dict(extra)
+
         names.append(name if not index else f"{name}_{index + 1}")
         models[names[-1]] = one
+
     if not names:
         raise ConfigError(f"{path}: {section}.models: needs at least one model")
+
     return names
 
 

@@ -265,20 +265,24 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     name = name or getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigError(f"the agent {name!r} is no function: {_SHAPES}")
+
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the agent {name!r} does not say what it takes: {_SHAPES}") from error
+
     places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, _NAMED)]
     has_more = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     needed = [one for one in parameters if one.default is one.empty]
     num_needed = sum(one in places for one in needed)
     if num_needed > 2 or not (places or has_more) or any(one.kind is _KEYWORD for one in needed):
         raise ConfigError(f"the agent {name!r} takes {_words(parameters)}: {_SHAPES}")
+
     return num_needed == 2 or has_more or (len(places) > 1 and places[1].name == "policy")
 
 
-_NAMED, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _SHAPES = "make it `run(task)` or `run(task, policy)`, with `def` or `async def`"
 
 
@@ -290,19 +294,23 @@ def _check(name: str, item: Any) -> None:
     if not inspect.isclass(item):
         takes_policy(item, name)
         return
+
     run = getattr(item, "run", None)
     if not callable(run):
         raise ConfigError(
             f"the agent {name!r} needs a method `async def run(self, task, policy)` in "
             f"{item.__name__}"
         )
+
     if getattr(item, "brings_tasks", False) and not callable(getattr(item, "tasks", None)):
         raise ConfigError(
             f"the agent {name!r} has brings_tasks = True, and {item.__name__} has no method "
             "`tasks()`: give it one that returns the tasks to train on and the held-out ones"
         )
+
     is_plain = inspect.isfunction(inspect.getattr_static(item, "run"))
     takes_policy(partial(run, None) if is_plain else run, name)
+
     options = getattr(item, "Config", AgentSection)
     if not (inspect.isclass(options) and issubclass(options, AgentSection)):
         raise ConfigError(

@@ -151,6 +151,7 @@ class AlgorithmKeys(Section):
                 self.importance_cap,
                 self.importance_floor,
             )
+
         return self
 
     def resolved(self) -> Algorithm:
@@ -236,55 +237,66 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             f"algorithm.credit={section.credit} has the advantage credit, but algorithm.advantage "
             f"is {section.advantage}: leave one of them out"
         )
+
     if section.credit is None and section.advantage == "credit":
         problems.append(
             "algorithm.advantage=credit needs a function: name it with algorithm.credit"
         )
+
     if section.kl_target is not None and section.kl_coef == 0:
         problems.append(
             "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, "
             "say) or drop the target"
         )
+
     if section.entropy_target is not None and section.entropy_coef == 0:
         problems.append(
             "algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set "
             "it (0.1, say) or drop the target"
         )
+
     if section.kl_coef == 0 and section.kl_in == "reward":
         problems.append(
             "algorithm.kl_in=reward, but its weight algorithm.kl_coef is 0: set it (0.001, say) "
             "or drop kl_in"
         )
+
     if section.kl_in == "reward" and section.kl.endswith("+"):
         problems.append(
             f"algorithm.kl={section.kl} is made for its gradient, which a reward has not: choose "
             f"kl={section.kl[:-1]} or kl_in=loss"
         )
+
     if section.kl_in == "reward" and section.resolved().advantage == "gdpo":
         problems.append(
             "algorithm.advantage=gdpo compares the reward's named parts, in which a KL has no "
             "place: choose kl_in=loss"
         )
+
     if section.importance != "none" and section.old_logprobs == "rollout":
         problems.append(
             f"algorithm.importance={section.importance} weighs recomputed against rollout "
             "log-probs, but old_logprobs is rollout: "
             "set old_logprobs=recomputed, or importance=none"
         )
+
     if section.importance_age_power and section.importance == "none":
         problems.append(
             f"algorithm.importance_age_power={section.importance_age_power:g} lets importance "
             "weights decay, and importance is none: set importance=token_tis "
             "old_logprobs=recomputed, or leave it out"
         )
+
     if section.train_observations and section.old_logprobs == "rollout":
         problems.append(
             "algorithm.train_observations trains tokens that no engine has drawn, but old_logprobs "
             "is rollout: set old_logprobs=recomputed, or train_observations=false"
         )
+
     if section.train_observations and section.importance != "none":
         problems.append(
             "algorithm.train_observations trains tokens that no engine has drawn, which "
             f"algorithm.importance={section.importance} can't weigh: set importance=none"
         )
+
     return problems

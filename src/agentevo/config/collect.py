@@ -72,6 +72,7 @@ def collect_contradictions(config: RunConfig) -> list[str]:
             f"algorithm.keep_groups={algorithm.keep_groups:g} takes most of them away: set "
             "dynamic_sampling=0 or keep_groups=1"
         )
+
     if algorithm.dynamic_sampling > 1 and not algorithm.drop_zero_variance:
         problems.append(
             f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} leaves out groups of equal "
@@ -79,6 +80,7 @@ def collect_contradictions(config: RunConfig) -> list[str]:
             "algorithm.drop_zero_variance=false keeps them: set dynamic_sampling=0 or "
             "drop_zero_variance=true"
         )
+
     if config.trainer.steps > 0 and config.trainer.group_size == 1:
         for key, needs in (
             ("dynamic_sampling", algorithm.dynamic_sampling > 1),
@@ -91,6 +93,7 @@ def collect_contradictions(config: RunConfig) -> list[str]:
                     "but trainer.group_size is 1: "
                     "set it to 2 or more"
                 )
+
     return problems
 
 
@@ -104,13 +107,16 @@ def _rlpr_problems(algorithm: AlgorithmSection) -> list[str]:
             for key in keys
             if getattr(algorithm, key) is not None
         ]
-    record_from, start = algorithm.rlpr_record_from or 6, algorithm.rlpr_start or 11
+
+    record_from = algorithm.rlpr_record_from or 6
+    start = algorithm.rlpr_start or 11
     if record_from >= start:
         problems.append(
             f"algorithm.rlpr_start={start} leaves no step to record from "
             f"algorithm.rlpr_record_from={record_from} on: "
             "set rlpr_record_from below rlpr_start"
         )
+
     return problems
 
 
@@ -127,11 +133,13 @@ def _length_problems(config: RunConfig) -> list[str]:
                 f"algorithm.{key} means nothing to algorithm.length_shaping={shaping}: remove it, "
                 f"or set length_shaping={' or '.join(users)}"
             )
+
     if shaping == "linear" and algorithm.length_weight is None:
         problems.append(
             "algorithm.length_shaping=linear needs algorithm.length_weight: give the reward that "
             "a token costs (0.001, say)"
         )
+
     if (
         shaping == "soft_overlong"
         and algorithm.length_buffer is not None
@@ -143,6 +151,7 @@ def _length_problems(config: RunConfig) -> list[str]:
             "(default: sampling.max_new_tokens times agent.max_turns): lower length_buffer or "
             "raise length_max"
         )
+
     if shaping == "relative" and "baseline_rewards" in algorithm.needs:
         problems.append(
             "algorithm.length_shaping=relative compares lengths within a group, to which the "
@@ -150,4 +159,5 @@ def _length_problems(config: RunConfig) -> list[str]:
             f"algorithm.advantage={algorithm.resolved().advantage} does not belong: choose "
             "soft_overlong, linear or cosine"
         )
+
     return problems

@@ -39,6 +39,7 @@ class ContextSection(Section):
                 "a summary is asked for while there is room for it: give max_tokens, well below "
                 "the context's length"
             )
+
         if self.summary_model is not None and self.strategy != "summary":
             raise ValueError("summary_model is for strategy=summary: leave it out")
         return self

@@ -27,6 +27,7 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
     problems = preference_contradictions(config)
     if config.algorithm.preference() is None:
         problems += algorithm_contradictions(config.algorithm)
+
     problems += _of_the_training(config)
     problems += collect_contradictions(config)
     problems += memory_contradictions(config)
@@ -40,6 +41,7 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
             f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
             "a folder of its own with run.dir"
         )
+
     if config.trainer.minibatches > config.trainer.groups_per_step:
         problems.append(
             f"trainer.minibatches={config.trainer.minibatches} is more than "
@@ -47,6 +49,7 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
             "a group is never split, so set trainer.minibatches no higher than "
             "trainer.groups_per_step"
         )
+
     problems += _of_the_model(config)
     problems += name_problems(list(config.remote_models), config.model.name)
     return problems + unknown_helpers(config.remote_models, config.agent)
@@ -54,23 +57,28 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
 
 def _of_the_training(config: RunConfig) -> list[str]:
     """Contradictions of the sampling, the groups and the algorithm that trains on them."""
-    sampling, trainer, problems = config.sampling, config.trainer, list[str]()
+    sampling = config.sampling
+    trainer = config.trainer
+    problems = list[str]()
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
         problems.append(
             "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
             "ratio assumes whole: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
+
     if trainer.optimizer_from is not None and (config.agents or config.cold_start.episodes):
         problems.append(
             "trainer.optimizer_from goes on with one policy's optimizer: leave agents and "
             "cold_start out"
         )
+
     if trainer.epochs == 0 and config.data.given:
         problems.append(
             "trainer.epochs=0 only samples, and data.pairs or data.pairs_from is given to train "
             "on: set trainer.epochs=1, or remove it"
         )
+
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
         if config.algorithm.within_group:
             problems.append(
@@ -82,29 +90,34 @@ def _of_the_training(config: RunConfig) -> list[str]:
                 "algorithm.keep_groups ranks groups by their spread of rewards, but "
                 "trainer.group_size is 1: set it to 2 or more"
             )
+
     return problems
 
 
 def _of_the_model(config: RunConfig) -> list[str]:
     """Contradictions of the model, its adapters and the lengths that it has room for."""
-    sampling, problems = config.sampling, list[str]()
+    sampling = config.sampling
+    problems = list[str]()
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():
         problems.append(
             f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or "
             "remove model.tiny"
         )
+
     if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
         problems.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
         )
+
     if config.algorithm.reference == "base" and not config.model.lora.enabled:
         problems.append(
             "algorithm.reference=base is the policy with its adapters off, but model.lora has "
             "none: set model.lora.rank=16, or "
             "reference=frozen"
         )
+
     supervised = (
         config.cold_start.episodes
         or config.data.train
@@ -118,6 +131,7 @@ def _of_the_model(config: RunConfig) -> list[str]:
             "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
             "data for `agentevo sft`"
         )
+
     if (
         config.engine.kv_cache_tokens is not None
         and sampling.max_new_tokens > config.engine.kv_cache_tokens
@@ -127,4 +141,5 @@ def _of_the_model(config: RunConfig) -> list[str]:
             f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"
         )
+
     return problems

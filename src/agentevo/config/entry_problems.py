@@ -34,13 +34,16 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
         above = ".".join(str(part) for part in (*loc[:-1], ""))
         hint = f"; did you mean {above}{guess}?" if guess else f"; it has {', '.join(known)}"
         return f"{place}.{key}: unknown key{hint}"
+
     if error["type"] in ("value_error", "assertion_error"):
         reason = str(error["ctx"]["error"])
         return f"{place}.{key}: got {error['input']!r}; {reason}" if key else f"{place}: {reason}"
+
     if info is None:
         return f"{place}.{key}: {error['msg']}" if key else f"{place}: {error['msg']}"
     if error["type"] == "missing":
         return f"{place}.{key}: missing; {' '.join((info.description or '').split())}"
+
     above = ".".join(str(part) for part in loc[: len(loc) - len(rest)])
     return f"{place}.{above}{wrong_value(info, rest, error['input'])}"
 
@@ -48,17 +51,20 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
 def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:
     """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: where inside the
     field's value it is, as pydantic says it."""
-    inside, wanted = "", info
+    inside = ""
+    wanted = info
     for part in rest:
         item = _item_type(wanted.annotation, part)
         if item is None:
             break  # which alternative of several pydantic speaks of
         inside += f"[{part}]" if isinstance(part, int) else f".{part}"
         wanted = FieldInfo.from_annotation(item)
+
     words = with_article(type_in_words(wanted))
     kinds = alternative_types(wanted.annotation)
     guess = nearest(value, list(choices_of(wanted))) if isinstance(value, str) else None
     hint = f" did you mean {guess}?" if guess else ""
+
     advice = ""
     if isinstance(value, str) and value.strip() and all(get_origin(one) in LISTS for one in kinds):
         listed = f"[{', '.join(value.replace(',', ' ').split())}]"
@@ -68,6 +74,7 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
         advice = ": write it in quotes"
     elif not inside and not info.is_required():
         advice = f" (default {as_yaml(info.get_default(call_default_factory=True))})"
+
     return f"{inside}: got {as_yaml(value)};{hint} needs {words}{advice}"
 
 
@@ -93,10 +100,12 @@ def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
 def _item_type(annotation: Any, part: int | str) -> Any:
     """The type of what a list holds, or a mapping under a name; None for anything else."""
     for kind in alternative_types(annotation):
-        origin, arguments = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
+        arguments = get_args(kind)
         if isinstance(part, int) and origin in LISTS and arguments:
             is_like = origin is not tuple or Ellipsis in arguments
             return arguments[0] if is_like else arguments[min(part, len(arguments) - 1)]
         if isinstance(part, str) and origin in (dict, Mapping) and arguments:
             return arguments[1]
+
     return None

@@ -55,6 +55,7 @@ def alternative_types(annotation: Any) -> list[Any]:
     itself where it is no union."""
     if get_origin(annotation) is Annotated:
         return alternative_types(get_args(annotation)[0])
+
     if get_origin(annotation) in (Union, types.UnionType):
         return [
             kind
@@ -62,6 +63,7 @@ def alternative_types(annotation: Any) -> list[Any]:
             if member is not type(None)
             for kind in alternative_types(member)
         ]
+
     return [annotation]
 
 
@@ -69,6 +71,7 @@ def item_types(kind: Any) -> list[Any]:
     """The types of what a list or tuple holds, else the type itself."""
     if get_origin(kind) not in (tuple, list, set, frozenset):
         return [kind]
+
     alternatives = [
         alternative
         for argument in get_args(kind)
@@ -86,8 +89,10 @@ def _annotated_limits(annotation: Any) -> list[Any]:
             for extra in get_args(annotation)[1:]
             for limit in getattr(extra, "metadata", [extra])
         ]
+
     if get_origin(annotation) in (Union, types.UnionType):
         return [limit for member in get_args(annotation) for limit in _annotated_limits(member)]
+
     return []
 
 
@@ -131,21 +136,28 @@ def _said(annotation: Any) -> InWords | None:
 def _name_of_type(kind: Any) -> str:
     if kind in SIMPLE_TYPES:
         return SIMPLE_TYPES[kind]
-    origin, arguments = get_origin(kind), get_args(kind)
+
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
+
     if origin in (tuple, list, set, frozenset) and arguments:
         if (words := _said(arguments[0])) is not None:
             return f"list of {words.many}"
-        item, limits = _alternatives(arguments[0]), _range_in_words(_annotated_limits(arguments[0]))
+
+        item = _alternatives(arguments[0])
+        limits = _range_in_words(_annotated_limits(arguments[0]))
         number = "" if origin is not tuple or Ellipsis in arguments else f"{len(arguments)} "
         return f"list of {number}{PLURALS.get(item, item)}" + (
             f", each {', '.join(limits)}" if limits else ""
         )
+
     if origin in (dict, Mapping) or kind in (dict, Mapping):
         return "mapping of names to texts" if arguments == (str, str) else "mapping"
     if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
         return f"mapping with keys such as {next(iter(kind.model_fields), 'type')}"
+
     return typing.cast(str, getattr(kind, "__name__", str(kind)))
 
 
@@ -175,6 +187,7 @@ def unit_of(name: str, meaning: str, kinds: list[Any]) -> str:
     (`..., in tokens`)."""
     if not any(kind in (int, float) for kind in kinds):
         return ""
+
     last = name.rsplit("_", 1)[-1]
     if last in SUFFIXES and "_" in name:
         return SUFFIXES[last]
@@ -182,6 +195,7 @@ def unit_of(name: str, meaning: str, kinds: list[Any]) -> str:
         return last
     if "_per_" in name:
         return name.replace("_", " ")
+
     stated = [
         word
         for word in re.findall(r"\bin ([a-z]+)\b", meaning)
@@ -213,10 +227,12 @@ def as_yaml(value: object) -> str:
     """A value as YAML writes it on one line, cut after 60 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
         text = "[" + ", ".join(as_yaml(item) for item in value) + "]"
     else:
         text = repr(str(value)) if isinstance(value, (str, Path)) else str(value)
+
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -28,23 +28,28 @@ def with_importance(tree: Any) -> Any:
     to be refused by who reads them."""
     if not isinstance(tree, Mapping):
         return tree
+
     engine = tree.get("engine")
     kind = engine.get("type", OWN) if isinstance(engine, Mapping) else getattr(engine, "type", OWN)
     given = tree.get("algorithm", {})
     if kind == OWN or not isinstance(given, Mapping):
         return tree
+
     name = given.get("name", "grpo")
     if not isinstance(name, str) or name in PREFERENCE_PRESETS or name not in PRESETS:
         return tree
+
     preset = PRESETS[name]
     algorithm = {**preset.keys, **given}
     loss = algorithm.get("policy_loss") or preset.policy_loss
     if loss == WEIGHS or algorithm.get("train_observations"):
         return tree
+
     if not DEFAULTS.keys() & algorithm.keys():
         algorithm = {**given, **DEFAULTS}
     elif "importance" not in algorithm and algorithm["old_logprobs"] == DEFAULTS["old_logprobs"]:
         algorithm = {**given, "importance": DEFAULTS["importance"]}
     else:
         return tree
+
     return {**tree, "algorithm": algorithm}

@@ -28,16 +28,20 @@ def drop_idle_keys(
     """Takes out of the tree `now` what the recipe `before` says of its own preset and that of `now`
     has no use for; returns the dotted keys. `changed`: the keys that somebody set since, dotted, a
     section for all that it holds. Trees that are wrong are left to be refused."""
-    was, section = before.get("algorithm"), now.get("algorithm")
+    was = before.get("algorithm")
+    section = now.get("algorithm")
     if not isinstance(section, dict) or not (was is None or isinstance(was, Mapping)):
         return []
+
     name = section.get("name", "grpo")
     old = (was or {}).get("name", "grpo")
     if name == old or not isinstance(name, str) or name not in (*PRESETS, *PREFERENCE_PRESETS):
         return []
+
     parts = _parts(name, section)
     if parts is None:
         return []
+
     idle, needs = parts
     dropped = [
         f"algorithm.{key}"
@@ -52,6 +56,7 @@ def drop_idle_keys(
     for key in dropped:
         parent, _, leaf = key.rpartition(".")
         del (now[parent] if parent else now)[leaf]
+
     return dropped
 
 
@@ -70,15 +75,19 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
         )
         if loss is None:
             return None
+
         used = {hyper.name for hyper in loss.hyper}
         idle = {*OF_RL, *(set(hyper_parameters()) - used)}
         if not any(need.startswith("ref_") for need in loss.needs):
             idle |= {*OF_REFERENCE}
+
         if loss.name in ALONE:
             idle |= {"pairs", "pair_margin", *(["pairs_per_group"] if loss.name == "kto" else [])}
         elif (section.get("pairs") or DEFAULT_PAIRS.get(loss.name)) == "demonstrations":
             idle |= {"pair_margin"}
+
         return idle - {*PREFERENCE_PRESETS[name].keys}, ()
+
     preset = PRESETS[name]
     entries = [
         ADVANTAGES.get(section.get("advantage") or preset.advantage),
@@ -90,6 +99,7 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
         if entry is None:
             return None
         used |= {hyper.name for hyper in entry.hyper}
+
     assert entries[0] is not None
     return {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}, entries[0].needs
 

@@ -50,6 +50,7 @@ def import_all(
             f"{place}: {KEY}: got {written!r}; needs a list of modules or files, such as "
             "[./my_agent.py]"
         )
+
     base = Path.cwd() if own else folder
     try:
         return tuple(_import(entry, base.resolve()) for entry in entries)
@@ -84,9 +85,11 @@ def _import(entry: str, folder: Path) -> str:
                 f"no module is called {entry!r}, and there is no {entry}.py in {folder}: install "
                 "its package, or give the path of a file, such as ./my_agent.py"
             )
+
         if path is None:
             _executed(entry, lambda: importlib.import_module(entry))
             return entry
+
     _import_file(path)
     return str(path.parent if path.name == "__init__.py" else path)
 
@@ -112,6 +115,7 @@ def _import_file(path: Path) -> None:
     package = path.name == "__init__.py"
     if any(_is_file_of(module, path) for module in list(sys.modules.values())):
         return
+
     name, folder = (path.parent.name, path.parents[1]) if package else (path.stem, path.parent)
     namesake = _spec(name) if name.isidentifier() else None
     is_taken = namesake is not None and namesake.origin != str(path)
@@ -119,11 +123,14 @@ def _import_file(path: Path) -> None:
         name = f"agentevo_import_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
     spec = importlib.util.spec_from_file_location(
         name, path, submodule_search_locations=[str(path.parent)] if package else None
     )
     assert spec is not None and spec.loader is not None
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
+
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
     sys.modules[name] = module
     try:
         _executed(str(path), lambda: loader.exec_module(module))
@@ -150,6 +157,7 @@ def _shown(error: BaseException) -> str:
     """The end of the traceback, without the import machinery and AgentEvo's own places."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
+
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -64,6 +64,7 @@ class Resolver:
         except (RecursionError, ParseError) as error:
             what = "`${...}` within one another is too deep: write the values"
             raise InterpolationError(key, what) from error
+
         return value
 
     def _value(self, key: Key, written: Any) -> Any:
@@ -71,6 +72,7 @@ class Resolver:
             return self._resolved[key]
         if key in self._in_progress:
             raise InterpolationError(key, f"refers to itself; {_HINT}")
+
         self._in_progress.add(key)
         value = written
         if isinstance(written, Mapping):
@@ -82,6 +84,7 @@ class Resolver:
         elif is_interpolation(written):
             pieces, _ = self._pieces(key, written, 0, within=False)
             value = pieces[0] if len(pieces) == 1 else self._joined(key, pieces)
+
         self._in_progress.discard(key)
         self._resolved[key] = value
         return value
@@ -113,23 +116,31 @@ class Resolver:
         while place < len(text):
             match = (_WITHIN if within else _OUTSIDE).match(text, place)
             assert match is not None
-            token, place = match[0], match.end()
+
+            token = match[0]
+            place = match.end()
             if token.endswith("${"):
                 num_backslashes = len(token) - 2
                 if num_backslashes > 1:
                     pieces.append("\\" * (num_backslashes // 2))
+
                 if num_backslashes % 2:
                     pieces.append("${")
                     continue
+
                 inner, place = self._pieces(key, text, place, within=True)
                 pieces.append(self._meaning(key, self._joined(key, inner).strip()))
                 continue
+
             if within and token == "}" and num_open == 0:
                 return pieces, place
+
             num_open += (token == "{") - (token == "}")
             pieces.append(token)
+
         if within:
             raise InterpolationError(key, f"`${{` without the `}}` that closes it; {_HINT}")
+
         return pieces, place
 
     def _joined(self, key: Key, pieces: list[Any]) -> str:
@@ -150,11 +161,13 @@ class Resolver:
             return f"${{{expression}}}"
         if name.strip() == "oc.env":
             return _variable(key, argument)
+
         if name.strip() == "oc.decode":
             try:
                 return parse_yaml(_unquoted(argument))
             except ParseError as error:
                 raise InterpolationError(key, f"oc.decode: {error}") from error
+
         raise InterpolationError(
             key,
             f"`${{{_short(name)}:...}}` is not known: write ${{section.key}}, ${{oc.env:NAME}} or "
@@ -168,18 +181,24 @@ class Resolver:
         parts = [part.strip() for part in re.split(r"[.\[\]]", path) if part.strip()]
         if num_dots > len(key) or not (parts or num_dots):
             raise InterpolationError(key, f"`${{{_short(name)}}}` names no key; {_HINT}")
+
         place: Key = ()
         value: Any = self._tree
         is_resolved = False
         for part in [*key[: len(key) - num_dots], *parts] if num_dots else parts:
             if not is_resolved and is_interpolation(value):
-                value, is_resolved = self._value(place, value), True
+                value = self._value(place, value)
+                is_resolved = True
+
             step = int(part) if isinstance(value, list) and _is_index(part) else part
             if not _has(value, step):
                 raise InterpolationError(
                     key, f"Interpolation key {_short(name)!r} not found; {_HINT}"
                 )
-            value, place = value[step], (*place, step)
+
+            value = value[step]
+            place = (*place, step)
+
         return value if is_resolved else self._value(place, value)
 
 
@@ -218,14 +237,17 @@ def _variable(key: Key, argument: str) -> str | None:
         value = os.environ.get(name)
     except ValueError:  # no variable can have this name
         value = None
+
     if value is not None:
         return value
+
     if not comma:
         raise InterpolationError(
             key,
             f"Environment variable {_short(name)!r} not found: set it, or write "
             "${oc.env:NAME,default}",
         )
+
     return None if default.strip() == "null" else _unquoted(default)
 
 

@@ -16,8 +16,19 @@ from agentevo.rewards import RewardConfig
 from agentevo.rewards.judging import BARS, JudgeOptions
 
 _NOT_OF_THE_JUDGE = {
-    *("weight", "timeout_s", "requires", "label", "from_step", "until_step", "seed"),
-    *("solved_from", "equal_score", "skip_equal", "calibration", "uncalibrated", *BARS),
+    "weight",
+    "timeout_s",
+    "requires",
+    "label",
+    "from_step",
+    "until_step",
+    "seed",
+    "solved_from",
+    "equal_score",
+    "skip_equal",
+    "calibration",
+    "uncalibrated",
+    *BARS,
 }
 _OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extra", "dtype"}
 
@@ -55,22 +66,27 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
             "measure it (`agentevo judge calibrate RECIPE --rows FILE --out FILE`) and give "
             "calibration=FILE, or take the risk with uncalibrated=true (docs/judges.md)"
         )
+
     path = Path(judge.calibration).expanduser()
     again = "measure it again with `agentevo judge calibrate`"
     try:
         report = read_json_object(path)
         measured = report["measured"]
-        of, values = str(report["digest"]), {name: measured[name]["value"] for name in BARS}
+        of = str(report["digest"])
+        values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
         return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {again}"
+
     if of != digest:
         return (
             f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
             f"{again}"
         )
+
     problems = below_bars(judge, values)
     if not problems:
         return ""
+
     return f"{'; '.join(problems)} ({path}): choose another judge or rubric, or lower the bar"
 
 
@@ -79,7 +95,8 @@ def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
     names; None where it could not be."""
     found = []
     for name, (what, at_least) in BARS.items():
-        value, bar = values.get(name), getattr(judge, name)
+        value = values.get(name)
+        bar = getattr(judge, name)
         if value is None:
             if at_least:
                 found.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
@@ -87,4 +104,5 @@ def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
             found.append(
                 f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"
             )
+
     return found

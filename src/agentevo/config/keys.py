@@ -83,6 +83,7 @@ class ConfigKeys:
         for explanation, annotation in _walk(root, variants, prefix):
             if "at most" in explanation.type or "below" in explanation.type:
                 self._bounded.add(explanation.key)
+
             same = self._explanations.setdefault(explanation.key, [])
             equal = next((i for i, e in enumerate(same) if _same_but_types(e, explanation)), None)
             if equal is None:
@@ -91,7 +92,9 @@ class ConfigKeys:
                 same[equal] = replace(
                     same[equal], option_of=(*same[equal].option_of, *explanation.option_of)
                 )
+
             self._annotations.setdefault(explanation.key, []).append(annotation)
+
         for name in LISTS:
             for key in (key for key in self._explanations if key.startswith(f"{name}.")):
                 self._explanations[key] = [
@@ -111,10 +114,12 @@ class ConfigKeys:
                 f"{key}: unknown "
                 f"key{self.suggestion(key) or '; `agentevo config explain` lists the sections'}"
             )
+
         explanations = self._explanations[key]
         below = [name for name in self.names() if _parent(name) == key]
         if not below:
             return explanations
+
         held = tuple(inner for name in below for inner in self._explanations[name])
         return [replace(explanations[0], keys=held)]
 
@@ -145,20 +150,25 @@ class ConfigKeys:
         return f"; did you mean {best}?" if best else ""
 
     def _nearest(self, key: str, chosen: Mapping[str, str], section: bool | None) -> str | None:
-        best, best_score = None, (0.0, 0)
+        best = None
+        best_score = (0.0, 0)
         for name in self.names():
             explanation = self._explanations[name][0]
             if name.startswith(tuple(f"{one}." for one in LISTS)):
                 continue  # an entry's key can't be set from outside its list
+
             options = {kind for e in self._explanations[name] for kind in e.option_of}
             chosen_type = chosen.get(name.split(".")[0])
             if options and chosen_type is not None and chosen_type not in options:
                 continue
+
             likely = section is None or section == (explanation.type == "section")
             closeness = _closeness(key, name) + (0.1 if likely else 0.0)
             score = (closeness, -name.count("."))  # of equals the one that is less deep
             if score > best_score:
-                best, best_score = name, score
+                best = name
+                best_score = score
+
         return best if best_score[0] >= 0.6 else None
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
@@ -166,12 +176,16 @@ class ConfigKeys:
         value was written."""
         parts = [str(part) for part in error["loc"]]
         if len(parts) > 1 and f"{parts[0]}.{NAME}" in self._explanations:
-            named, anyone = f"{parts[0]}.{parts[1]}", f"{parts[0]}.{NAME}"
+            named = f"{parts[0]}.{parts[1]}"
+            anyone = f"{parts[0]}.{NAME}"
             located = cast(ErrorDetails, {**error, "loc": (anyone, *parts[2:])})
             return self.problem(located, chosen=chosen).replace(anyone, named)
-        kind, value = error["type"], error["input"]
+
+        kind = error["type"]
+        value = error["input"]
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), value, chosen)
+
         known = next(
             (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0
         )
@@ -179,11 +193,13 @@ class ConfigKeys:
         if kind in ("value_error", "assertion_error"):
             text = str(error["ctx"]["error"])
             return f"{key}: {text}" if key else text
+
         if not key:
             return (
                 "a recipe is a mapping of sections such as `model:` and `environment:`, not "
                 f"{as_yaml(value)}"
             )
+
         if kind == "missing":
             whole = known == len(parts)
             return (
@@ -191,6 +207,7 @@ class ConfigKeys:
                 if whole
                 else self.wrong_value(key, value, chosen=chosen)
             )
+
         place = key + "".join(f"[{part}]" for part in parts[known:] if part.isdigit())
         return self.wrong_value(key, value, chosen=chosen, place=place)
 
@@ -208,11 +225,13 @@ class ConfigKeys:
                 else f"got {as_yaml(value)}; it is a section, set its keys"
             )
             return f"{place}: {what}, such as {inside}"
+
         if isinstance(value, Mapping) and value:
             return (
                 f"{key}.{next(iter(value))}: unknown key; {key} is a single value "
                 f"({explanation.type})"
             )
+
         guess = nearest(value, list(explanation.choices)) if isinstance(value, str) else None
         hint = f" did you mean {guess}?" if guess else ""
         default = f" (default {explanation.default})" if explanation.default else ""
@@ -247,12 +266,15 @@ class ConfigKeys:
                 f"{key}: unknown key for {section}.type={chosen[section]}; it is an option of "
                 f"{', '.join(elsewhere)}"
             )
+
         if not isinstance(value, Mapping):
             return f"{key}: unknown key{self.suggestion(key, chosen=chosen, section=False)}"
+
         leaves = [in_our_words(leaf) for leaf in sources.leaves(value, f"{key}.")]
         translations = list(dict.fromkeys(text for text in leaves if text is not None))
         if translations:
             return f"{key}: unknown key; {'; '.join(translations[:SHOWN_TRANSLATIONS])}"
+
         return f"{key}: unknown key{self.suggestion(key, chosen=chosen, section=True)}"
 
 
@@ -270,14 +292,17 @@ def _walk(
             yield Explanation(f"{key}.{NAME}", each, "section", "", ""), named
             yield from _walk(named, variants, f"{key}.{NAME}.")
             continue
+
         if key in LISTS:
             words = "list of names, or of mappings with the keys below it"
             yield replace(_explain_field(key, info), type=words), info.annotation
             yield from _walk_options(key, variants.get(key, {}))
             continue
+
         if section is None:
             yield _explain_field(key, info), info.annotation
             continue
+
         meaning = on_one_line(info.description or section.__doc__ or "")
         yield Explanation(key, meaning, "section", "", ""), info.annotation
         if key in variants:
@@ -299,6 +324,7 @@ def _walk_variants(
         Explanation(f"{key}.type", meaning, f"one of {', '.join(names)}", default, "", names),
         str,
     )
+
     for explanation, annotation in _walk_options(key, kinds):
         if explanation.key != f"{key}.type":
             yield explanation, annotation
@@ -340,11 +366,14 @@ def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
 def _closeness(key: str, name: str) -> float:
     """0 (unlike) to 1 (equal): mostly the last name, for a right name in a wrong section, and
     partly what stands before it."""
-    wanted_parent, wanted_leaf = _parent(key), _leaf(key)
-    known_parent, known_leaf = _parent(name), _leaf(name)
+    wanted_parent = _parent(key)
+    wanted_leaf = _leaf(key)
+    known_parent = _parent(name)
+    known_leaf = _leaf(name)
     leaves = _ratio(wanted_leaf, known_leaf)
     if leaves < 0.6:
         return 0.0
+
     return 0.7 * leaves + 0.3 * (
         1.0 if wanted_parent == known_parent else 0.9 * _ratio(wanted_parent, known_parent)
     )

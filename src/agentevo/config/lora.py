@@ -85,27 +85,32 @@ class LoraSection(Section):
                 f"adapter={self.adapter} brings its own settings, so {what} would do nothing: "
                 "remove it, or remove adapter"
             )
+
         if not self.enabled and (chosen or self.quantize != "none"):
             what = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
             raise ValueError(
                 f"{what} is for adapters, and there are none while rank is 0: set rank=16, or "
                 "remove it"
             )
+
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
             raise ValueError(
                 f"targets: {ALL_LINEAR} includes the others: give it alone, or names only"
             )
+
         if self.layers and ALL_LINEAR in self.targets:
             raise ValueError(
                 "layers needs targets by name: set "
                 "targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
             )
+
         if self.init == "orthogonal" and any(
             rank % 2 for rank in (self.rank, *self.rank_pattern.values())
         ):
             raise ValueError(
                 "init=orthogonal needs even ranks: raise odd ones by 1, or set init=default"
             )
+
         return self
 
     @property

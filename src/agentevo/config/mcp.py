@@ -95,21 +95,25 @@ class MCPServerSection(MCPSection):
     def _one_way_to_reach_it(self) -> MCPServerSection:
         if (self.command is None) == (self.url is None):
             raise ValueError("a server has a `command` that starts it or a `url`: give one of them")
+
         if self.url is not None and (
             self.args or self.env or self.pass_env or self.cwd or self.sandbox
         ):
             raise ValueError(
                 "args, env, pass_env, cwd and sandbox are for a `command`: leave them out"
             )
+
         if self.sandbox is not None and self.cwd is not None:
             raise ValueError("in a sandbox it runs in a folder of its own: leave out cwd")
         if self.command is not None and self.api_key is not None:
             raise ValueError("api_key is for a `url`: give a command its key by pass_env")
+
         if self.send_task and (self.url is None or self.session == "shared"):
             raise ValueError(
                 "send_task is for a `url` and a session for each attempt: leave it out (a command "
                 "is told anyway)"
             )
+
         return self
 
 

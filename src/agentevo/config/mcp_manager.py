@@ -57,6 +57,7 @@ class MCPManagerSection(ToolSection):
                     f"http://127.0.0.1:8014{PATH}: add it, or give the `image` of the nodes that "
                     "the manager at this url is to make"
                 )
+
             if self.session == "attempt" or self.creator is not None:
                 raise ValueError(
                     "session: attempt and creator are for nodes that are made: give their `image`, "
@@ -67,4 +68,5 @@ class MCPManagerSection(ToolSection):
                 f"{self.url} is a node that there is already, and `image` makes new ones: give the "
                 "manager's url, such as http://127.0.0.1:8080, or leave image out"
             )
+
         return self

@@ -38,14 +38,17 @@ class MemorySection(Section):
 
 def memory_contradictions(config: RunConfig) -> list[str]:
     """Contradictions within the section, and with the model's device, as 'what: remedy'."""
-    memory, problems = config.memory, []
+    memory = config.memory
+    problems = []
     if memory.offload_activations and memory.checkpointing == "selective":
         problems.append(
             "memory.offload_activations moves nothing of what memory.checkpointing=selective "
             "keeps: set the latter to full or none"
         )
+
     if config.model.device == "cpu":
         problems += [offload_refusal(key) for key in memory.offloads]
+
     return problems
 
 

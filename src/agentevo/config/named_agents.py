@@ -69,6 +69,7 @@ class NamedAgentSection(Section):
                 f"`{other}` is no key of an agent: write `train: false` for one whose weights stay "
                 "as they are, and `train: true` for one that learns"
             )
+
         return given
 
     @property
@@ -117,7 +118,8 @@ def with_model_of(config: RunConfig, policy: str) -> RunConfig:
 
 def by_rank(config: RunConfig) -> tuple[str, ...]:
     """All agents but the remote ones, those first that are trained."""
-    trained, remote = trained_agents(config), remote_agents(config)
+    trained = trained_agents(config)
+    remote = remote_agents(config)
     return (
         *trained,
         *(name for name in config.agents if name not in trained and name not in remote),
@@ -157,6 +159,7 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
     """What named agents can't be, and what a run with them can't do, as 'what: remedy'."""
     if not config.agents:
         return []
+
     problems = [
         f"agents: {name!r} is no name: take a letter, then letters, digits, _ and -, 64 at most"
         for name in config.agents
@@ -183,38 +186,46 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
             f"agents.{main}.model: the first agent that is trained has the recipe's model: set "
             "model in its place"
         )
+
     return problems + _of_the_run(config)
 
 
 def _of_one(config: RunConfig, section: NamedAgentSection) -> list[str]:
     """Each begins with the key below the agent's name."""
-    problems, other = [], section.weights_of
+    problems = []
+    other = section.weights_of
     target = None if other is None else config.agents.get(other)
+
     if section.is_earlier and other is None:
         problems.append(": version and lag are of another agent's weights: add weights_of=NAME")
     if section.version is not None and section.lag is not None:
         problems.append(": version and lag are two ways to choose weights: leave one out")
     if section.is_earlier and section.train:
         problems.append(".train: earlier weights are not trained: leave train, or version and lag")
+
     if section.remote is not None and section.remote not in config.remote_models:
         known = ", ".join(config.remote_models) or "none"
         problems.append(f".remote: {section.remote!r} is not in remote_models ({known})")
+
     others = (section.train, section.model, section.weights_of, section.version, section.lag)
     if section.remote is not None and any(others):
         problems.append(".remote: nothing else can be said of a remote model's agent")
     if other is not None and section.model is not None:
         problems.append(f".model: it has the weights of {other}: leave one of the two out")
+
     if other is not None and (target is None or target.weights_of is not None):
         own = [name for name, one in config.agents.items() if one.weights_of is None]
         problems.append(f".weights_of: {other!r} has no weights of its own: name one of {own}")
     elif target is not None and not target.is_trained and (section.is_earlier or section.train):
         problems.append(f".weights_of: {other} is not trained, so there is nothing to follow")
+
     return problems
 
 
 def _of_the_run(config: RunConfig) -> list[str]:
     """What is made for one policy."""
-    algorithm, problems = config.algorithm, []
+    algorithm = config.algorithm
+    problems = []
     refused = {
         f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY
         and config.tasks.self_play is None,
@@ -231,4 +242,5 @@ def _of_the_run(config: RunConfig) -> list[str]:
     for key, is_set in refused.items():
         if is_set:
             problems.append(f"{key}: not in a run with named agents: leave it, or agents, out")
+
     return problems

@@ -79,9 +79,11 @@ class OptimizeSection(Section):
                 f"method {self.method} has texts written: set optimize.writer to a name of "
                 "remote_models, or to policy"
             )
+
         if self.temperature == 0 and self.attempts_per_task > 1:
             raise ValueError(
                 "attempts_per_task: greedy attempts at a task are all the same: set temperature, "
                 "or attempts_per_task=1"
             )
+
         return self

@@ -37,15 +37,18 @@ def kept_keys(
     ).get("algorithm")
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         return []
+
     was, name = (str(section.get("name", AlgorithmSection().name)) for section in (before, now))
     if name == was or name not in (*PRESETS, *PREFERENCE_PRESETS):
         return []
+
     changed = changed_keys(
         [*(options or {}).items(), *sources.overridden(overrides, is_text).items()]
     )
     section = dict(now)
-    trees = {"algorithm": before}, {"algorithm": section}
-    dropped = [key.removeprefix("algorithm.") for key in drop_idle_keys(*trees, changed)]
+    idle = drop_idle_keys({"algorithm": before}, {"algorithm": section}, changed)
+    dropped = [key.removeprefix("algorithm.") for key in idle]
+
     return _dropped_lines(before, dropped, where, was, name) + _kept_lines(
         {
             key: value
@@ -75,6 +78,7 @@ def _kept_lines(
     kept = {key: value for key, value in given.items() if value != own.get(key)}
     if not kept:
         return []
+
     width = max(len(_written(key, value)) for key, value in kept.items())
     remedies = [_written(key, own.get(key)) for key in kept]
     return [
@@ -93,6 +97,7 @@ def own_values(name: str) -> dict[str, Any]:
     have by default."""
     section = AlgorithmSection(name=name)
     values = section.model_dump(mode="json")
+
     preference = section.preference()
     if preference is not None:
         entries = {
@@ -112,6 +117,7 @@ def own_values(name: str) -> dict[str, Any]:
             **algorithm.loss_hyper,
             **algorithm.aggregation_hyper,
         }
+
     return {key: entries.get(key) if value is None else value for key, value in values.items()}
 
 

@@ -75,6 +75,7 @@ class ParallelSection(Section):
                 f"not divide the {world} processes that train: start a multiple of {inner} "
                 "(torchrun --nproc-per-node), or choose smaller sizes"
             )
+
         replicas = world // inner
         if (replicas * self.shard) % self.expert:
             raise ValueError(
@@ -82,30 +83,37 @@ class ParallelSection(Section):
                 f"{replicas * self.shard} processes that have a part of the minibatch each "
                 f"(shard={self.shard} x {replicas} replicas): choose another size"
             )
+
         return replicas
 
 
 def parallel_contradictions(config: RunConfig) -> list[str]:
     """What can't be trained in parts as trainer.parallel says, however many processes there are, as
     'what: remedy'."""
-    parallel, problems = config.trainer.parallel, list[str]()
+    parallel = config.trainer.parallel
+    problems = list[str]()
     if config.memory.optimizer == "adamw_8bit" and parallel.is_spread:
         problems.append(
             "memory.optimizer=adamw_8bit: moments of 8 bits have one scale for 256 numbers, which "
             "lie on several processes under trainer.parallel: set memory.optimizer=adamw, of which "
             "each process keeps a part alone"
         )
+
     if config.model.lora.enabled and max(parallel.tensor, parallel.expert) > 1:
         problems.append(
             "model.lora: adapters are not cut by trainer.parallel.tensor or expert: set both to 1, "
             "and share the base by trainer.parallel.shard, long sequences by context"
         )
+
     return problems + _of_stages(config) if parallel.pipeline > 1 else problems
 
 
 def _of_stages(config: RunConfig) -> list[str]:
     """What stages of a pipeline don't compute."""
-    parallel, needs, problems = config.trainer.parallel, config.algorithm.needs, list[str]()
+    parallel = config.trainer.parallel
+    needs = config.algorithm.needs
+
+    problems = list[str]()
     others = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
     if others:
         also = " and ".join(f"{key}={size}" for key, size in others.items())
@@ -114,6 +122,7 @@ def _of_stages(config: RunConfig) -> list[str]:
             "pipeline are not divided further: set the others to 1 (more processes become "
             "replicas of the pipeline), or pipeline to 1"
         )
+
     asked = {
         "adapters (model.lora)": config.model.lora.enabled,
         f"a critic (algorithm.name={config.algorithm.name})": "values" in needs,
@@ -136,4 +145,5 @@ def _of_stages(config: RunConfig) -> list[str]:
             "what stages keep of several micro-batches off the device: set it to false, and "
             "memory.checkpointing=full"
         )
+
     return problems

@@ -190,11 +190,14 @@ PEER_KEYS: dict[str, dict[str, str]] = {
 def in_our_words(key: str) -> str | None:
     """`TRL's num_generations is trainer.group_size here`, for a key that another system has, under
     whatever section it was written; else None."""
-    best, best_rank = None, 0
+    best = None
+    best_rank = 0
     for system, keys in PEER_KEYS.items():
         for theirs, ours in keys.items():
             if (rank := _likeness(key, theirs)) > best_rank:
-                best, best_rank = f"{system}'s {theirs} is {ours} here", rank
+                best = f"{system}'s {theirs} is {ours} here"
+                best_rank = rank
+
     return best
 
 

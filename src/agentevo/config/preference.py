@@ -44,7 +44,9 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
                 f"name={section.name} does not: "
                 f"remove it, or choose one of {', '.join(PREFERENCE_PRESETS)}"
             )
+
         return
+
     what = f"name={section.name} trains by the preference loss {preference.loss}"
     idle = _changed(section, OF_RL)
     if idle:
@@ -57,6 +59,7 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
             f"{what}, in which {', '.join(idle)} has no place: remove it (or set it to its "
             f"default){kept}"
         )
+
     own = {
         key: value
         for key, value in PREFERENCE_PRESETS[section.name].keys.items()
@@ -65,22 +68,28 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
     idle = [key for key in _changed(section, OF_REFERENCE) if key not in own]
     if idle and not preference.needs_reference:
         raise ValueError(f"{what}, which has no reference: remove {', '.join(idle)}")
+
     if section.pair_margin > 0 and not preference.within_group:
         raise ValueError(
             f"{what} on {_answers(preference)}, which have no margin: remove pair_margin"
         )
+
     if section.pairs_per_group is not None and preference.loss == "kto":
         raise ValueError(f"{what}, which takes every attempt: remove pairs_per_group")
 
 
 def preference_contradictions(config: RunConfig) -> list[str]:
     """Contradictions of the algorithm section with other sections, as 'what: remedy'."""
-    section, data = config.algorithm, config.data
-    preference, problems = section.preference(), []
+    section = config.algorithm
+    data = config.data
+    preference = section.preference()
+
+    problems = []
     if data.pairs is not None and data.pairs_from is not None:
         problems.append(
             "data.pairs and data.pairs_from both say what is trained on: give only one of the two"
         )
+
     if preference is None:
         if data.given:
             problems.append(
@@ -89,17 +98,20 @@ def preference_contradictions(config: RunConfig) -> list[str]:
                 f"choose one of {', '.join(PREFERENCE_PRESETS)}, or remove them"
             )
         return problems
+
     if config.reward_model.name is not None:
         problems.append(
             f"reward_model.name pays single tokens, which algorithm.name={section.name} does not "
             "look at: remove it"
         )
+
     if preference.pairs == "demonstrations" and data.pairs_from is not None:
         problems.append(
             "algorithm.pairs=demonstrations asks the environment's solver about sampled tasks, "
             "not about stored groups: "
             "set algorithm.pairs=best_worst, or remove data.pairs_from"
         )
+
     idle = (
         [] if data.pairs is None else _changed(section, ("pairs", "pairs_per_group", "pair_margin"))
     )
@@ -108,11 +120,13 @@ def preference_contradictions(config: RunConfig) -> list[str]:
             f"data.pairs says what the pairs are, so algorithm.{', algorithm.'.join(idle)} does "
             "nothing: remove it"
         )
+
     if preference.pairs == "demonstrations" and not data.given and config.environment is None:
         problems.append(
             "algorithm.pairs=demonstrations needs an environment with a solver: set "
             "algorithm.pairs=best_worst for an agent function"
         )
+
     return problems
 
 

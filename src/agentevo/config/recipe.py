@@ -223,12 +223,14 @@ def build_config(
     keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
     _refuse(credential_problems(plain), overrides, where, tree)
+
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
             f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, "
             "which only `agentevo train` takes "
             "(--dry-run lists them): add sweep=null for the recipe without its variants"
         )
+
     plain["import"] = imports
     given = sources.overridden(overrides, keys.is_text)
     drop_idle_keys(tree, plain, changed_keys(given.items()))
@@ -241,6 +243,7 @@ def build_config(
     }
     values = refused_values(plain, keys, chosen=chosen)
     refused = {line.partition(":")[0] for line in values}
+
     lines += values
     lines += play_problems(plain, needs_environment, environments.names())
     errors: list[ErrorDetails] = []
@@ -250,10 +253,12 @@ def build_config(
             plain |= {section: read} if read is not None else {}
             errors += wrong
             lines += [refusal] if refusal else []
+
     try:
         config = RunConfig.model_validate(plain)
     except pydantic.ValidationError as error:
         errors.extend(error.errors())
+
     problems = [keys.problem(error, chosen=chosen) for error in errors]
     lines.extend(line for line in problems if line.partition(":")[0] not in refused)
     _refuse(lines, overrides, where, tree)
@@ -280,12 +285,15 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
     run = plain.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
+
     plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
     if isinstance(plain.get("tasks"), (str, list)):
         plain["tasks"] = {"train": plain["tasks"]}
+
     plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
     for key in ("data", "rm"):
         plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)
+
     has_tasks = names_tasks(plain["tasks"]) and plain.get("environment") is None
     agent = plain.setdefault("agent", {})
     if isinstance(agent, dict):
@@ -299,6 +307,7 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         else:
             plain["agent"], wrong = read_tools(agent, folder)
             lines += wrong
+
     return lines
 
 
@@ -339,13 +348,15 @@ def _read_variant(
 ) -> tuple[pydantic.BaseModel | None, list[ErrorDetails], str | None]:
     """A polymorphic section checked by the model that its `type` names, or what is wrong with its
     options, or with the type."""
-    kind, known = given.get("type"), list(models)
+    kind = given.get("type")
+    known = list(models)
     if not isinstance(kind, str) or kind not in known:
         guess = nearest(kind, known) if isinstance(kind, str) else None
         what = "missing" if "type" not in given else f"got {kind!r}"
         hint = f" did you mean {guess}?" if guess else ""
         choice = f"choose one of {', '.join(known)}{OF_YOUR_OWN if 'type' in given else ''}"
         return None, [], f"{section}.type: {what};{hint} {choice}"
+
     try:
         return models[kind].model_validate(given), [], None
     except pydantic.ValidationError as error:
@@ -373,10 +384,12 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     name = (tree.get("algorithm") or {}).get("name")
     if name in PRESETS or name in PREFERENCE_PRESETS:
         defaults["algorithm"] = AlgorithmSection(name=name).model_dump(mode="json")
+
     for section, models in section_variants().items():
         kind = str((tree.get(section) or {}).get("type"))
         if kind in models:
             defaults[section] = models[kind].model_construct().model_dump(mode="json")
+
     return sources.overlay(defaults, tree)
 
 

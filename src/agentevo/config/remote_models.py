@@ -24,8 +24,17 @@ DEFAULT_URLS = {
 
 
 _OWN_FIELDS = {
-    *("model", "messages", "system", "tools", "tool_choice", "stream", "stream_options"),
-    *("max_tokens", "max_completion_tokens", "n", "best_of"),
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "tool_choice",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "best_of",
 }
 """Fields of a request that are not `extra`."""
 
@@ -121,8 +130,10 @@ class RemoteModelSection(Section):
                 "a user or a password in a URL would be written into the run's folder: give the "
                 "key as api_key: ${env:NAME}"
             )
+
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError(f"{url!r} is no URL: give one such as http://127.0.0.1:8000/v1")
+
         return url.rstrip("/")
 
     @field_validator("extra")
@@ -143,10 +154,12 @@ class RemoteModelSection(Section):
                 "api: engine computes the model in this process: leave base_url, api_key and extra "
                 "out, or name the API of the server"
             )
+
         if self.api == "engine" and self.model == "tiny":
             raise ValueError(
                 "model tiny is made anew for each run, and knows nothing: name another"
             )
+
         return self
 
     @model_validator(mode="after")
@@ -180,7 +193,9 @@ def name_problems(names: list[str], policy: str) -> list[str]:
 
 def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
     """Helpers of the section `agent` that `remote_models` has not, as 'what: remedy'."""
-    context, browse = getattr(agent, "context", None), getattr(agent, "browse", None)
+    context = getattr(agent, "context", None)
+    browse = getattr(agent, "browse", None)
+
     asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
     asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
     problems = []
@@ -193,4 +208,5 @@ def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
                 f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "
                 f"has {known}"
             )
+
     return problems

@@ -25,14 +25,17 @@ def named_reward(given: Reward) -> Any:
     name. Raises ConfigError."""
     if isinstance(given, (str, Mapping, pydantic.BaseModel)):
         return plain_option(given, named=False)
+
     name = str(getattr(given, "__name__", type(given).__name__))
     if not callable(given) or not name.isidentifier():
         raise ConfigError(
             f"rewards: {given!r} has no name: give a function, a class, or the name of a "
             "registered reward"
         )
+
     if rewards.name_of(given) is None:
         reward(name)(given)
+
     return {"name": rewards.name_of(given)}
 
 
@@ -46,12 +49,15 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
         if isinstance(entry, RewardConfig):
             configs.append(entry)
             continue
+
         options = {"name": entry} if isinstance(entry, str) else entry
         place = f"rewards[{index}]"
         if not isinstance(options, dict):
             lines.append(f"{place}: got {entry!r}; needs a name, or a mapping with a name")
             continue
-        name, known = options.get("name"), rewards.names()
+
+        name = options.get("name")
+        known = rewards.names()
         if not isinstance(name, str) or name not in known:
             guess = nearest(name, known) if isinstance(name, str) else None
             hint = f" did you mean {guess}?" if guess else ""
@@ -59,11 +65,13 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             choice = f"choose one of {', '.join(known)}{OF_YOUR_OWN if 'name' in options else ''}"
             lines.append(f"{place}.name: {what};{hint} {choice}")
             continue
+
         model = reward_config(name)
         try:
             configs.append(model.model_validate(options))
         except pydantic.ValidationError as error:
             lines += [entry_problem(place, model, wrong) for wrong in error.errors()]
+
     names = [config.title for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -71,8 +79,10 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             f"rewards: {twice} is listed twice: give one entry with a larger "
             "weight, or each a label of its own"
         )
+
     if configs and not lines:
         lines += _stage_problems(configs)
+
     for index, config in enumerate(configs if not lines else ()):
         for name in config.requires:
             if name == config.title or name not in names:
@@ -81,6 +91,7 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
                     f"rewards[{index}].requires: got {name!r}; needs another reward of the list: "
                     f"{others}"
                 )
+
     return tuple(configs), lines
 
 
@@ -92,15 +103,18 @@ def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
                 f"rewards[{index}].until_step: {config.until_step} is before from_step="
                 f"{config.from_step}: exchange them"
             ]
+
     if not any(config.counts_at(None) for config in configs):
         return [
             "rewards: none counts at the end, and in evaluations: leave until_step out of one of "
             "them"
         ]
+
     starts = [1, *(config.until_step + 1 for config in configs if config.until_step is not None)]
     for step in sorted(starts):
         if not any(config.counts_at(step) for config in configs):
             return [
                 f"rewards: none counts at step {step}: let from_step or until_step leave no gap"
             ]
+
     return []

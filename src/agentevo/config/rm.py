@@ -69,9 +69,11 @@ def check_rm(config: RunConfig) -> Path:
             "rm.pairs: says nothing to train on: give a JSONL file whose lines have prompt, chosen "
             "and rejected (docs/preferences.md)"
         )
+
     if config.model.lora.enabled:
         raise ConfigError(
             "model.lora: a reward model is trained whole: leave model.lora out, or start from a "
             "smaller model"
         )
+
     return config.rm.pairs

@@ -36,15 +36,18 @@ class WeightsSection(Section):
     def _without_password(cls, url: str | None) -> str | None:
         if url is None:
             return None
+
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s]+", url):
             raise ValueError(
                 "is no address: use s3://BUCKET/FOLDER, gs://, az:// or file:///FOLDER"
             )
+
         if re.match(r"[^/]*//[^/]*:[^/]*@", url) or "?" in url:
             raise ValueError(
                 "has a password or options, which every copy of the recipe would have: leave them "
                 "out, and give the credentials in the environment of trainer and engines"
             )
+
         return url
 
 
@@ -113,11 +116,13 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
         or config.algorithm.name == "decoupled_ppo"
         or config.algorithm.policy_loss == "decoupled_ppo"
     )
+
     if section.engine_urls and section.engine_secret is None:
         problems.append(
             "rollout.engine_urls are engines that do not see the run's folder, nor its secret: set "
             "rollout.engine_secret='${env:NAME}' for them and for this run"
         )
+
     if section.policy == "correct" and not weighs:
         problems.append(
             "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance "
@@ -125,36 +130,43 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
             "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or "
             "rollout.policy=mask"
         )
+
     if section.weights.url is not None and section.transport not in (None, "object_store"):
         problems.append(
             f"rollout.weights.url is for rollout.transport=object_store, not {section.transport}: "
             "leave one of them out"
         )
+
     if section.weights.delta and section.transport == "broadcast":
         problems.append(
             "rollout.weights.delta is for weights in files, and rollout.transport=broadcast sends "
             "all of them to whoever asks: leave one of them out"
         )
+
     if section.weights.delta and config.model.dtype != "bfloat16":
         problems.append(
             f"rollout.weights.delta publishes what changed, and in {config.model.dtype} every "
             "weight changes in every step: set model.dtype=bfloat16, or "
             "rollout.weights.delta=false"
         )
+
     if apart and config.profile.enabled:
         problems.append(
             "profile follows one process that samples and trains in turn: set "
             "rollout.staleness=0 rollout.samplers=0, or profile=false"
         )
+
     if apart and config.data.given:
         problems.append(
             "rollout.staleness and rollout.samplers are for sampled attempts, and data gives "
             "what is trained on: set both to 0"
         )
+
     if apart and section.policy == "wait" and config.algorithm.dynamic_sampling > 1:
         problems.append(
             "rollout.policy=wait trains on the tasks of each step in order, "
             "algorithm.dynamic_sampling needs further ones: set "
             "rollout.policy=mask, or algorithm.dynamic_sampling=1"
         )
+
     return problems

@@ -20,7 +20,9 @@ def with_recording(tree: Any) -> Any:
     where the recipe does not say whether it does; unreadable parts stay as they are."""
     if not isinstance(tree, Mapping):
         return tree
-    trainer, engine = tree.get("trainer"), tree.get("engine", {})
+
+    trainer = tree.get("trainer")
+    engine = tree.get("engine", {})
     asked = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
     if asked != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
         return tree
@@ -41,20 +43,26 @@ def without_routing(config: RunConfig) -> RunConfig:
 
 def routing_contradictions(config: RunConfig) -> list[str]:
     """Values that can't hold together, as 'what: remedy'."""
-    mode, algorithm, problems = config.trainer.routing_replay, config.algorithm, list[str]()
+    mode = config.trainer.routing_replay
+    algorithm = config.algorithm
+
+    problems = list[str]()
     if config.engine.routed_experts and config.engine.type != OWN:
         problems.append(
             f"engine.routed_experts: engine.type={config.engine.type} is not asked which experts "
             f"it chose, only the embedded engine tells: set engine.type={OWN}, or {KEY}=update, "
             "which records in the trainer's own pass, and engine.routed_experts=false"
         )
+
     if mode == "none":
         return problems
+
     if mode == "rollout" and not config.engine.routed_experts:
         problems.append(
             f"{KEY}=rollout replays what the engine records, but engine.routed_experts is false: "
             "leave that out"
         )
+
     if algorithm.preference() is not None:
         problems.append(
             f"{KEY}={mode}: algorithm.name={algorithm.name} compares answers by passes of its own, "
@@ -66,11 +74,13 @@ def routing_contradictions(config: RunConfig) -> list[str]:
             "algorithm.old_logprobs is rollout: set algorithm.old_logprobs=recomputed, or "
             f"{KEY}=rollout"
         )
+
     if mode == "update" and config.trainer.parallel.context > 1:
         problems.append(
             f"{KEY}=update: with trainer.parallel.context each process computes a stretch of a "
             f"sequence, and none hears of all choices: set it to 1, or {KEY}=rollout"
         )
+
     return problems
 
 

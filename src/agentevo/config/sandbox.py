@@ -85,12 +85,15 @@ class SandboxSection(Section):
                 f"a sandbox of type {self.type} is on this machine: leave url and api_key out, or "
                 "give type: remote"
             )
+
         if self.type in ELSEWHERE and not self.url:
             raise ValueError(f"type {self.type} needs the url of its server")
+
         if self.type == "remote" and self.cpus is not None:
             raise ValueError(
                 "cpus is chosen by the server: start it with cpus=..., or leave it out"
             )
+
         if self.type in CODE_ONLY:
             for name, field in type(self).model_fields.items():
                 is_default = getattr(self, name) == field.get_default(call_default_factory=True)
@@ -98,6 +101,7 @@ class SandboxSection(Section):
                     raise ValueError(
                         f"{name} can't be chosen for a server of {self.type}: leave it out"
                     )
+
         return self
 
     @model_validator(mode="after")

@@ -50,11 +50,13 @@ class RunSection(Section):
             raise ValueError(
                 f"has {len(value.encode()):,} bytes; the name becomes a folder: give at most 200"
             )
+
         if not re.fullmatch(r"\w[\w.+-]*", value):
             raise ValueError(
                 f"got {value!r}; the name becomes a folder: use letters, digits, and `_ . + -` "
                 "after the first"
             )
+
         return value
 
     @field_validator("dir", mode="before")
@@ -93,12 +95,14 @@ class TinyModel(Section):
                 f"{self.num_heads}: "
                 f"choose for example hidden_size={64 * self.num_heads}"
             )
+
         if self.num_parameters > MAX_TINY_PARAMETERS:
             raise ValueError(
                 f"hidden_size={self.hidden_size} and num_layers={self.num_layers} make "
                 f"{self.num_parameters:,} parameters, and a tiny policy has at most "
                 f"{MAX_TINY_PARAMETERS:,}: choose smaller ones, or a pretrained model"
             )
+
         return self
 
     @property
@@ -159,11 +163,13 @@ class ModelSection(Section):
     def _lora_fits(self) -> Self:
         if self.config_overrides and self.name == "tiny":
             raise ValueError("config_overrides is for models that are loaded: give tiny.* keys")
+
         if self.lora.enabled and self.name == "tiny":
             raise ValueError(
                 "lora needs a base that knows something, and the tiny policy's weights are "
                 "random: set lora.rank=0, or another name"
             )
+
         return self
 
 
@@ -257,6 +263,7 @@ class TrainerSection(Section):
                 f"{attempts:,} attempts a step, which are all in memory at its end: choose smaller "
                 f"ones, {MAX_ATTEMPTS_PER_STEP:,} attempts at most"
             )
+
         return self
 
 
@@ -427,6 +434,7 @@ class StoreSection(Section):
                 f"got {without_password(value)!r}; write it as sqlite:///PATH, "
                 "postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE"
             )
+
         return value
 
 
@@ -437,11 +445,14 @@ def _template_of(path: str) -> str:
         raise ValueError(
             f"{shown(path)} is no file: give a Jinja file, or a template's name ({known})"
         )
+
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_TEMPLATE + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{shown(path)} can't be read: {error}") from error
+
     if len(text) > MAX_TEMPLATE or ("{%" not in text and "{{" not in text):
         raise ValueError(f"{shown(path)} is no Jinja template: give one that writes the messages")
+
     return text

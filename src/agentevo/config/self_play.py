@@ -24,8 +24,10 @@ from agentevo.registry import Registry
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
-SOLVER, PROPOSER = "solver", "proposer"
-"""Names of the two agents."""
+SOLVER = "solver"
+"""Name of the agent that solves tasks."""
+PROPOSER = "proposer"
+"""Name of the agent that proposes them."""
 ROLES: dict[str, dict[str, str]] = {SOLVER: {}, PROPOSER: {"weights_of": SOLVER}}
 """The section `agents` where the recipe gives none."""
 
@@ -82,6 +84,7 @@ def question_family(name: str) -> Callable[[F], F]:
                 f"the question family {name!r} has no {missing[0]}: give the class the methods "
                 "`prompt(self, rng)` and `read(self, text, prompt)`"
             )
+
         for method, takes in (("prompt", "self, rng"), ("read", "self, text, prompt")):
             try:
                 given = [None] * len(takes.split(","))
@@ -91,6 +94,7 @@ def question_family(name: str) -> Callable[[F], F]:
                     f"the question family {name!r}: its method `{method}` is called as "
                     f"`{method}({takes})`: let it take these"
                 ) from None
+
         question_families.register(name)(family)
         return family
 
@@ -115,11 +119,14 @@ def with_roles(given: Any) -> Any:
 
 def self_play_contradictions(config: RunConfig) -> list[str]:
     """Contradictions with other sections, as 'what: remedy'."""
-    section, groups = config.tasks.self_play, config.trainer.groups_per_step
+    section = config.tasks.self_play
+    groups = config.trainer.groups_per_step
     if section is None:
         return []
+
     problems = []
-    names, solver = set(config.agents), config.agents.get(SOLVER)
+    names = set(config.agents)
+    solver = config.agents.get(SOLVER)
     if names != {SOLVER, PROPOSER} or next(iter(config.agents)) != SOLVER:
         problems.append(
             f"agents: tasks.self_play has the agents {SOLVER} and {PROPOSER}, in this order, and "
@@ -135,12 +142,14 @@ def self_play_contradictions(config: RunConfig) -> list[str]:
             f"agents.{PROPOSER}.remote: a remote model's words are not kept as proposals: leave it "
             "out, or train: false for a proposer that stays as it is"
         )
+
     size = groups if section.group_size is None else section.group_size
     if size < 2 or groups % size:
         problems.append(
             f"tasks.self_play.group_size={size} does not divide trainer.groups_per_step={groups} "
             "into prompts of 2 proposals or more: change one of them"
         )
+
     for key, value in (
         ("staleness", config.rollout.staleness),
         ("samplers", config.rollout.samplers),
@@ -150,4 +159,5 @@ def self_play_contradictions(config: RunConfig) -> list[str]:
                 f"rollout.{key}={value}: what tasks.self_play proposes in a step is solved in it, "
                 f"in one process: set rollout.{key}=0"
             )
+
     return problems

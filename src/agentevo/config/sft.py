@@ -106,16 +106,19 @@ def check_sft(config: RunConfig) -> None:
             "data.demonstrations (episodes of the environment's "
             "solver) or data.best_of (folder of a run)"
         )
+
     if data.demonstrations and config.environment is None:
         raise ConfigError(
             "data.demonstrations: needs an environment whose solver plays: add `environment: "
             "{type: ...}`"
         )
+
     if data.best_of is None and data.min_reward is not None:
         raise ConfigError(
             "data.min_reward: chooses among the attempts of data.best_of, which is not given: "
             "remove it"
         )
+
     if (
         config.model.name == "tiny"
         and config.environment is None

@@ -46,7 +46,8 @@ def packaged_files(ending: str) -> dict[str, Path]:
     A wheel carries the folder `recipes/` inside the package; in a checkout it lies beside `src/`.
     """
     package = Path(__file__).parent.parent
-    inside, beside = package / "recipes", package.parent.parent / "recipes"
+    inside = package / "recipes"
+    beside = package.parent.parent / "recipes"
     paths = list(inside.glob(f"*/*{ending}")) or list(beside.glob(f"*/*{ending}"))
     found = {path.name.removesuffix(ending): path for path in paths}
     return {name: found[name] for name in sorted(found) if "." not in name}
@@ -59,22 +60,27 @@ def recipe_names() -> list[str]:
 
 def find_recipe(recipe: str) -> Path:
     """A YAML path, or the file of a packaged recipe of that name."""
-    path, known = Path(recipe), ", ".join(recipe_names())
+    path = Path(recipe)
+    known = ", ".join(recipe_names())
     if problem := name_problem(recipe):
         raise ConfigError(f"recipe {shortened(recipe)!r}: {problem}")
+
     if path.suffix in {".yaml", ".yml"}:
         if os.path.isfile(path):
             return path
         raise ConfigError(f"recipe {recipe}: no such file (packaged recipes: {known})")
+
     packaged = packaged_recipes().get(recipe)
     if packaged is not None:
         return packaged
+
     if os.path.exists(path):
         inside = next(iter(sorted(path.glob("*.yaml"))), None) if path.is_dir() else None
         remedy = f"use {inside}" if inside else "give a file whose name ends in .yaml"
         raise ConfigError(
             f"recipe {recipe}: is {'a folder' if path.is_dir() else 'not a .yaml file'}: {remedy}"
         )
+
     guess = nearest(recipe, recipe_names())
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
@@ -91,14 +97,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = parse_yaml(read_text(path))
     except ParseError as error:
         raise ConfigError(f"{path}: {error}") from error
+
     if tree is None:
         raise ConfigError(f"{path}: is empty; a recipe needs at least `environment: {{type: ...}}`")
+
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "a single value"
         raise ConfigError(
             f"{path}: a recipe is a mapping of sections such as `model:` and `environment:`, not "
             f"{what}"
         )
+
     return tree
 
 
@@ -110,11 +119,13 @@ def split_override(override: str) -> tuple[str, str]:
             f"override {shortened(override)!r}: write it as key.subkey=value, for example "
             "trainer.steps=10"
         )
+
     if len(match["key"]) > MAX_KEY:
         raise ConfigError(
             f"override {shortened(override)!r}: a key of {len(match['key']):,} characters: no key "
             f"has more than {MAX_KEY}"
         )
+
     return match["key"], match["value"]
 
 
@@ -137,6 +148,7 @@ def merge(
             for part in reversed(key.split(".")):
                 addition = {part: addition}
             merged = _merged(merged, addition, key)
+
         return resolved(merged)
     except (InterpolationError, _MergeError) as error:
         raise ConfigError(f"{written_in(str(error), overrides, where, tree)}: {error}") from error
@@ -156,23 +168,29 @@ def _merged(
     """`tree` with `addition` on top; a section that is written as `${...}` is that of the tree, and
     one in its short form is written out, whichever of the two it is in: the short form sets its one
     key. `place`: the keys under which `tree` lies in `whole`."""
-    merged, whole = dict(tree), tree if whole is None else whole
+    merged = dict(tree)
+    whole = tree if whole is None else whole
     for name, value in addition.items():
-        below, at = merged.get(name), (*place, name)
+        below = merged.get(name)
+        at = (*place, name)
         if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, whole), dict):
             value = _written_out(at, value, _seen(at, value, whole))
         if isinstance(value, dict) and is_interpolation(below):
             below = Resolver(whole).value(at, below)
         if isinstance(value, dict):
             below = _written_out(at, below, below)
+
         if {type(value), type(below)} == {dict, list}:
             raise _MergeError(
                 f"{key}: a list and a mapping can't be put together: give the whole of the section "
                 "or list that it is in"
             )
+
         if isinstance(value, dict) and isinstance(below, dict):
             value = _merged(below, value, key, (*place, name), whole)
+
         merged[name] = value
+
     return merged
 
 
@@ -216,24 +234,29 @@ def _plain(value: Any, key: str = "", depth: int = MAX_DEPTH) -> Any:
     """A copy made of mappings, lists and single values, with texts as keys."""
     if depth == 0:
         raise _MergeError(f"{key}: nested in more than {MAX_DEPTH} levels")
+
     if isinstance(value, Mapping):
         return {
             str(name): _plain(item, f"{key}.{name}" if key else str(name), depth - 1)
             for name, item in value.items()
         }
+
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{key}[{place}]", depth - 1) for place, item in enumerate(value)]
     if isinstance(value, Enum):
         return _plain(value.value, key, depth - 1)
     if value is None or isinstance(value, (bool, Path, bytes)):
         return value
+
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
+
     remedy = "give a text, a number, true, false, null, a list or a mapping of these"
     if callable(value):
         by = next((word for word in ("credit", "reward", "environment") if word in key), "agent")
         remedy = f"put `@agentevo.{by}(NAME)` above it, and give that name here"
+
     raise _MergeError(
         f"{key}: {shown(value) if callable(value) else type(value).__name__} is no kind of value "
         f"for a configuration: {remedy}"
@@ -249,6 +272,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             if isinstance(value, Mapping)
             else {f"{prefix}{key}": value}
         )
+
     return values
 
 
@@ -282,6 +306,7 @@ def _first_absent(key: str, tree: Mapping[str, Any]) -> str:
         if not isinstance(section, Mapping) or part not in section:
             return ".".join(parts[:count])
         section = section[part]
+
     return key
 
 
@@ -296,13 +321,16 @@ def overridden(overrides: Sequence[str], is_text: Callable[[str], bool]) -> dict
 def _override_value(override: str, key: str, value: str, text: bool) -> Any:
     if text and not value.startswith(("'", '"')):
         return None if value in ("null", "~") else value
+
     if not value.strip():
         raise ConfigError(
             f"override {shortened(override)}: nothing after `=`; give a value, or null where the "
             "key may be empty"
         )
+
     if value.strip() == "???":  # merged, it would change nothing
         raise ConfigError(f"override {shortened(override)}: ??? is no value: give one")
+
     try:
         return parse_yaml(value)
     except ParseError as error:

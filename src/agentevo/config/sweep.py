@@ -88,6 +88,7 @@ class SweepSection(Section):
                     f"got the name {name!r}; it becomes a folder: use letters, digits, and `_ . "
                     "+ -` after the first"
                 )
+
             leaves = sources.leaves(nested(changes))
             taken = [
                 key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)
@@ -96,6 +97,7 @@ class SweepSection(Section):
                 raise ValueError(
                     f"{name} sets {taken[0]}, which the sweep sets for each of its runs: remove it"
                 )
+
         return value
 
     @field_validator("only")
@@ -112,8 +114,10 @@ class SweepSection(Section):
                     f"no variant is called {name!r}: {hint}there are "
                     f"{', '.join(known) or 'no variants'}"
                 )
+
         if value == ():
             raise ValueError("names no variant: leave it out to run all")
+
         return value
 
     @property
@@ -186,17 +190,20 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     given = sources.merge(tree, for_sweep, where=str(path), is_text=keys.is_text).get("sweep")
     if given is None:
         return None
+
     section = _read(SweepSection, "sweep", given, keys, for_sweep, str(path))
     base = {key: value for key, value in tree.items() if key != "sweep"}
     run = _read_run(base, for_runs, keys, path, written="sweep" in tree)
     if not section.variants:
         section = section.model_copy(update={"variants": {run.name: {}}})
+
     folder = run.dir if run.dir is not None else Path("runs") / run.name
     if run.overwrite and Path.cwd().is_relative_to(folder.resolve()):
         raise ConfigError(
             f"run.overwrite would delete {folder.resolve()}, where you are: give the sweep a "
             "folder of its own with run.dir"
         )
+
     configs = _member_configs(base, section, for_runs, path)
     members = [
         _member(variant, config, section, seed, folder)
@@ -219,6 +226,7 @@ def _read(
             keys.problem({**one, "loc": (name, *one["loc"])}, chosen={}) for one in error.errors()
         ]
         lines += [line for line in problems if line.partition(":")[0] not in refused]
+
     if lines:
         raise ConfigError(
             "\n".join(
@@ -226,6 +234,7 @@ def _read(
                 for line in dict.fromkeys(lines)
             )
         )
+
     return section
 
 
@@ -249,6 +258,7 @@ def _read_run(
                 f"{where}: run.seed: a sweep runs with every seed of sweep.seeds: write "
                 f"sweep.seeds=[{given['seed']}]"
             )
+
     store = plain.get("store")
     if isinstance(store, str) or (isinstance(store, dict) and store.get("url") is not None):
         where = sources.written_in(
@@ -258,6 +268,7 @@ def _read_run(
             f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and "
             "each has one in its folder"
         )
+
     return _read(RunSection, "run", given, keys, overrides, str(path))
 
 
@@ -282,6 +293,7 @@ def _member_configs(
         except ConfigError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(variant)
+
     if problems:
         raise ConfigError(
             "\n".join(
@@ -290,6 +302,7 @@ def _member_configs(
                 for text in _of_variants(line, variants, section, path)
             )
         )
+
     return configs
 
 
@@ -303,6 +316,7 @@ def _of_variants(
         and (len(variants) > 1 or not section.variants[variants[0]])
     ):
         return [line]
+
     return [
         f"{path}: sweep.variants.{variant}: {line.removeprefix(f'{path}: ')}"
         for variant in variants
@@ -330,7 +344,8 @@ def with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def _is_other_type(base: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> bool:
-    was, now = base.get(key), changes.get(key)
+    was = base.get(key)
+    now = changes.get(key)
     if not (isinstance(was, Mapping) and isinstance(now, Mapping)):
         return False
     return bool(now.get("type", was.get("type")) != was.get("type"))

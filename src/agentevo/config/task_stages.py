@@ -67,10 +67,13 @@ def _condition_problem(wanted: object) -> str:
             return f"got {dict(wanted)!r}; min and max are numbers"
         if len(wanted) == len(BOUNDS) and wanted["min"] > wanted["max"]:
             return f"min {wanted['min']} is above max {wanted['max']}: exchange them"
+
         return ""
+
     values = wanted if isinstance(wanted, (list, tuple)) else [wanted]
     if not values or not all(isinstance(one, (str, int, float)) for one in values):
         return f"got {wanted!r}; needs a value, a list of values, or {{min: 1, max: 3}}"
+
     return ""
 
 
@@ -89,6 +92,7 @@ def with_stages_read(given: Any) -> Any:
     stages = given.get("stages") if isinstance(given, Mapping) else None
     if not isinstance(stages, (list, tuple)):
         return given
+
     read = []
     for index, stage in enumerate(stages):
         try:
@@ -97,6 +101,7 @@ def with_stages_read(given: Any) -> Any:
             place = f"stages[{index}]"
             lines = [entry_problem(place, TaskStage, wrong) for wrong in error.errors()]
             raise ValueError("; ".join(lines)) from error
+
     return {**given, "stages": tuple(read)}
 
 
@@ -109,27 +114,33 @@ def stage_problem(
         place = f"stages[{index}]"
         ends = stage.until_step is not None or stage.until_success is not None
         unknown = [one for one in stage.sources if one not in (*train, *held_out)]
+
         if names.index(stage.name) < index:
             return f"{place}.name: {stage.name} is the name of another stage: give it its own"
         if unknown:
             return f"{place}.sources: {unknown[0]} is no source of train: {', '.join(train)}"
         if stage.sources and not set(stage.sources) & set(train):
             return f"{place}.sources: none is a source of train: {', '.join(train)}"
+
         if index == len(stages) - 1 and ends:
             return (
                 f"{place}: the last stage lasts to the end of the run: leave out until_step and "
                 "until_success, or add a stage behind it"
             )
+
         if index < len(stages) - 1 and not ends:
             return f"{place}: nothing ends it: give until_step or until_success"
+
         earlier = [one.until_step for one in stages[:index]]
         if stage.until_step is not None and None in earlier:
             return (
                 f"{place}.until_step: a stage before it has none, and may last longer: give "
                 "each one before it its own"
             )
+
         if stage.until_step is not None and earlier and stage.until_step <= (earlier[-1] or 0):
             return f"{place}.until_step: {stage.until_step} is not after {earlier[-1]}"
+
     return ""
 
 
@@ -142,4 +153,5 @@ def stage_contradictions(config: RunConfig) -> list[str]:
             f"rollout.policy={config.rollout.policy} queues tasks without regard to steps: set "
             "rollout.policy=wait, or give until_step instead"
         ]
+
     return []

@@ -91,31 +91,37 @@ class TasksSection(Section):
             return self._checked_self_play()
         if self.eval and not self.train:
             raise ValueError("eval is given without train: give tasks to train on")
+
         if self.weights and len(self.weights) != len(self.train):
             raise ValueError(
                 f"weights has {len(self.weights)} numbers for {len(self.train)} sources of train: "
                 "give one for each"
             )
+
         if self.weights and not self.eval:
             raise ValueError(
                 "weights mixes sources, and nothing says which of their tasks are held out: give "
                 "eval"
             )
+
         if self.stages and not (self.train and self.eval):
             missing = "eval" if self.train else "train and eval"
             raise ValueError(
                 "stages choose among the tasks of train, and those of eval are reported for each "
                 f"stage: give {missing}"
             )
+
         if self.curriculum is not None and (self.stages or self.weights):
             other = "stages" if self.stages else "weights"
             raise ValueError(
                 f"curriculum and {other} both say which tasks a step plays: leave one of them out"
             )
+
         if self.curriculum is not None and not self.train:
             raise ValueError("curriculum chooses among the tasks of train: give train")
         if problem := stage_problem(self.stages, self.train, self.eval):
             raise ValueError(problem)
+
         return self
 
     def _checked_self_play(self) -> TasksSection:
@@ -125,10 +131,12 @@ class TasksSection(Section):
             raise ValueError(
                 f"self_play and {others[0]} both say which tasks a step plays: leave one out"
             )
+
         if not self.eval:
             raise ValueError(
                 "self_play needs held-out tasks, which say what the solver learns: give eval"
             )
+
         return self
 
 
@@ -155,9 +163,11 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
             changed[key] = absolute(value)
         elif isinstance(value, (list, tuple)):
             changed[key] = [absolute(source) for source in value]
+
     stages = changed.get("stages")
     if isinstance(stages, (list, tuple)):  # their sources are those of `train`
         changed["stages"] = [with_absolute_paths(one, ("sources",), folder) for one in stages]
+
     return changed
 
 
@@ -171,7 +181,9 @@ def play_problems(
 ) -> list[str]:
     """The problems of a recipe's environment and tasks: it must have one of them, and never
     both."""
-    section, agent = tree.get("tasks"), tree.get("agent")
+    section = tree.get("tasks")
+    agent = tree.get("agent")
+
     has_tasks = names_tasks(section)
     has_environment = tree.get("environment") is not None
     kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)
@@ -179,20 +191,25 @@ def play_problems(
         given = "tasks" if has_tasks else "environment" if has_environment else ""
         lines = f"{given}: agent.type={kind} brings tasks of its own: leave out `{given}`"
         return [lines] if given else []
+
     if has_tasks and has_environment:
         return [
             "tasks: the environment makes its own tasks: leave out either `tasks` or `environment`"
         ]
+
     if has_tasks and kind == "environment":
         return [
             "agent.type: environment plays an environment, and this recipe has tasks: set "
             "agent.type=single_turn, or an agent of your own"
         ]
+
     if has_environment or has_tasks or not needs_environment:
         return []
+
     names = ", ".join(environments)
     if kind == "environment":
         return [f"environment.type: missing; choose one of {names}"]
+
     return [
         f"tasks.train: missing; agent.type={kind} needs something to play: give tasks, or "
         f"environment.type, one of {names}"

@@ -41,16 +41,19 @@ def text_problem(name: Any, text: Any) -> str | None:
         return f"{name}: the text is a {type(text).__name__}: give a text"
     if len(text) > MAX_CHARS:
         return f"{name}: the text has {len(text):,} characters: give at most {MAX_CHARS:,}"
+
     control = _CONTROL.search(text)
     if control is not None:
         return (
             f"{name}: the text has the control character {control[0]!r} at place "
             f"{control.start()}: leave it out"
         )
+
     try:
         text.encode()
     except UnicodeEncodeError:
         return f"{name}: the text has half of a surrogate pair, which is no character: leave it out"
+
     return None
 
 
@@ -59,10 +62,12 @@ def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) ->
     knows. Raises ValueError for what can't be a text, or nobody asks for."""
     if len(texts) > MAX_TEXTS:
         raise ValueError(f"{len(texts)} texts: give at most {MAX_TEXTS}")
+
     for name, text in texts.items():
         problem = text_problem(name, text)
         if problem is not None:
             raise ValueError(problem)
+
         if known is not None and not any(fnmatchcase(name, pattern) for pattern in known):
             guess = nearest(name, list(known))
             hint = f"did you mean {guess}? " if guess else ""
@@ -70,6 +75,7 @@ def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) ->
                 f"{name}: this agent asks for no such text: {hint}it has {', '.join(known) or 'no'}"
                 f"{'' if known else ' texts'}"
             )
+
     return dict(texts)
 
 
@@ -93,6 +99,7 @@ def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[s
     given = section.get("texts")
     if not isinstance(given, (str, Path)):
         return dict(section), ""
+
     without = {key: value for key, value in section.items() if key != "texts"}
     for base in (folder, Path.cwd()):
         path = Path(os.path.join(base, os.path.expanduser(given)))
@@ -101,6 +108,7 @@ def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[s
                 return {**without, "texts": read_texts(path)}, ""
         except (ConfigError, OSError, ValueError) as error:
             return without, f"agent.texts: {error}"
+
     return without, (
         f"agent.texts: there is no file {shown(str(given))}: give a YAML file of NAME: TEXT, or "
         "such a mapping"

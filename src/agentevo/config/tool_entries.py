@@ -39,12 +39,15 @@ def meant_type(entry: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     if "command" in entry:
         return "command", "mcp"
+
     if "url" in entry:
         is_manager = str(entry["url"]).rstrip("/").endswith(PATH)
         return "url", "mcp_manager" if is_manager else "mcp"
+
     if "file" in entry:
         is_yaml = str(entry["file"]).endswith((".yaml", ".yml"))
         return "file", "verl_tools" if is_yaml else "mcp_file"
+
     return ("servers", "mcp_file") if "servers" in entry else None
 
 

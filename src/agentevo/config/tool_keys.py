@@ -22,17 +22,21 @@ def explain_tools(key: str) -> list[Explanation]:
     path = key.removeprefix(PLACE).strip(".")
     if not path:
         return [_kinds()]
+
     if path.rpartition(".")[2] == "type":
         words = f"one of {', '.join(KINDS)}"
         meaning = "Which kind of tools it is, and with that which other keys the entry has."
         return [Explanation(key, meaning, words, "'function'", "", tuple(KINDS))]
+
     kind, _, rest = path.partition(".")
     if kind in KINDS:
         return of_kinds[kind].explain(key) if rest else [_kind(kind, of_kinds[kind])]
+
     found: list[Explanation] = []
     for kind, keys in of_kinds.items():
         if f"{PLACE}.{kind}.{path}" not in keys.names():
             continue
+
         (one,) = keys.explain(f"{PLACE}.{kind}.{path}")
         one = replace(one, key=key, option_of=(kind,))
         same = next((i for i, other in enumerate(found) if _equal(other, one)), None)
@@ -40,11 +44,13 @@ def explain_tools(key: str) -> list[Explanation]:
             found.append(one)
         else:
             found[same] = replace(found[same], option_of=(*found[same].option_of, kind))
+
     if not found:
         known = [name.split(".", 3)[3] for keys in of_kinds.values() for name in keys.names()]
         guess = nearest(path, [*KINDS, *dict.fromkeys(known)])
         hint = f"did you mean {PLACE}.{guess}?" if guess else f"`config explain {PLACE}` lists them"
         raise UnknownNameError(f"{key}: unknown key; {hint}")
+
     return found
 
 

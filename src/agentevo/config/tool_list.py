@@ -29,12 +29,14 @@ def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], 
     is_ours = "tools" in SECTIONS.get(str(agent.get("type")), Section).model_fields
     if not is_ours or not isinstance(given, (list, tuple)):
         return dict(agent), []
+
     entries: list[Any] = []
     lines: list[str] = []
     for index, entry in enumerate(given):
         read, problems = _read(f"agent.tools[{index}]", entry, folder)
         lines += problems
         entries += [] if problems else [read]
+
     # Where the recipe is refused anyway, the section says no more about them.
     return {**agent, "tools": ["refused"] if lines else entries}, lines
 
@@ -46,11 +48,13 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
         return None, [
             f"{place}: without a type it is a registered tool, which has no {key}: add type: {kind}"
         ]
+
     options = with_type(entry)
     if isinstance(options, Section):
         return options, []
     if not isinstance(options, Mapping):
         return None, [f"{place}: got {entry!r}; needs the name of a tool, or a mapping with a type"]
+
     kind = options["type"]
     model = KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
@@ -58,13 +62,16 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
         hint = f" did you mean {guess}?" if guess else ""
         choices = ", ".join(KINDS)
         return None, [f"{place}.type: got {kind!r};{hint} choose one of {choices}"]
+
     options = with_absolute_paths(dict(options), ("cwd", "file"), folder)
     if model is MCPServerSection and options.get("command") and options.get("cwd") is None:
         options = _beside(options, folder.resolve())
+
     try:
         model.model_validate(options)
     except pydantic.ValidationError as error:
         return None, [entry_problem(place, model, wrong) for wrong in error.errors()]
+
     return options, []
 
 
@@ -74,6 +81,7 @@ def _beside(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     sandbox = options.get("sandbox")
     if sandbox is None or sandbox is False:
         return {**options, "cwd": str(folder)}
+
     changed = {**options, "sandbox": with_absolute_paths(sandbox, SHOWN, folder)}
     command = options["command"]
     if isinstance(command, str) and os.path.dirname(command):

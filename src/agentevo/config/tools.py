@@ -92,9 +92,11 @@ def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
                 f"the tool {name!r} is a class with a state of its own for each attempt: its calls "
                 "can't be cached"
             )
+
         tools.register(name)(item)
         if cache:
             _cached.add(name)
+
         return item
 
     return add
@@ -112,15 +114,18 @@ def named_tool(given: Tool) -> Any:
         return given
     if isinstance(given, Section):
         return given.model_dump(mode="json", exclude_defaults=True) | {"type": given.type}  # type: ignore[attr-defined]
+
     name = getattr(given, "__name__", None)
     if not callable(given) or not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(
             f"tools: {given!r} has no name: give a function, a class, the name of a registered "
             "tool, or an entry as in a recipe's agent.tools"
         )
+
     filed = tools.name_of(given)
     if filed is None:
         tool(name)(given)
+
     return filed or name
 
 
@@ -140,5 +145,6 @@ def check_tool(name: str, item: Any) -> None:
                 "would be its tools"
             )
         return
+
     if not callable(item):
         raise ConfigError(f"the tool {name!r} is {item!r}: give a function or a class")

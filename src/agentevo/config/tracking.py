@@ -86,10 +86,13 @@ def tracker_models() -> dict[str, dict[str, type[pydantic.BaseModel]]]:
 def _entry(index: int, entry: Any) -> TrackerConfig:
     if isinstance(entry, TrackerConfig):
         return entry
+
     options = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(options, Mapping):
         raise ValueError(f"got {entry!r} at [{index}]; needs a name, or a mapping with a name")
-    name, known = options.get("name"), trackers.names()
+
+    name = options.get("name")
+    known = trackers.names()
     if not isinstance(name, str) or name not in known:
         guess = nearest(name, known) if isinstance(name, str) else None
         hint = f" did you mean {guess}?" if guess else ""
@@ -98,6 +101,7 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
             f"{what};{hint} choose of {', '.join(known)}, or install a package that brings it "
             "(entry point agentevo.trackers)"
         )
+
     model = trackers.get(name).Config
     try:
         return model.model_validate(options)

@@ -30,12 +30,14 @@ def refused_values(
         if isinstance(value, Mapping):
             lines += refused_values(value, keys, chosen=chosen, prefix=f"{key}.")
             continue
+
         for place, item in _items(key, value):
             problem = _problem(key, item, keys)
             if problem is _NOT_OF_THE_KIND:
                 lines.append(keys.wrong_value(key, item, chosen=chosen, place=place))
             elif problem:
                 lines.append(f"{place}: {problem}")
+
     return lines
 
 
@@ -57,8 +59,10 @@ def _problem(key: str, value: object, keys: ConfigKeys) -> str:
             kind in (bool, Any) or get_origin(kind) is Literal for kind in kinds
         )
         return "" if fits else _NOT_OF_THE_KIND
+
     if isinstance(value, (str, Path)):
         return _text_problem(str(value), kinds) or _number_problem(_number(value), key, keys)
+
     return _number_problem(value, key, keys)
 
 
@@ -66,12 +70,15 @@ def _text_problem(text: str, kinds: list[Any]) -> str:
     if Path in kinds:
         problem = name_problem(text)
         return f"this path {problem}" if problem else ""
+
     if "\0" in text:
         return "a text with a NUL character: remove it"
+
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         return f"character {error.start} is half of a surrogate pair: remove it"
+
     return ""
 
 

@@ -60,14 +60,17 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Ch
         try:
             if isinstance(row.value, RowError):
                 raise row.value
+
             if not isinstance(row.value, dict):
                 raise RowError(
                     "unknown_form",
                     f"a {type(row.value).__name__}, not an object with keys such as messages",
                 )
+
             check_text(row.value)
             if form == "auto":
                 form = _detect(row.value)
+
             yield conversation_of(row.where, row.value, form)
         except RowError as error:
             report.add(row.where, error)
@@ -81,6 +84,7 @@ def conversation_of(where: str, value: Mapping[str, Any], form: str = "messages"
 def _detect(value: Mapping[str, Any]) -> str:
     if "messages" in value:
         return "messages"
+
     if "conversations" in value:
         first = (
             next(iter(value["conversations"]), None)
@@ -88,8 +92,10 @@ def _detect(value: Mapping[str, Any]) -> str:
             else None
         )
         return "messages" if isinstance(first, dict) and "role" in first else "sharegpt"
+
     if "instruction" in value and "output" in value:
         return "alpaca"
+
     keys = ", ".join(list(value)[:6]) or "no key"
     raise RowError(
         "unknown_form",
@@ -107,12 +113,15 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
     messages: list[dict[str, Any]] = []
     if value.get("system"):
         messages.append({"role": "system", "content": value["system"]})
+
     for number, item in enumerate(_list(value, "conversations"), start=1):
-        speaker, text = item.get("from"), item.get("value")
+        speaker = item.get("from")
+        text = item.get("value")
         if speaker not in _SPEAKERS:
             raise RowError(
                 "wrong_roles", f"message {number} is from {speaker!r}: use {', '.join(_SPEAKERS)}"
             )
+
         message = {
             **{k: v for k, v in item.items() if k not in ("from", "value")},
             "role": _SPEAKERS[speaker],
@@ -121,7 +130,9 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
         if speaker == "function_call":
             calls = _json(text, f"message {number} (function_call)", "bad_tool_call")
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+
         messages.append(message)
+
     return _checked(where, messages, value.get("tools"))
 
 
@@ -130,20 +141,24 @@ def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
         raise RowError(
             "unknown_form", "has no instruction or no output, which every row of an Alpaca file has"
         )
+
     messages = [{"role": "system", "content": value["system"]}] if value.get("system") else []
     history = value.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
         raise RowError("unknown_form", "history is no list of [question, answer]")
+
     for question, answer in history:
         messages += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
+
     question = [value["instruction"], *([value["input"]] if value.get("input") else [])]
     if not all(isinstance(part, str) for part in question):
         raise RowError("unknown_form", "instruction or input is no text")
+
     messages += [
         {"role": "user", "content": "\n\n".join(question)},
         {"role": "assistant", "content": value["output"]},
@@ -163,19 +178,25 @@ def _checked(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRow:
     assistant's last one are left off, because nobody answers them."""
     if not messages:
         raise RowError("empty", "no messages")
+
     for number, message in enumerate(messages, start=1):
         _check_message(message, number)
+
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
+
     if not messages:
         raise RowError("wrong_roles", "no message of role assistant: there is nothing to learn")
+
     _check_order(messages)
     if isinstance(tools, str):
         tools = _json(tools, "tools", "bad_tool_call") if tools.strip() else None
+
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise RowError("bad_tool_call", "tools is no list of JSON schemas")
+
     return ChatRow(where, messages, tools or None)
 
 
@@ -187,6 +208,7 @@ def _check_message(message: dict[str, Any], number: int) -> None:
         raise RowError(
             "wrong_roles", f"message {number} has the role {role!r}: use {', '.join(ROLES)}"
         )
+
     calls = message.get("tool_calls")
     message["content"] = _text(message.get("content"), number)
     if calls:
@@ -198,8 +220,10 @@ def _check_message(message: dict[str, Any], number: int) -> None:
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     else:
         message.pop("tool_calls", None)
+
     if not message["content"].strip() and role != "tool" and not calls:
         raise RowError("empty", f"message {number} (of role {role}) says nothing")
+
     _check_id(message.get("tool_call_id"), number)
     if message.get("weight", 1) not in (0, 1):
         raise RowError(
@@ -224,25 +248,30 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             f"message {roles.index('system', 1) + 1} has the role system, which only the first "
             "may have",
         )
+
     start = 1 if roles[0] == "system" else 0
     if roles[start] != "user":
         raise RowError(
             "wrong_roles",
             f"it begins with {roles[start]}: the first message after the system's is the user's",
         )
+
     known: set[Any] = set()
     for number in range(start + 1, len(roles)):
-        before, role = roles[number - 1], roles[number]
+        before = roles[number - 1]
+        role = roles[number]
         if role == before == "assistant":
             raise RowError(
                 "wrong_roles",
                 f"messages {number} and {number + 1} are both the assistant's: join them",
             )
+
         if role == "tool" and before != "tool" and not messages[number - 1].get("tool_calls"):
             raise RowError(
                 "wrong_roles",
                 f"message {number + 1} has the role tool, but no tool call comes before it",
             )
+
         known |= {call.get("id") for call in messages[number - 1].get("tool_calls", ())}
         answered = messages[number].get("tool_call_id") if role == "tool" else None
         if answered is not None and None not in known and answered not in known:
@@ -257,6 +286,7 @@ def _text(content: Any, number: int) -> str:
     """The content as one text; None (beside tool calls) becomes an empty text."""
     if content is None:
         return ""
+
     if isinstance(content, list):
         if not all(
             isinstance(part, dict)
@@ -268,11 +298,14 @@ def _text(content: Any, number: int) -> str:
                 "unknown_form",
                 f"message {number} holds something other than text, which can't be trained on",
             )
+
         return "".join(part["text"] for part in content)
+
     if not isinstance(content, str):
         raise RowError(
             "unknown_form", f"message {number}: content is a {type(content).__name__}, not a text"
         )
+
     return content
 
 
@@ -289,6 +322,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
             f"message {number}: a tool call has no name: write {{'name': ..., 'arguments': "
             f"{{...}}}}",
         )
+
     _check_id(call.get("id"), number)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
@@ -299,11 +333,13 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
             if arguments.strip()
             else {}
         )
+
     if not isinstance(arguments, dict):
         raise RowError(
             "bad_tool_call",
             f"message {number}: the arguments of {function['name']} are no JSON object",
         )
+
     kept = {"id": call["id"]} if call.get("id") is not None else {}
     return {
         **kept,
@@ -315,6 +351,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
 def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     if key not in value:
         raise RowError("unknown_form", f"has no {key}, which the first row of the file has")
+
     items = value[key]
     if isinstance(items, str):  # tables often keep lists as JSON
         items = _json(items, key, "unknown_form")
@@ -322,6 +359,7 @@ def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
         raise RowError("unknown_form", f"{key} is no list of messages")
     if not items:
         raise RowError("empty", f"{key} is empty")
+
     return items
 
 

@@ -48,6 +48,7 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
         if message.role == "tool" and message.name is None and message.tool_call_id in names:
             message = msgspec.structs.replace(message, name=names[message.tool_call_id])
         named.append(message)
+
     return named
 
 
@@ -56,6 +57,7 @@ def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
     "description": ..., "parameters": {...}}}`."""
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         raise BadRequestError(f"tools is a {type(values).__name__}: give a list of JSON schemas")
+
     tools = []
     for number, tool in enumerate(values, start=1):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -65,40 +67,49 @@ def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
                 f"tool {number} has no function with a name: write "
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
             )
+
         if not isinstance(function.get("strict"), bool | None):
             raise BadRequestError(
                 f"tool {number}: strict is {shown(function['strict'])}: give true or false"
             )
+
         tools.append(dict(tool))
+
     try:
         json.dumps(tools)
     except (TypeError, ValueError) as error:
         raise BadRequestError(f"the tools can't be written as JSON: {error}") from error
+
     return tools
 
 
 def _message(value: Any, where: str) -> Message:
     if isinstance(value, Message):
         return value
+
     if not isinstance(value, Mapping):
         raise BadRequestError(
             f"{where} is a {type(value).__name__}: give a Message or a mapping with role and "
             "content"
         )
+
     if value.get("role") not in _ROLES:
         raise BadRequestError(
             f"{where} has the role {value.get('role')!r}: use {', '.join(_ROLES)}"
         )
+
     role = cast(Role, value["role"])
     unknown = [key for key, item in value.items() if key not in MESSAGE_KEYS and item]
     if unknown:
         raise BadRequestError(
             f"{where} has {unknown[0]!r}: a message has {', '.join(MESSAGE_KEYS)}"
         )
+
     calls = _tool_calls(value.get("tool_calls"), role, where)
     tool_call_id = _text(value, "tool_call_id", where)
     if tool_call_id is not None and role != "tool":
         raise BadRequestError(f"{where} has a tool_call_id, but its role is {role}, not tool")
+
     reasoning = next((text for key in REASONING_KEYS if (text := _text(value, key, where))), None)
     return Message(
         role,
@@ -123,18 +134,22 @@ def _content(content: Any, may_be_none: bool, where: str) -> str | tuple[TextPar
         return content
     if content is None and may_be_none:
         return ""
+
     if not isinstance(content, Sequence):
         kind = "missing" if content is None else f"a {type(content).__name__}"
         raise BadRequestError(f"{where}: content is {kind}: give a text or a list of parts")
+
     parts = tuple(_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1))
     if any(isinstance(part, ImagePart) for part in parts):
         return parts
+
     return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def _part(part: Any, where: str) -> TextPart | ImagePart:
     if isinstance(part, TextPart | ImagePart):
         return part
+
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):
         raise BadRequestError(
@@ -142,6 +157,7 @@ def _part(part: Any, where: str) -> TextPart | ImagePart:
             '{"type": "image", "sha256": ..., "media_type": ...}; images go by the SHA-256 of '
             "their file, never by URL or pixels"
         )
+
     try:
         return msgspec.convert(part, TextPart | ImagePart)
     except msgspec.ValidationError as error:
@@ -159,6 +175,7 @@ def _tool_calls(calls: Any, role: str, where: str) -> tuple[ToolCall, ...]:
 def _tool_call(call: Any, where: str) -> ToolCall:
     if isinstance(call, ToolCall):
         return call
+
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
@@ -166,12 +183,15 @@ def _tool_call(call: Any, where: str) -> ToolCall:
             f"{where} has no name: write "
             '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}'
         )
+
     arguments = function.get("arguments", "")
     if isinstance(arguments, Mapping):
         arguments = json.dumps(arguments, ensure_ascii=False)
+
     if not isinstance(arguments, str):
         raise BadRequestError(
             f"{where}: the arguments of {name} are a {type(arguments).__name__}: give a text or a "
             "mapping"
         )
+
     return ToolCall(name, arguments, _text(call, "id", where) or "")

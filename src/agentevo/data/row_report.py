@@ -46,7 +46,8 @@ class RowError(AgentEvoError):
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class RowReport:
                 f"{', '.join(row.where for row in rows[:SHOWN])}{more}"
             )
             lines.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
+
         return lines
 
     def metrics(self) -> dict[str, float]:

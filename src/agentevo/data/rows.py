@@ -53,18 +53,22 @@ def check_source(source: str, key: str) -> None:
         raise ConfigError(
             f"{key}: {source} is a device, pipe or socket: give a file, which can be read again"
         )
+
     if path.is_file() and _kind(path) is None:
         raise ConfigError(f"{key}: {source} is none of {', '.join(_KINDS)}: rename or convert it")
+
     if path.is_dir() and not _is_saved_dataset(path) and not _files(path):
         raise ConfigError(
             f"{key}: {source} holds no {', '.join(_KINDS)} and no saved dataset: give a file or "
             "another folder"
         )
+
     if not path.exists() and (_kind(path) is not None or not _HUB_NAME.fullmatch(source)):
         raise ConfigError(
             f"{key}: {source} does not exist: give a file, a folder, or a dataset of the hub "
             "written ORG/NAME or ORG/NAME:SPLIT"
         )
+
     if not path.exists() or _is_saved_dataset(path):
         _package("datasets", source)
     elif any(_kind(file) == ".parquet" for file in ([path] if path.is_file() else _files(path))):
@@ -125,8 +129,10 @@ def _parsed_line(line: bytes) -> Any:
         return RowError(
             "not_utf8", f"byte {error.start} of the line is not UTF-8: convert the file to UTF-8"
         )
+
     if not text.strip():
         return RowError("empty", "an empty line: remove it")
+
     try:
         return parse_json(text)
     except ParseError as error:
@@ -147,6 +153,7 @@ def _read_array(path: Path) -> Iterator[Row]:
     """The elements of the one array in a file, each with the line on which it begins."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         raw = file.read()
+
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -155,19 +162,26 @@ def _read_array(path: Path) -> Iterator[Row]:
             f"{path}:{line}: byte {error.start} is not UTF-8: convert the file to UTF-8, or "
             "write JSONL"
         ) from error
-    place, line, counted = skip_blank(text, 0), 1, 0
+
+    place = skip_blank(text, 0)
+    line = 1
+    counted = 0
+
     if not text.startswith("[", place):
         raise ConfigError(
             f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file "
             "named .jsonl"
         )
+
     place = skip_blank(text, place + 1)
     while not text.startswith("]", place):
-        line, counted = line + text.count("\n", counted, place), place
+        line += text.count("\n", counted, place)
+        counted = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"
         )
         yield Row(f"{path}:{line}", value)
+
         if text.startswith(",", place):
             place = skip_blank(text, place + 1)
         elif not text.startswith("]", place):
@@ -235,6 +249,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[Row]:
             f"dataset {source} can't be loaded ({type(error).__name__}: {reason}): check name, "
             "split and network, or convert it to JSONL"
         ) from error
+
     if isinstance(data, dict):
         if "train" not in data:
             raise ConfigError(
@@ -242,6 +257,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[Row]:
                 f"such as {path / next(iter(data))}"
             )
         data = data["train"]
+
     for number, value in enumerate(data, start=1):
         yield Row(f"{source}:row {number}", _without_nulls(value))
 

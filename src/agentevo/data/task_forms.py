@@ -28,8 +28,10 @@ OWN_KEYS = ("query", "id", "answer", "scorer")
 """The columns that we write."""
 AGENT_NAME = "agent_name"
 """Key of a task's metadata for the agent that is to play it, as verl calls it."""
-AGENTRL_SCORER, AGENTRL_SCHEMA = "agentcpm", "answer"
-"""What AgentRL takes where a row does not say."""
+AGENTRL_SCORER = "agentcpm"
+"""The scorer that AgentRL takes where a row does not say."""
+AGENTRL_SCHEMA = "answer"
+"""The schema that AgentRL takes where a row does not say."""
 
 
 class PlainRow(NamedTuple):
@@ -47,17 +49,21 @@ def plain_row(row: Mapping[str, Any], form: str = "auto") -> PlainRow:
     columns = dict(row)
     if form == "auto":
         form = _form_of(columns)
+
     needed = {"verl": "prompt", "agentrl": "query", "art": "task"}.get(form)
     if needed is None:
         return PlainRow(columns)
+
     if needed not in columns:
         raise RowError(
             "unknown_form",
             f"no {needed}, which every row in the form of {form} has: it has "
             f"{', '.join(map(str, columns)) or 'no key'}",
         )
+
     if form == "agentrl":
         columns = {"scorer": AGENTRL_SCORER, "answer_schema": AGENTRL_SCHEMA} | columns
+
     return _of_verl(columns) if form == "verl" else PlainRow(columns, (needed,))
 
 
@@ -74,13 +80,16 @@ def _of_verl(columns: dict[str, Any]) -> PlainRow:
         raise RowError(
             "unknown_form", "no reward_model with a ground_truth, as verl's rows have it"
         )
+
     rest = dict(judged)
     truth = rest.pop("ground_truth", None)
     if isinstance(truth, Mapping) and truth.keys() == {"target"}:  # Search-R1
         truth = truth["target"]
+
     columns["reward_model"] = rest
     if truth is None:
         return PlainRow(columns, ("prompt",))
+
     return PlainRow(columns | {"ground_truth": truth}, ("prompt",), ("ground_truth",))
 
 
@@ -94,6 +103,7 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
         if name != QUERY_MESSAGES and not (value is None and name in OWN_KEYS)
     }
     chat: list[Any] | None = task.metadata.get(QUERY_MESSAGES)
+
     taken = [name for name in (("prompt",) if form == "verl" else OWN_KEYS) if name in rest]
     if taken:
         raise RowError(
@@ -101,10 +111,12 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
             f"the task {task.id!r} has another {taken[0]} in its metadata, where the form {form} "
             "has a column of that name: rename it in the source",
         )
+
     if form == "verl":
         return _as_verl(task, given, rest, chat)
     if form == "agentrl":
         return {"query": _asked_once(task, chat), **_one_answer(task, given), **rest}
+
     asks_once = chat is None or chat == [{"role": "user", "content": task.query}]
     return {"query": task.query if asks_once else chat, **given, **rest}
 
@@ -137,6 +149,7 @@ def _as_verl(
     if answer is not None:
         truth = {"target": answer} if isinstance(answer, list) else _text(answer)
         judged["ground_truth"] = truth
+
     return {
         "data_source": task.scorer or "agentevo",
         "prompt": chat or [{"role": "user", "content": task.query}],

@@ -60,12 +60,14 @@ def judge_token_ids(
             "this is a defect of the agent: let it prompt only through the policy handle, and "
             "never edit earlier messages in place",
         )
+
     finding = f"in all {num_turns} turns the trainer gets exactly what the engine saw and said"
     if num_reencoded_differently:
         finding += (
             f" ({num_reencoded_differently} of {num_attempts} attempts would have changed "
             "if their text had been encoded again)"
         )
+
     return Check("token ids", "good", finding)
 
 
@@ -80,6 +82,7 @@ def judge_drift(extended: int, branched: int, places: Sequence[str]) -> Check:
     finding = "\n         ".join([finding, *places])
     if not branched:
         return Check("drift", "good", finding)
+
     advice = (
         "each of the others is a branch that is encoded anew: let the agent send back what it got, "
         "and add to the end of its history alone"
@@ -97,6 +100,7 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
             "the policy said nothing: no token was sampled",
             "see the attempts above",
         )
+
     tolerance = LOGPROB_TOLERANCE[dtype]
     if max_difference <= tolerance:
         return Check(
@@ -104,6 +108,7 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
             "good",
             f"engine and trainer agree on all {num_tokens} sampled tokens to {max_difference:.1e}",
         )
+
     return Check(
         "log-probs",
         "wrong",
@@ -123,13 +128,16 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Check:
             f"{len(rewards)} finished attempts: nothing to compare",
             "raise trainer.group_size, and see the attempts above",
         )
-    spread, solved = statistics.pstdev(rewards), sum(successes)
+
+    spread = statistics.pstdev(rewards)
+    solved = sum(successes)
     finding = (
         f"mean {statistics.fmean(rewards):.3g}, spread {spread:.3g} over {len(rewards)} "
         f"attempts, {solved} solved the task"
     )
     if spread > 1e-9:
         return Check("rewards", "good", finding)
+
     finding = (
         f"all {len(rewards)} attempts have the reward {rewards[0]:.3g}: such a group has "
         "no gradient and is left out"
@@ -141,6 +149,7 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Check:
             finding,
             "if other tasks are as easy (try run.seed=1), make the environment harder",
         )
+
     advice = (
         "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a "
         "reward by luck: "
@@ -161,6 +170,7 @@ def judge_completions(
     share = num_cut / max(num_completions, 1)
     if share <= 0.1:
         return Check("completions", "good", finding)
+
     advice = (
         f"raise sampling.max_new_tokens (try {2 * max_new_tokens}), add the end of an answer to "
         "sampling.stop (such as '</answer>'), "
@@ -178,6 +188,7 @@ def judge_context(longest: int, worst_case: int, context_length: int) -> Check:
     )
     if worst_case <= context_length:
         return Check("context", "good", finding)
+
     advice = (
         "lower sampling.max_new_tokens or agent.max_turns, or take a model with more "
         "context (model.tiny.context_length)"
@@ -199,6 +210,7 @@ def judge_turns(
         num_truncated <= num_attempts / 2 or max_turns == 1
     ):  # one turn is a design: an answer, not an episode
         return Check("turns", "good", finding)
+
     advice = (
         "an untrained policy often runs into limits; if an optimal player needs more, raise "
         f"agent.max_turns{' or environment.max_actions' if more else ''}"
@@ -218,6 +230,7 @@ def judge_format(
     share = num_format_errors / max(num_turns, 1)
     if share <= 0.5:
         return Check("format", "good", finding)
+
     advice = (
         "show the format with an example in agent.system_prompt, take agent.format=plain, "
         "or teach it by cold_start.episodes"
@@ -242,6 +255,7 @@ def judge_kv_cache(
             finding,
             f"set engine.kv_cache_gb={_gib(worst_case * bytes_per_token)} or more",
         )
+
     if min(room, max_running) < num_together:
         enough = f"engine.kv_cache_gb={_gib(num_together * worst_case * bytes_per_token)}"
         wanted = enough if room < num_together else f"engine.max_running={num_together}"
@@ -251,6 +265,7 @@ def judge_kv_cache(
             finding,
             f"the rest waits in a queue; {wanted} would sample all at once",
         )
+
     return Check("key-value memory", "good", finding)
 
 
@@ -271,6 +286,7 @@ def judge_memory(
     )
     if needed <= 0.8 * available:
         return Check("memory", "good", finding)
+
     return Check(
         "memory",
         "wrong" if needed > available else "warning",
@@ -284,10 +300,12 @@ def _memory_advice(needed: float, available: float, turned: Mapping[str, float])
     for change, left in turned.items():
         if left <= 0.8 * available:
             return f"set {change}, which saves {(needed - left) / GIB:.2f} GiB"
+
     best: dict[str, tuple[float, str]] = {}
     for change, left in turned.items():
         key = change.partition("=")[0]
         best[key] = max(best.get(key, (0.0, "")), (needed - left, change))
+
     helpful = sorted(
         (saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True
     )
@@ -303,6 +321,7 @@ def judge_rows(num_rows: int, num_bad: int) -> Check:
     finding = f"{num_rows - num_bad} of {num_rows} conversations are trained on or held out"
     if not num_bad:
         return Check("rows", "good", finding)
+
     advice = (
         "the lines above say which are left out, and why; `agentevo sft` writes all of them "
         "to bad_rows.jsonl"
@@ -347,6 +366,7 @@ def judge_threads(num_threads: int, num_cores: int, missing: str | None = None) 
         return Check(
             "threads", "wrong", finding, f"PyTorch's results on a CPU are wrong under {missing}"
         )
+
     if num_threads > num_cores:
         return Check(
             "threads",
@@ -354,6 +374,7 @@ def judge_threads(num_threads: int, num_cores: int, missing: str | None = None) 
             finding,
             f"more threads than cores slow each other down: set run.threads={num_cores}",
         )
+
     if num_threads < num_cores:
         return Check(
             "threads",
@@ -361,6 +382,7 @@ def judge_threads(num_threads: int, num_cores: int, missing: str | None = None) 
             finding,
             f"cores stay idle: set run.threads={num_cores}, or unset OMP_NUM_THREADS",
         )
+
     return Check("threads", "good", finding)
 
 
@@ -376,6 +398,7 @@ def judge_processor(capability: str, onednn: bool) -> Check:
             "this CPU (or PyTorch build) has no vector kernels: training will be several times "
             "slower",
         )
+
     if not onednn:
         return Check(
             "processor",
@@ -383,6 +406,7 @@ def judge_processor(capability: str, onednn: bool) -> Check:
             finding,
             "install a PyTorch build with oneDNN (the one from PyPI has it)",
         )
+
     return Check("processor", "good", finding)
 
 
@@ -405,6 +429,7 @@ def judge_disk(free: float, place: str) -> Check:
         return Check(
             "disk", "wrong", finding, "free some space, or put runs elsewhere with run.dir"
         )
+
     if free < 8 * GIB:
         return Check(
             "disk",
@@ -412,4 +437,5 @@ def judge_disk(free: float, place: str) -> Check:
             finding,
             "checkpoints of larger models may not fit: checkpoint.keep_last=1, or another run.dir",
         )
+
     return Check("disk", "good", finding)

@@ -65,6 +65,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             )
             group = await _first_group(config, parts, sampler)
             sampling = sampler.sampling(config.sampling.temperature)
+
             results = [
                 checks.judge_attempts(
                     len(group),
@@ -78,6 +79,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             spoken = [attempt for attempt in group if attempt.turns]
             if not spoken:
                 return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
+
             num_turns = sum(len(attempt.turns) for attempt in spoken)
             results += [
                 checks.judge_token_ids(
@@ -115,8 +117,10 @@ async def _first_group(
             step=1,  # rewards count from there on
             label="doctor",
         )
+
     if config.agents:
         return [one for one in group if one.agent == trained_agents(config)[0]]
+
     return group
 
 
@@ -184,6 +188,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
                 config.agent.format,
             )
         )
+
     if config.trainer.steps > 0:
         results.insert(
             0,
@@ -192,6 +197,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
                 [trajectory.success for trajectory in finished],
             ),
         )
+
     return [checks.before_cold_start(check) for check in results] if before_cold_start else results
 
 

@@ -125,6 +125,7 @@ def drift_places(conversations: Sequence[Conversation]) -> list[str]:
     total: Counter[str] = Counter()
     for conversation in conversations:
         total.update(conversation.drift.counts)
+
     return [
         next(
             f"{kind} {count}, first in {_place(one, one.drift.first[kind])}"
@@ -144,8 +145,10 @@ def _place(conversation: Conversation, place: DriftPlace) -> str:
         other = conversation.first_difference(place)
     except ModelError as error:
         return f"{text}; encoded as a whole: {error}"
+
     if other is None:
         return f"{text}; encoded as a whole it has the same tokens"
+
     return (
         f"{text}; encoded as a whole, token {other.position} is the first other one, after "
         f"'{other.before}': recorded '{other.recorded}', encoded '{other.rendered}'"
@@ -193,6 +196,7 @@ def max_logprob_difference(
                         ).log_softmax(-1)
                         right = rows.gather(1, chosen[:, None])[:, 0].cpu()
                         differences.append((right - torch.tensor(turn.logprobs)).abs())
+
     distances = torch.cat(differences)
     return len(distances), float(distances.max()) if len(distances) else 0.0
 
@@ -269,13 +273,16 @@ def memory_parts(
     )  # a base under adapters is its own reference's too
     beside = engine_weights(config, copy, packed_bytes(model))
     sampling = {} if OWN_WEIGHTS in beside else {"packed weights": packed_bytes(model)}
-    preference, needs = config.algorithm.preference(), config.algorithm.needs
+
+    preference = config.algorithm.preference()
+    needs = config.algorithm.needs
     if (
         config.algorithm.kl_coef > 0
         or "process_rewards" in needs
         or (preference is not None and preference.needs_reference)
     ):
         beside["reference copy"] = copy
+
     of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (
         load.on_cpu or not config.memory.offload_optimizer
     )
@@ -284,6 +291,7 @@ def memory_parts(
         beside["critic"] = of_twin
     if "process_rewards" in needs:
         beside["process reward"] = of_twin
+
     kept = {
         name: parts[name] for name in ("optimizer", "float32 weights") if name in parts
     }  # also while the engine samples
@@ -297,11 +305,13 @@ def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, f
     rollout = config.rollout
     if rollout.samplers or not rollout.staleness:
         return {}
+
     weights = {}
     if local_transport(config, apart=False) == "copy":
         weights[OWN_WEIGHTS] = copy + packed
     if rollout.policy == "wait":
         weights["earlier weights"] = rollout.staleness * (copy + packed)
+
     return weights
 
 
@@ -316,38 +326,47 @@ def knobs(
     """Changes that save memory, the cheapest first: 'key=value' -> the recipe with it (and, where
     it is one of degree, with less and less). `section`: the one that trains; `sft` has no engine
     and no critic beside it."""
-    memory, changed = config.memory, {}
+    memory = config.memory
+    changed = {}
     tokens = getattr(config, section).micro_batch_tokens
     while (tokens := tokens // 2) >= 1024:
         changed[f"{section}.micro_batch_tokens={tokens}"] = _changed(
             config, section, micro_batch_tokens=tokens
         )
+
     if memory.checkpointing == "none" and not memory.offload_activations:
         changed["memory.checkpointing=selective"] = _changed(
             config, "memory", checkpointing="selective"
         )
+
     if memory.checkpointing != "full":
         changed["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
+
     cache = config.engine.kv_cache_gb
     if section == "trainer" and config.engine.kv_cache_tokens is None:
         changed[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(
             config, "engine", kv_cache_gb=cache / 2
         )
+
     if memory.optimizer == "adamw":
         changed["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
+
     for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
         if key not in memory.offloads and not (
             key == "offload_activations" and memory.checkpointing == "selective"
         ):
             changed[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
+
     if section == "trainer" and config.critic.trunk == "own" and "values" in config.algorithm.needs:
         changed["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
+
     rollout = config.rollout
     if section == "trainer" and rollout.staleness and not rollout.samplers:
         if rollout.sharing == "overlap" and rollout.transport is None:
             changed["rollout.sharing=turns"] = _changed(config, "rollout", sharing="turns")
         if rollout.policy == "wait":
             changed["rollout.policy=mask"] = _changed(config, "rollout", policy="mask")
+
     return changed
 
 

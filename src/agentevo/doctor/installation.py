@@ -42,6 +42,7 @@ def check_installation() -> list[Check]:
     results += [
         checks.judge_version(name, _installed(name), wanted) for name, wanted in _needed().items()
     ]
+
     num_threads = torch.get_num_threads()
     available = psutil.virtual_memory()
     memory = f"{available.available / GIB:.1f} of {available.total / GIB:.1f} GiB are free"
@@ -79,6 +80,7 @@ def _needed() -> dict[str, str]:
         requirements = metadata.requires("agentevo") or []
     except metadata.PackageNotFoundError:
         requirements = ["torch", "transformers", "pydantic", "sqlalchemy"]
+
     plain = [
         requirement.split(";")[0].strip()
         for requirement in requirements
@@ -105,6 +107,7 @@ def _gpus() -> list[Check]:
     device = find("auto")
     if not is_accelerator(device):
         return [Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")]
+
     found = all_of(device)
     results = []
     for one in found:
@@ -112,6 +115,7 @@ def _gpus() -> list[Check]:
         finding = f"{name_of(one)}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
         place = f"number {one.index} of {len(found)}: " if len(found) > 1 else ""
         results.append(Check("gpu", "good", place + finding))
+
     return results
 
 
@@ -127,11 +131,13 @@ def _sandboxes() -> list[Check]:
         finding = f"can't be used: {problem}" if problem else f"works{chosen}"
         status: Literal["good", "warning"] = "good" if works else "warning"
         results.append(Check(f"sandbox {kind}", status, finding, advice))
+
     found = cgroups.place()
     limits = ", ".join(sorted(found.controllers))
     walls = f"limits of {limits} by the kernel, in {found.folder}"
     if found.folder is None:
         walls = f"none can be used ({found.problem}): memory and processes are watched"
+
     return [*results, Check("sandbox cgroups", "good", walls)]
 
 

@@ -96,6 +96,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     experts = getattr(config, "num_experts_per_tok", None)
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+
     return Shape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -144,26 +145,32 @@ def trained_of(model: PreTrainedModel) -> Trained:
 
 def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> float:
     """Per token, what one decoder layer keeps until its backward pass."""
-    hidden, element = shape.hidden, shape.element
+    hidden = shape.hidden
+    element = shape.element
     attention = (
         2 * shape.query + 2 * shape.key
     ) * element + shape.num_heads * FLOAT  # q, k, v, output; log-sum-exp
+
     if checkpointing == "full":
         return hidden * element
+
     # input; products: q, k, v, o, gate, up, down; attention
     products = shape.query + 2 * shape.key + 2 * hidden + 2 * shape.intermediate
     selective = (hidden + products + shape.query) * element + shape.num_heads * FLOAT
     if shape.compiled:  # and what goes into products
         turned = (shape.query + shape.key) * shape.head_norms
         return selective + (2 * hidden + shape.intermediate + turned) * element
+
     if checkpointing == "selective":
         return selective
+
     norm = hidden * (
         FLOAT + element * trained.norms
     )  # its input in float32; what its weight multiplies
     kept = 2 * norm + hidden * element * (trained.attention_in + trained.mlp_in) + attention
     if shape.head_norms:
         kept += (shape.query + shape.key) * (FLOAT + element * trained.norms)
+
     return kept + shape.intermediate * element * (3 + trained.down_in)
 
 
@@ -174,6 +181,7 @@ def output_bytes(shape: Shape, trained: Trained, load: Load) -> float:
     kept = min(scores * shape.element, KEPT_BYTES)
     if not trained.output and scores * shape.element > KEPT_BYTES:
         kept = load.rows * shape.hidden * FLOAT
+
     norm = (
         load.tokens * shape.hidden * (FLOAT + shape.element * trained.norms)
         + 2 * load.rows * shape.hidden * shape.element
@@ -201,8 +209,10 @@ def pass_bytes(
     passing = (
         2.0 * shape.intermediate * load.tokens * shape.element
     )  # gradients of a layer's inner activations
+
     matrix = float(shape.vocabulary * shape.hidden)
-    of_output, of_embedding = matrix * FLOAT * trained.output, matrix * FLOAT * trained.embedding
+    of_output = matrix * FLOAT * trained.output
+    of_embedding = matrix * FLOAT * trained.embedding
     all_gradients = FLOAT * float(trained.total)
     per_layer = FLOAT * trained.layers / shape.num_layers
     pending = (
@@ -223,6 +233,7 @@ def pass_bytes(
             else all_gradients + pending
         )
         moments.append(moment(so_far, kept * left + remade + passing))
+
     moments.append(
         moment(
             (all_gradients if not (load.single and shape.tied) else all_gradients - of_output)
@@ -240,7 +251,8 @@ def pass_bytes(
 def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) -> dict[str, float]:
     """Memory that training takes on the model's device beside the weights and other models, at its
     peak: name -> bytes."""
-    shape, trained = shape_of(model), trained_of(model)
+    shape = shape_of(model)
+    trained = trained_of(model)
     beside = (
         {} if memory.offload_optimizer and not load.on_cpu else optimizer_bytes(trained, memory)
     )
@@ -257,6 +269,7 @@ def packed_bytes(model: PreTrainedModel) -> float:
     first = next(model.parameters())
     if first.device.type != "cpu" or first.dtype != torch.float32 or not available():
         return 0.0
+
     matrices = (
         p
         for name, p in model.named_parameters()

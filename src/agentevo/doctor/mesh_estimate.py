@@ -121,11 +121,13 @@ def sizes_of(config: RunConfig) -> Sizes:
 
 def sizes_of_model(model: PreTrainedModel) -> Sizes:
     """Of a model, whether or not its weights are there."""
-    shape, trained = shape_of(model), trained_of(model)
+    shape = shape_of(model)
+    trained = trained_of(model)
     named = dict(model.named_parameters())
     in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name)
     numbers = sum(p.numel() for p in named.values())
     text = model.config.get_text_config()
+
     return Sizes(
         model,
         shape,
@@ -144,14 +146,17 @@ def _hollow(config: RunConfig) -> PreTrainedModel:
     name = config.model.name
     if name == "tiny" or config.model.lora.enabled:
         return load_policy(config).model
+
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         folder = fetch(name)
+
     shape = model_config(folder, config.model.config_overrides)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             shape, dtype=getattr(torch, config.model.dtype)
         )
+
     return prepare(model.eval())
 
 
@@ -169,11 +174,13 @@ def fit(config: RunConfig, sizes: Sizes, parallel: ParallelSection, world: int) 
     stages = sorted({0, parallel.pipeline - 1})
     ends = [stage_parts(config, sizes, parallel, stage) for stage in stages]
     parts = max(ends, key=total)
+
     first = {}
     if parallel.is_spread:
         first["whole model"] = float(sizes.shape.element * sizes.numbers)
     if not config.rollout.samplers:
         first["key-value cache"] = config.engine.kv_cache_gb * GIB
+
     return Fit(parallel, world, parts, first, total(parts) - total(ends[0]))
 
 
@@ -182,7 +189,8 @@ def stage_parts(
 ) -> dict[str, float]:
     """Bytes that a process of this stage takes, of 0 to pipeline - 1; without stages, each."""
     sizes = _stage_sizes(sizes, parallel, stage)
-    shard, tensor = parallel.shard, parallel.tensor
+    shard = parallel.shard
+    tensor = parallel.tensor
     spread = max(parallel.expert, shard)
     element = sizes.shape.element
 
@@ -194,6 +202,7 @@ def stage_parts(
     trained = held(sizes.trained.total, sizes.experts * sizes.trains_all)
     moments = total(optimizer_bytes(replace(sizes.trained, masters=False), config.memory))
     moments *= trained / max(sizes.trained.total, 1)
+
     if shard > 1:  # float32 shards are the masters; a group's weights are gathered to compute
         gathered = (sizes.root + 2 * sizes.layer) / tensor
         weights = FLOAT * trained + element * (frozen + gathered)
@@ -201,6 +210,7 @@ def stage_parts(
     else:
         weights = element * (frozen + trained) + FLOAT * trained * sizes.trained.masters
         gradients = FLOAT * trained
+
     parts = {
         "weights": weights,
         "gradients": gradients,
@@ -217,6 +227,7 @@ def _stage_sizes(sizes: Sizes, parallel: ParallelSection, stage: int) -> Sizes:
     layer if it is the last."""
     if parallel.pipeline == 1:
         return sizes
+
     shape = replace(sizes.shape, num_layers=sizes.shape.num_layers // parallel.pipeline)
     embedding = shape.vocabulary * shape.hidden
     root = embedding * (stage == 0)
@@ -246,14 +257,17 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
     kept = per_token * tokens
     passing = 2.0 * shape.intermediate * tokens * shape.element
     in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - kept + passing
+
     own = 0.0  # the gradient of one vocabulary matrix before it is added to that of earlier passes
     if parallel.shard == 1:  # with shards it is among the gathered gradients
         own = float(FLOAT * shape.vocabulary * shape.hidden)
+
     ahead = parallel.pipeline - 1 - stage
     if ahead:  # nothing is known of a loss here; what was sent on is kept as long
         sent = float(shape.hidden * tokens * shape.element)
         under_way = kept * shape.num_layers + sent
         return under_way * ahead + max(under_way + in_layer, own * sizes.trained.embedding)
+
     in_output = output_bytes(shape, sizes.trained, load) + own * sizes.trained.output
     pending = own * (shape.tied and sizes.trained.output)
     return kept * shape.num_layers + max(in_output, in_layer + pending)
@@ -262,7 +276,8 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
     """Bytes of the models beside the policy: `copy` of one that is only read, `trained` of one that
     learns."""
-    needs, preference = config.algorithm.needs, config.algorithm.preference()
+    needs = config.algorithm.needs
+    preference = config.algorithm.preference()
     twins = {}
     if (
         config.algorithm.kl_coef > 0
@@ -270,17 +285,20 @@ def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
         or (preference is not None and preference.needs_reference)
     ):
         twins["reference copy"] = copy
+
     if "values" in needs and config.critic.trunk == "own":
         twins["critic"] = trained
     if "process_rewards" in needs:
         twins["process reward"] = trained
+
     return twins
 
 
 def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
     """All meshes of `world` processes that this recipe can train in, those that cost least
     communication first. Raises ConfigError, with the last refusal, where there is none."""
-    found, refusal = [], ""
+    found = []
+    refusal = ""
     for parallel in _meshes(world, sizes):
         trainer = config.trainer.model_copy(update={"parallel": parallel})
         changed = config.model_copy(update={"trainer": trainer})
@@ -292,8 +310,10 @@ def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
             found.append(fit(changed, sizes, parallel, world))
         except (ConfigError, ModelError, TrainingError, ValueError) as error:
             refusal = str(error)
+
     if not found:
         raise ConfigError(refusal or f"--devices {world}: no mesh of so many processes")
+
     return sorted(found, key=_cost)
 
 
@@ -302,8 +322,10 @@ def _meshes(world: int, sizes: Sizes) -> Iterator[ParallelSection]:
     of_heads = [n for n in divisors if sizes.num_heads % n == 0]
     within = [n for n in of_heads if n <= OF_A_NODE and sizes.shape.intermediate % n == 0]
     of_experts = [n for n in divisors if sizes.num_experts and sizes.num_experts % n == 0] or [1]
+
     for pipeline in (n for n in divisors if n > 1 and sizes.shape.num_layers % n == 0):
         yield ParallelSection(pipeline=pipeline)
+
     for shard, tensor, context, expert in itertools.product(divisors, within, of_heads, of_experts):
         if world % (shard * tensor * context) == 0:
             yield ParallelSection(shard=shard, tensor=tensor, context=context, expert=expert)
@@ -330,10 +352,12 @@ def judge_meshes(
     where it is one."""
     good = [one for one in found if one.most <= ROOM * memory]
     listed = good or sorted(found, key=lambda one: one.most)
+
     checks = []
     if asked.is_spread:
         own = next((one for one in found if one.parallel == asked), None)
         checks.append(_own_mesh(own, asked, devices, memory))
+
     for one in listed[:SHOWN]:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.parts.items())
         more = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.first.items())
@@ -342,8 +366,10 @@ def judge_meshes(
         if more:
             finding += f"; on the first one {one.on_first / GIB:.2f} (and {more})"
         checks.append(Check("mesh", "good" if good else "wrong", finding))
+
     left = len(listed) - len(listed[:SHOWN])
     also = f", and {left} more" if left else ""
+
     about = f"{devices} devices of {memory / GIB:.1f} GiB, micro-batches of {tokens:,} tokens"
     if not good:
         advice = (
@@ -352,6 +378,7 @@ def judge_meshes(
             "(rollout.samplers), or a smaller model"
         )
         return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
+
     advice = "start it with: " + _ready(good[0], devices, command, asked)
     finding = f"{len(good)} of {len(found)} fit {about}{also}; the cheapest is {good[0]}"
     return [*checks, Check("meshes", "good", finding, advice)]
@@ -366,6 +393,7 @@ def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: flo
             f"trainer.parallel of the recipe ({name}) is none for this model on {devices} devices",
             "choose one of those below",
         )
+
     fits_in = own.most <= ROOM * memory
     return Check(
         "the recipe's mesh",
@@ -381,6 +409,7 @@ def _ready(one: Fit, devices: int, command: str, asked: ParallelSection) -> str:
         return f"agentevo train {words}"
     if devices <= OF_A_NODE or devices % OF_A_NODE:
         return f"torchrun --standalone --nproc-per-node={devices} -m agentevo train {words}"
+
     nodes = devices // OF_A_NODE
     return (
         f"agentevo launch slurm {words} --set trainer_nodes={nodes} --set gpus={OF_A_NODE} --submit"

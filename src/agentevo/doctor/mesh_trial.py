@@ -29,9 +29,17 @@ TOLERANCE = 1e-5
 WITHIN_S = 600.0
 MOST_PROCESSES = 64
 TINY = (
-    *("coins", "model.name=tiny", "model.device=cpu", "cold_start.episodes=0"),
-    *("trainer.steps=1", "trainer.groups_per_step=4", "trainer.group_size=4"),
-    *("trainer.warmup_steps=0", "evaluation.tasks=2", "evaluation.every=0", "run.threads=1"),
+    "coins",
+    "model.name=tiny",
+    "model.device=cpu",
+    "cold_start.episodes=0",
+    "trainer.steps=1",
+    "trainer.groups_per_step=4",
+    "trainer.group_size=4",
+    "trainer.warmup_steps=0",
+    "evaluation.tasks=2",
+    "evaluation.every=0",
+    "run.threads=1",
 )
 
 
@@ -40,6 +48,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     in."""
     if not 1 <= world <= MOST_PROCESSES:
         raise ConfigError(f"--world-size {world}: from 1 to {MOST_PROCESSES} processes")
+
     check_processes(config, world=world)
     sizes = config.trainer.parallel.model_dump()
     keys = [f"trainer.parallel.{key}={size}" for key, size in sizes.items() if size > 1]
@@ -51,6 +60,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
             steps.advance()
             problem = problem or _train(folder / "all", world, keys)
             steps.advance()
+
         if problem:
             return [
                 Check(
@@ -61,13 +71,16 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
                     "little memory, are the usual reasons",
                 )
             ]
+
         difference = _difference(_weights(folder / "one"), _weights(folder / "all"))
+
     finding = (
         f"{world} processes ({mesh}) have made one step of a tiny model over gloo, and their "
         f"weights differ from one process's by {difference:.1e}"
     )
     if difference <= TOLERANCE:
         return [Check("mesh trial", "good", finding)]
+
     advice = f"{TOLERANCE:g} is allowed: report this as a defect, with the versions above"
     return [Check("mesh trial", "wrong", finding, advice)]
 
@@ -86,6 +99,7 @@ def _train(run: Path, world: int, keys: list[str]) -> str:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
+
     try:
         code = process.wait(WITHIN_S)
     except subprocess.TimeoutExpired:
@@ -94,6 +108,7 @@ def _train(run: Path, world: int, keys: list[str]) -> str:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"exit code {code}: {' | '.join(lines[-5:])[-1000:]}" if code else ""
 

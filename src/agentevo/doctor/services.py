@@ -82,7 +82,8 @@ def _title(section: ToolSection) -> str:
 
 async def _opened(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
     """A check, and the names of the tools."""
-    title, started = _title(section), time.monotonic()
+    title = _title(section)
+    started = time.monotonic()
     try:
         toolbox = Toolbox([section])
         try:
@@ -99,6 +100,7 @@ async def _opened(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
         advice = "start the server, and see what it says by `agentevo mcp inspect`"
         is_server = section.type != "function"  # type: ignore[attr-defined]
         return Check(title, "wrong", finding, advice if is_server else ""), []
+
     took = time.monotonic() - started
     finding = f"{len(names)} tools in {took:.1f} s: {_listed(names)}"
     return Check(title, "good", finding), names
@@ -109,6 +111,7 @@ def _collisions(offered: list[list[str]]) -> list[Check]:
     twice = [name for name, count in counts.items() if count > 1]
     if not twice:
         return []
+
     return [
         Check(
             "names of tools",
@@ -124,14 +127,17 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
     if section.api == "engine":
         missing = missing_model(section.model)
         return Check(title, "wrong" if missing else "good", missing or "computed in each process")
+
     try:
         served = await in_thread(served_models, name, section)
         await in_thread(check_served, name, section)
     except ConfigError as error:
         return Check(title, "wrong", str(error))
+
     if served is None:
         finding = f"the server at {section.url} answers, and does not list its models"
         return Check(title, "warning", finding)
+
     return Check(title, "good", f"{section.url} serves {section.model}")
 
 

@@ -40,6 +40,7 @@ def check_sft_recipe(config: RunConfig) -> list[Check]:
     lengths = [
         len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows
     ]
+
     return [
         checks.judge_rows(
             sum(report.rows for report in data.reports),
@@ -85,4 +86,5 @@ def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
                 on_cpu,
             )
         )
+
     return max(loads, key=lambda load: load.tokens)

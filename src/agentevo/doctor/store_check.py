@@ -31,7 +31,8 @@ def check_store_server(config: RunConfig) -> list[Check]:
 
 
 async def _check(config: RunConfig, url: str) -> Check:
-    began, where = time.monotonic(), without_password(url)
+    began = time.monotonic()
+    where = without_password(url)
     try:
         async with await open_run_store(
             url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, tell=_nobody
@@ -41,11 +42,13 @@ async def _check(config: RunConfig, url: str) -> Check:
         held = ""
     except AgentEvoError as error:
         return Check(TITLE, "wrong", f"{where}: {error}")
+
     took = time.monotonic() - began
     if not held:
         return Check(TITLE, "good", f"{where} answers in {took:.1f} s, and holds no run yet")
     if is_run_folder(config.run_dir) and is_same_place(run_store_url(config.run_dir), url):
         return Check(TITLE, "good", f"{where} answers in {took:.1f} s: {held} of this run")
+
     return Check(
         TITLE,
         "warning",

@@ -42,8 +42,10 @@ def mean_baselines(
     for seed in seeds:
         environment.reset(seed=seed)
         rates.append(environment.baselines(max_actions))
+
     if not rates:
         raise ValueError("mean_baselines needs at least one seed")
+
     return Baselines(
         random=_mean([rate.random for rate in rates]),
         optimal=_mean([rate.optimal for rate in rates]),

@@ -39,21 +39,27 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
     """
     if len(expression) > MAX_CHARACTERS or not PLAIN.fullmatch(expression):
         return None
+
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError):
         return None
+
     numbers: list[int] = []
 
     def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             numbers.append(node.value)
             return Fraction(node.value)
+
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and "-" in operations:
             return -value(node.operand)
+
         if isinstance(node, ast.BinOp) and NODES.get(type(node.op), "?") in operations:
-            left, right = value(node.left), value(node.right)
+            left = value(node.left)
+            right = value(node.right)
             return OPERATIONS[NODES[type(node.op)]](left, right)
+
         raise SyntaxError(f"{type(node).__name__} is not arithmetic over {operations}")
 
     try:
@@ -101,9 +107,11 @@ def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | No
     def search(terms: list[Term]) -> str | None:
         if len(terms) == 1:
             return terms[0][1] if terms[0][0] == target else None
+
         key = tuple(sorted(value for value, _ in terms))
         if key in seen:
             return None
+
         seen.add(key)
         return next(
             (solution for following in joins(terms, operations) if (solution := search(following))),
@@ -125,6 +133,7 @@ def random_expression(numbers: list[int], operations: str, rng: random.Random) -
             *(term for index, term in enumerate(terms) if index not in (first, second)),
             joined,
         ]
+
     return bare(terms[0])
 
 
@@ -135,11 +144,13 @@ def random_expression_success(numbers: list[int], target: int, operations: str =
     def chance(values: tuple[Fraction, ...]) -> float:
         if len(values) == 1:
             return float(values[0] == target)
+
         total = 0.0
         for first in range(len(values)):
             for second in range(len(values)):
                 if first == second:
                     continue
+
                 rest = [value for index, value in enumerate(values) if index not in (first, second)]
                 for sign in operations:
                     if sign == "/" and values[second] == 0:
@@ -147,6 +158,7 @@ def random_expression_success(numbers: list[int], target: int, operations: str =
                     total += chance(
                         tuple(sorted([*rest, OPERATIONS[sign](values[first], values[second])]))
                     )
+
         return total / (len(values) * (len(values) - 1) * len(operations))
 
     return chance(tuple(sorted(Fraction(number) for number in numbers)))

@@ -42,11 +42,13 @@ class BanditConfig(EnvironmentConfig):
             raise ValueError(
                 f"low_arm and high_arm are both {self.low_arm!r}: give the arms different names"
             )
+
         if self.high_probability * self.high_reward <= self.low_reward:
             raise ValueError(
                 "the high arm must pay more on average: raise high_probability or high_reward, "
                 "or lower low_reward"
             )
+
         return self
 
 

@@ -105,6 +105,7 @@ class CoinsEnvironment(EpisodicEnvironment):
             self._lamps = [lamps[index] for index in order]
         else:
             self._lamps = rng.sample(lamps[: config.num_coins], config.num_coins)
+
         if config.rule == "value":
             top = rng.randint(config.num_coins - 1 + config.min_gap, config.max_value)
             self._values = [
@@ -122,6 +123,7 @@ class CoinsEnvironment(EpisodicEnvironment):
             return ", ".join(
                 f"{coin} = {value}" for coin, value in zip(self._coins, self._values, strict=True)
             )
+
         lamp = f"The lamp is {self._lamps[self._best]}."
         if rule == "table":
             return (
@@ -131,6 +133,7 @@ class CoinsEnvironment(EpisodicEnvironment):
                 + "\n"
                 + lamp
             )
+
         return f"Coins: {', '.join(self._coins)}.\n{lamp}"
 
     def _worth(self, coin: int) -> float:
@@ -145,6 +148,7 @@ class CoinsEnvironment(EpisodicEnvironment):
             return ActionResult(
                 reward=self._worth(chosen), terminated=True, success=chosen == self._best
             )
+
         mentioned = [
             index
             for index, coin in enumerate(self._coins)
@@ -152,6 +156,7 @@ class CoinsEnvironment(EpisodicEnvironment):
         ]
         if len(mentioned) != 1:
             return INVALID
+
         share = len(self._coins[mentioned[0]]) / len(action)
         return INVALID._replace(
             reward=self.config.mention_credit * self._worth(mentioned[0]) * share

@@ -56,6 +56,7 @@ class CountdownConfig(EnvironmentConfig):
                 f"min_target={self.min_target} is above max_target={self.max_target}: swap or "
                 "widen them"
             )
+
         if len(set(self.operations)) != len(self.operations):
             raise ValueError(f"operations={self.operations!r} repeats a sign: name each once")
         return self
@@ -94,6 +95,7 @@ class CountdownEnvironment(EpisodicEnvironment):
                 self.target = int(value)
                 self._solution: str | None = None
                 return
+
         raise EnvironmentFailure(
             f"countdown: none of {MAX_TRIES} expressions over {config.num_numbers} numbers up to "
             f"{config.max_number} "
@@ -122,11 +124,13 @@ class CountdownEnvironment(EpisodicEnvironment):
         return self._solution
 
     def baselines(self, max_actions: int | None = None) -> Baselines:
-        numbers, operations = self.numbers, self.config.operations
+        numbers = self.numbers
+        operations = self.config.operations
         if len(numbers) <= EXACT_NUMBERS:
             return Baselines(
                 random=random_expression_success(numbers, self.target, operations), optimal=1.0
             )
+
         rng = random.Random(f"{numbers} {self.target}")
         results = (
             evaluate(random_expression(numbers, operations, rng), operations)

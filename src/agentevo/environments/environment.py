@@ -96,10 +96,12 @@ def environment(name: str) -> Callable[[type[E]], type[E]]:
             raise ConfigError(
                 f"the environment {name!r} must be a subclass of agentevo.TextEnvironment"
             )
+
         if "Config" not in vars(item):
             item.Config = pydantic.create_model(
                 f"{item.__name__}Config", __base__=EnvironmentConfig, type=(str, name)
             )
+
         environments.register(name)(item)
         return item
 

@@ -74,6 +74,7 @@ class EpisodicEnvironment(TextEnvironment):
             raise EnvironmentFailure(
                 f"{self.config.type}: step() outside an episode; call reset(seed=...) first"
             )
+
         self.num_actions += 1
         outcome = self.act(action.strip())
         truncated = not outcome.terminated and (outcome.truncated or self.actions_left <= 0)

@@ -56,7 +56,8 @@ class LakeMap(NamedTuple):
     def neighbour(self, tile: int, direction: int) -> int:
         """The tile next to `tile`; `tile` itself at the shore."""
         row, column = divmod(tile, self.size)
-        row, column = row + STEPS[direction][0], column + STEPS[direction][1]
+        row += STEPS[direction][0]
+        column += STEPS[direction][1]
         return (
             row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
         )
@@ -72,6 +73,7 @@ class LakeMap(NamedTuple):
                 if following not in seen and following not in self.holes:
                     seen.add(following)
                     frontier.append(following)
+
         return self.goal in seen
 
 
@@ -95,6 +97,7 @@ def success_tables(lake: LakeMap, slippery: bool) -> SuccessTables:
     for tile in range(num_tiles):
         if tile in lake.holes or tile == lake.goal:
             continue
+
         for action in range(4):
             directions = ((action - 1) % 4, action, (action + 1) % 4) if slippery else (action,)
             for direction in directions:
@@ -103,6 +106,7 @@ def success_tables(lake: LakeMap, slippery: bool) -> SuccessTables:
                     win[action, tile] += 1 / len(directions)
                 elif following not in lake.holes:
                     move[action, tile, following] += 1 / len(directions)
+
     return SuccessTables(win, move)
 
 
@@ -124,6 +128,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         task = f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
         if self.config.view == "words":
             return f"{task}Actions: {', '.join(ACTIONS)}."
+
         legend = (
             f"{player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player "
             f"in hole, {arrived} player on goal"
@@ -143,6 +148,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         size = self.lake.size
         (row, column) = divmod(self._tile, self.lake.size)
         goal = divmod(self.lake.goal, self.lake.size)
+
         sides = []
         for name, (down, right) in zip(ACTIONS, STEPS, strict=True):
             neighbour = (row + down) * size + column + right
@@ -157,6 +163,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
                 else "ice"
             )
             sides.append(f"{name.lower()} {tile}")
+
         state = "You fell into a hole. " if self._tile in self.lake.holes else ""
         near = sorted(
             (divmod(hole, size) for hole in self.lake.holes),
@@ -168,6 +175,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         if self.config.view == "words":
             return self._describe()
+
         player, frozen, hole, goal, fallen, arrived = tuple(ALPHABETS[self.config.alphabet])
         tiles = [hole if tile in self.lake.holes else frozen for tile in range(self.lake.size**2)]
         tiles[self.lake.goal] = goal
@@ -185,11 +193,14 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         chosen = choose(action, ACTIONS)
         if chosen is None:
             return INVALID
+
         direction = (
             (chosen + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else chosen
         )
-        previous, self._tile = self._tile, self.lake.neighbour(self._tile, direction)
+        previous = self._tile
+        self._tile = self.lake.neighbour(self._tile, direction)
         success = self._tile == self.lake.goal
+
         return ActionResult(
             reward=float(success),
             effective=self._tile != previous,

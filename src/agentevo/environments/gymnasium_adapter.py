@@ -63,12 +63,15 @@ def as_text(observation: object) -> str:
         return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())
     if isinstance(observation, tuple | list):
         return ", ".join(as_text(value) for value in observation)
+
     if isinstance(observation, np.ndarray):
         if observation.ndim == 0:
             return as_text(observation.item())
         return ("\n" if observation.ndim > 1 else " ").join(as_text(row) for row in observation)
+
     if isinstance(observation, float | np.floating):
         return f"{float(observation):.4g}"
+
     return str(observation)
 
 
@@ -93,6 +96,7 @@ def transition_tables(published: Transitions, num_actions: int, success_on: str)
                     move[action, state, following] += chance
                 elif success_on == "termination" or reward > 0:
                     win[action, state] += chance
+
     return SuccessTables(win, move)
 
 
@@ -112,6 +116,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                 f"gymnasium: {config.id} takes {space}; only Discrete and Text actions can be "
                 "said in words"
             )
+
         self._names: list[str] = []
         if isinstance(space, spaces.Discrete):
             self._names = list(config.action_names) or [
@@ -122,6 +127,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                     f"gymnasium: action_names has {len(self._names)} entries, but {config.id} "
                     f"has {space.n} actions: name each"
                 )
+
         published = getattr(self._world.unwrapped, "P", None)
         known = (
             isinstance(published, dict) and bool(self._names) and len(published) <= MAX_TABLE_STATES
@@ -155,6 +161,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             )
             if not self._drawn:
                 return environment
+
             environment.close()
             return gymnasium.make(config.id, **{"render_mode": "ansi", **options})
         except (gymnasium.error.Error, ImportError, TypeError) as error:
@@ -183,12 +190,14 @@ class GymnasiumEnvironment(EpisodicEnvironment):
     def _show(self, observation: object) -> str:
         if not self._drawn:
             return as_text(observation)
+
         picture = self._world.render()
         if not isinstance(picture, str):
             raise EnvironmentFailure(
                 f"gymnasium: {self.config.id} drew {type(picture).__name__}, not text: set "
                 "observation: text"
             )
+
         return picture_as_text(picture)
 
     def observe(self) -> str:
@@ -202,11 +211,15 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             self._world.action_space, spaces.Text
         ) and self._world.action_space.contains(action):
             move = action
+
         if move is None:
             return INVALID
+
         observation, reward, terminated, truncated, info = self._world.step(move)
-        before, self._shown = self._shown, self._show(observation)
+        before = self._shown
+        self._shown = self._show(observation)
         ended_well = terminated and (self.config.success_on == "termination" or float(reward) > 0)
+
         return ActionResult(
             reward=float(reward),
             valid=bool(info.get("valid", True)),
@@ -234,8 +247,10 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             return Baselines(
                 random=self._tables.random(start, limit), optimal=self._tables.optimal(start, limit)
             )
+
         if not self._names:
             return Baselines(random=None, optimal=None)
+
         config = self.config.model_copy(update={"max_actions": limit})
         return Baselines(
             random=random_play_success(

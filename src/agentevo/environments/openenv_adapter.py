@@ -103,12 +103,14 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         super().__init__(config)
         self._form = form_of(config)
         self._field = config.action_field or self._form.only_field(config.action)
+
         unknown = {*config.action, *filter(None, [config.action_field])} - {*self._form.fields}
         if unknown and self._form.fields:
             raise ConfigError(
                 f"openenv: the actions of {config.url} have no field {sorted(unknown)[0]!r}, only "
                 f"{', '.join(self._form.fields)}"
             )
+
         self._open = ExitStack()
         self._connection: ClientConnection | None = None
         self._shown = ""
@@ -131,16 +133,20 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         while True:
             self.close()
             self._connection = self._connected()
+
             answer = self._ask("reset", message)
             if answer.get("code") != NO_SESSION_LEFT:
                 break
+
             if time.monotonic() > ends_at:
                 raise EnvironmentFailure(
                     f"openenv: {self.config.url} has no free session "
                     f"({storable(str(answer.get('message')), 200)}): let it have more "
                     "(max_concurrent_envs), or play fewer attempts at once"
                 )
+
             time.sleep(AGAIN_S)
+
         _refuse(answer, "reset", self.config.url)
         if self._take(answer)[1]:
             raise EnvironmentFailure(
@@ -154,16 +160,20 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         fields = self._fields(action)
         if fields is None:
             return INVALID
+
         answer = self._ask("step", fields)
         if answer.get("code") == BAD_ACTION:
             return INVALID
+
         _refuse(answer, "step", self.config.url)
         before = self._shown
+
         reward, done = self._take(answer)
         if done and not self._is_paid:
             raise EnvironmentFailure(
                 f"openenv: the episode of {self.config.url} ended, and no step of it had a reward"
             )
+
         own = answer["observation"].get("success")
         won = self.config.success_on == "termination" or reward > 0
         return ActionResult(
@@ -183,22 +193,26 @@ class OpenEnvEnvironment(EpisodicEnvironment):
             schema = self._form.fields.get(self._field, {})
             value = _value(text, schema)
             return None if value is None else {**self.config.action, self._field: value}
+
         try:
             given = parse_json(text)
         except ParseError:
             return None
+
         return {**given, **self.config.action} if isinstance(given, dict) else None
 
     def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
         """(reward, whether the episode is over) of an answer, whose observation is shown from
         here on. Raises EnvironmentFailure for one of another form."""
-        observation, reward = answer.get("observation"), answer.get("reward")
+        observation = answer.get("observation")
+        reward = answer.get("reward")
         done = answer.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise EnvironmentFailure(
                 f"openenv: {self.config.url} answered {storable(str(answer), 200)}: an answer has "
                 "an `observation` and says whether it is `done`"
             )
+
         if reward is not None:
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise EnvironmentFailure(
@@ -206,6 +220,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     "which is no number"
                 )
             self._is_paid = True
+
         self._shown = shown(observation, self.config.observation_field)
         return float(reward or 0.0), done
 
@@ -233,6 +248,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         """The data of the server's answer; of an error message with its `code`. Raises
         EnvironmentFailure where none comes."""
         assert self._connection is not None
+
         where = f"openenv: {self.config.url} did not answer a {kind}"
         try:
             with suppress(ConnectionClosed):  # a refusal is sent before the end, and read below
@@ -249,17 +265,21 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     f"{self.config.max_message_mb:g} MB"
                 ) from error
             raise EnvironmentFailure(f"{where}: the connection broke ({error})") from error
+
         try:
             answer = parse_json(text if isinstance(text, str) else text.decode())
         except (ParseError, UnicodeDecodeError) as error:
             raise EnvironmentFailure(f"{where} in JSON: {error}") from error
+
         inside = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(inside, dict):
             raise EnvironmentFailure(
                 f"{where} as OpenEnv does, but with {storable(str(answer), 200)}"
             )
+
         if answer.get("type") == "error":
             return {"code": "UNKNOWN", **inside}
+
         return {key: value for key, value in inside.items() if key != "code"}
 
 
@@ -286,6 +306,7 @@ def _read_form(base: str, config: OpenEnvConfig) -> Form:
             schema = client.get(f"{base}/schema").raise_for_status().json()["action"]
             about = client.get(f"{base}/metadata")
             description = about.json().get("description", "") if about.is_success else ""
+
         fields = {
             name: one for name, one in schema.get("properties", {}).items() if name != "metadata"
         }
@@ -310,6 +331,7 @@ def shown(observation: Mapping[str, Any], field: str | None) -> str:
                 f"openenv: the observation has no field {field!r}, only {', '.join(observation)}"
             )
         return _plain(observation[field])
+
     fields = {
         name: value
         for name, value in observation.items()
@@ -317,6 +339,7 @@ def shown(observation: Mapping[str, Any], field: str | None) -> str:
     }
     if len(fields) == 1:
         return _plain(next(iter(fields.values())))
+
     return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items())
 
 
@@ -331,13 +354,16 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         names = [str(value) for value in schema["enum"]]
         place = choose(text, names)
         return None if place is None else schema["enum"][place]
+
     kind = schema.get("type", "string")
     if kind == "string":
         return text
+
     try:
         value = parse_json(text)
     except ParseError:
         return None
+
     kinds: dict[str, Any] = {
         "integer": int,
         "number": (int, float),

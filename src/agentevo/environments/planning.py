@@ -70,10 +70,12 @@ class SuccessTables:
         if self._patient is None:
             value = np.zeros(self._win.shape[1])
             for _ in range(1000):
-                previous, value = value, PATIENCE * self._values(value).max(axis=0)
+                previous = value
+                value = PATIENCE * self._values(value).max(axis=0)
                 if np.abs(value - previous).max() < 1e-9:
                     break
             self._patient = self._values(value)
+
         return self._patient
 
 
@@ -90,4 +92,5 @@ def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_play
             _, _, terminated, truncated, info = environment.step(environment.random_action(rng))
             ended = terminated or truncated
         wins += bool(info["success"])
+
     return wins / num_plays

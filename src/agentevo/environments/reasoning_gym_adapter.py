@@ -54,6 +54,7 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
     def __init__(self, config: ReasoningGymConfig) -> None:
         super().__init__(config)
         self._package = _package("reasoning_gym")
+
         known = sorted(_package("reasoning_gym.factory").DATASETS)
         if config.dataset not in known:
             guess = nearest(config.dataset, known)
@@ -62,6 +63,7 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
                 f"reasoning_gym: no dataset is called {config.dataset!r}: {hint}known: "
                 f"{', '.join(known)}"
             )
+
         self._dataset(0)
 
     def _dataset(self, seed: int) -> Any:
@@ -71,6 +73,7 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
                 f"reasoning_gym: options must not set {' or '.join(sorted(taken))}: the "
                 "episode's seed does"
             )
+
         try:
             return self._package.create_dataset(
                 self.config.dataset, seed=seed, size=1, **self.config.options

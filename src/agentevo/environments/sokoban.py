@@ -68,21 +68,25 @@ class SokobanConfig(EnvironmentConfig):
                 f"dim={list(self.dim)}: each side needs at least 4 cells, and the whole room at "
                 f"most {PLAYER_MASK + 1}"
             )
+
         if (height - 2) * (width - 2) < self.num_boxes + 3:
             raise ValueError(
                 f"num_boxes={self.num_boxes} don't fit into dim={list(self.dim)}: enlarge dim or "
                 "take fewer boxes"
             )
+
         if self.min_solution > self.max_solution:
             raise ValueError(
                 f"min_solution={self.min_solution} is above max_solution={self.max_solution}: "
                 "swap or widen them"
             )
+
         if self.max_solution < self.num_boxes:
             raise ValueError(
                 f"max_solution={self.max_solution} can't move {self.num_boxes} boxes: raise it "
                 f"to at least {self.num_boxes}"
             )
+
         return self
 
 
@@ -99,6 +103,7 @@ class SokobanEnvironment(EpisodicEnvironment):
         task = "Push every box onto a target. You can push one box at a time and can't pull.\n"
         if self.config.view == "words":
             return f"{task}Actions: {', '.join(ACTIONS)}."
+
         return (
             f"{task}Symbols: {wall} wall, {floor} floor, {target} target, {stored} box on "
             f"target, {box} box, {player} player, "
@@ -120,6 +125,7 @@ class SokobanEnvironment(EpisodicEnvironment):
                 f"sokoban: no room found for {settings}, seed {seed}: enlarge dim or shorten the "
                 "solution"
             )
+
         self._seed = seed
         self.room, self._start = generated
         self._state = self._start
@@ -127,7 +133,8 @@ class SokobanEnvironment(EpisodicEnvironment):
 
     def _sides(self, cell: int) -> str:
         """The four sides of a cell in words."""
-        boxes, width = self._state >> PLAYER_BITS, self.room.width
+        boxes = self._state >> PLAYER_BITS
+        width = self.room.width
         sides = []
         for name, step in zip(ACTIONS, (-width, width, -1, 1), strict=True):
             neighbour = cell + step
@@ -135,6 +142,7 @@ class SokobanEnvironment(EpisodicEnvironment):
             holds = "box" if boxes >> neighbour & 1 else free
             what = holds if neighbour in self.room.floor else "wall"
             sides.append(f"{name.lower()} {what}")
+
         return ", ".join(sides)
 
     def _describe(self) -> str:
@@ -154,11 +162,13 @@ class SokobanEnvironment(EpisodicEnvironment):
                     "Target from box "
                     f"{offset(target // width - box // width, target % width - box % width)}"
                 )
+
         return "\n".join(lines)
 
     def observe(self) -> str:
         if self.config.view == "words":
             return self._describe()
+
         wall, floor, target, stored, box, player, on_target = tuple(ALPHABETS[self.config.alphabet])
         boxes = self._state >> PLAYER_BITS
         player_cell = self._state & PLAYER_MASK
@@ -172,6 +182,7 @@ class SokobanEnvironment(EpisodicEnvironment):
                 cells[cell] = stored if is_target else box
             else:
                 cells[cell] = target if is_target else floor
+
         width = self.room.width
         return "\n".join(
             "".join(cells[row * width : (row + 1) * width]) for row in range(self.room.height)
@@ -184,7 +195,9 @@ class SokobanEnvironment(EpisodicEnvironment):
         chosen = choose(action, ACTIONS)
         if chosen is None:
             return INVALID._replace(reward=ACTION_REWARD)
-        stored, previous = self._num_stored(), self._state
+
+        stored = self._num_stored()
+        previous = self._state
         self._state = self.room.step(previous, chosen)
         solved = self.room.solved(self._state)
         reward = ACTION_REWARD + BOX_REWARD * (self._num_stored() - stored) + SOLVED_REWARD * solved
@@ -219,5 +232,6 @@ class SokobanEnvironment(EpisodicEnvironment):
             by_chance = random_play_success(
                 lambda: SokobanEnvironment(config), self._seed, SAMPLED_PLAYS
             )
+
         shortest = distances(self.room, self.config.max_solution)[self._start]
         return Baselines(random=by_chance, optimal=float(shortest <= limit))

@@ -39,7 +39,8 @@ class Room(NamedTuple):
         """A room with the given floor cells; everything else, and everything outside, is wall."""
 
         def beside(cell: int, action: int) -> int:
-            row, column = cell // width + STEPS[action][0], cell % width + STEPS[action][1]
+            row = cell // width + STEPS[action][0]
+            column = cell % width + STEPS[action][1]
             neighbour = row * width + column
             return (
                 neighbour
@@ -63,27 +64,32 @@ class Room(NamedTuple):
         ahead = self.neighbours[state & PLAYER_MASK][action]
         if ahead < 0:
             return state
+
         if boxes >> ahead & 1:
             beyond = self.neighbours[ahead][action]
             if beyond < 0 or boxes >> beyond & 1:
                 return state
             boxes ^= 1 << ahead | 1 << beyond
+
         return boxes << PLAYER_BITS | ahead
 
     def before(self, state: int) -> list[int]:
         """The states from which one effective action leads to `state`: the player stepped back, and
         may have pulled a box along."""
-        boxes, player = state >> PLAYER_BITS, state & PLAYER_MASK
+        boxes = state >> PLAYER_BITS
+        player = state & PLAYER_MASK
         states = []
         for action in range(4):
             back = self.neighbours[player][action ^ 1]
             if back < 0 or boxes >> back & 1:
                 continue
+
             states.append(boxes << PLAYER_BITS | back)
             ahead = self.neighbours[player][action]
             if ahead >= 0 and boxes >> ahead & 1:
                 pulled = boxes ^ (1 << ahead | 1 << player)
                 states.append(pulled << PLAYER_BITS | back)
+
         return states
 
 
@@ -103,13 +109,16 @@ def distances(room: Room, max_actions: int | None = None) -> dict[int, int]:
                 if previous not in depths:
                     depths[previous] = depth
                     following.append(previous)
+
         frontier = following
+
     return depths
 
 
 def carve(height: int, width: int, num_floor: int, rng: random.Random) -> set[int]:
     """`num_floor` connected floor cells inside the outer wall, dug by a random walk."""
-    row, column = rng.randrange(1, height - 1), rng.randrange(1, width - 1)
+    row = rng.randrange(1, height - 1)
+    column = rng.randrange(1, width - 1)
     floor = {row * width + column}
     direction = rng.randrange(4)
     while len(floor) < num_floor:
@@ -118,6 +127,7 @@ def carve(height: int, width: int, num_floor: int, rng: random.Random) -> set[in
         row = min(max(row + STEPS[direction][0], 1), height - 2)
         column = min(max(column + STEPS[direction][1], 1), width - 2)
         floor.add(row * width + column)
+
     return floor
 
 
@@ -160,6 +170,7 @@ def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | N
         ]
         if starts:
             return room, rng.choice(starts)
+
     return None
 
 
@@ -179,7 +190,10 @@ def random_player_success(
                     success += chance / 4
                 else:
                     following[reached] = following.get(reached, 0.0) + chance / 4
+
         if len(following) > max_states:
             return None
+
         chances = following
+
     return success

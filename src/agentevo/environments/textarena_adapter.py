@@ -96,6 +96,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
     def __init__(self, config: TextArenaConfig) -> None:
         super().__init__(config)
         self._package = _package("textarena")
+
         known = _package("textarena.envs.registration").ENV_REGISTRY
         if config.game not in known:
             guess = nearest(config.game, list(known))
@@ -103,6 +104,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 f"textarena: no game is called {config.game!r}"
                 + (f": did you mean {guess!r}?" if guess else "")
             )
+
         try:
             self._game: Any = self._package.make(config.game, **config.kwargs)
         except LookupError as error:
@@ -122,9 +124,11 @@ class TextArenaEnvironment(EpisodicEnvironment):
             raise ConfigError(
                 f"textarena: {config.game} refuses kwargs {config.kwargs}: {error}"
             ) from error
+
         self._table: Any = self._game
         while isinstance(self._table, self._package.Wrapper):
             self._table = self._table.env
+
         self._check_opponents()
 
     def _check_opponents(self) -> None:
@@ -133,6 +137,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
             self.start(0)
         except EnvironmentFailure as error:
             raise ConfigError(str(error)) from error
+
         if self.config.num_players > 1 and not self._known_actions(self.config.seat):
             raise ConfigError(
                 f"textarena: {self.config.game} doesn't list its legal actions, so the other "
@@ -152,6 +157,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
             theirs = random.getstate(), np.random.get_state()
             random.setstate(self._random_state[0])
             np.random.set_state(self._random_state[1])
+
             try:
                 yield
             finally:
@@ -167,6 +173,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
             np.random.RandomState(seed % 2**32).get_state(),
         )
         self._opponent = random.Random(f"textarena/opponent/{seed}")
+
         try:
             with self._own_randomness():
                 self._game.reset(num_players=config.num_players, seed=seed)
@@ -175,6 +182,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 f"textarena: {config.game} can't be played by num_players={config.num_players}: "
                 f"{error}"
             ) from error
+
         self._table.state.error_allowance = UNLIMITED_ERRORS
         self._board: dict[int, str] = {}
         self._shown: dict[int, str] = {}
@@ -197,6 +205,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 lines.append(
                     f"[{state.role_mapping.get(sender, f'Player {sender}')}] {message.strip()}"
                 )
+
         state.observations[seat] = []
         board = self._board.get(seat)
         self._shown[seat] = "\n".join([*lines, *([board] if board else [])])
@@ -223,13 +232,16 @@ class TextArenaEnvironment(EpisodicEnvironment):
         while not state.done and state.current_player_id != self.config.seat:
             seat = state.current_player_id
             self._read(seat)
+
             actions = self._known_actions(seat)
             if not actions or tries > MAX_OPPONENT_TRIES:
                 raise EnvironmentFailure(
                     f"textarena: {self.config.game} shows seat {seat} no legal action: set "
                     "`actions` to all it has"
                 )
+
             tries = 0 if self._move(self._opponent.choice(actions)) else tries + 1
+
         self._read(self.config.seat)
 
     def act(self, action: str) -> ActionResult:
@@ -238,6 +250,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         state = self._table.state
         reward = float((state.rewards or {}).get(self.config.seat, 0.0)) if state.done else 0.0
         success = bool(state.done) and reward >= self.config.success_reward
+
         return ActionResult(
             reward=reward,
             valid=valid,

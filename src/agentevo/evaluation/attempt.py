@@ -91,8 +91,10 @@ async def _played(
         trajectories = await played(
             sampler, task, temperature=temperature, judged=judged, hear=hear
         )
+
     for trajectory in trajectories:
         live[0].end(trajectory, scorer_of(task, config) if judged else "")
+
     return trajectories[0]
 
 
@@ -114,6 +116,7 @@ async def played(
     told = hear(attempt)
     for calls in attempt.calls.values():
         calls.listen = told
+
     if judged:
         return await group.run()
     return await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
@@ -127,6 +130,7 @@ def turn_of(attempt: Attempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str
     if call.kind == "remote" and policy.remote is not None:
         turn = policy.remote.turns[number]
         return turn, turn.agent
+
     conversations = policy.conversations.items()
     agent, own = next((name, one) for name, one in conversations if one.calls is call.calls)
     return own.turns[number], agent
@@ -136,7 +140,8 @@ class LiveAttempt:
     """Shows calls as they begin and end."""
 
     def __init__(self, attempt: Attempt, show: Callable[[str], None]) -> None:
-        self._attempt, self._show = attempt, show
+        self._attempt = attempt
+        self._show = show
         self._began = time.monotonic()
 
     def told(self, call: RunningCall) -> None:
@@ -161,6 +166,7 @@ class LiveAttempt:
         else:
             success = "success" if trajectory.success else "no success"
             worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
+
         ended = ", ended by a limit" if trajectory.truncated else ""
         who = f"{trajectory.agent}: " if trajectory.agent else ""
         turns = len(trajectory.turns)
@@ -176,6 +182,7 @@ class LiveAttempt:
         if told.status != "completed":
             self._line(f"{call.kind} {call.name}: {told.status}: {told.error}")
             return
+
         sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
         self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(told)})")
         for message in turn_of(self._attempt, call)[0].messages:
@@ -188,10 +195,12 @@ class LiveAttempt:
         if not call.has_ended:
             self._line(f"{call.kind} {call.name} ...")
             return
+
         problem = f": {told.status}" if told.status != "completed" else ""
         self._line(f"{call.kind} {call.name}{problem}{_took(told)}")
         for name, text in kept.items():
             self._text(name, text)
+
         if told.error and told.error not in kept.values():
             self._text("error", told.error)
 

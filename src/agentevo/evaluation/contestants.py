@@ -67,11 +67,13 @@ def find_contestants(
     first = _target(target, overrides, tasks)
     if checkpoint:
         first = _with_checkpoint(first, target, checkpoint)
+
     found = [first, *(_other(word, first.config) for word in against)]
     labels = [one.label for one in found]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigError(f"--against {twice}: it is measured already: leave it out")
+
     for one in found:
         if one.remote is not None:
             if first.config.agents:
@@ -84,6 +86,7 @@ def find_contestants(
             resolve(one.config.model.name)
         elif one.checkpoint is not None and not _holds_adapter(one.checkpoint):
             resolve(str(one.checkpoint))
+
     return found
 
 
@@ -92,15 +95,18 @@ def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contes
     if run is not None:
         config = run_config(run, overrides)
         return Contestant(word, config, _checkpoint_of(run, config, step))
+
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         return Contestant(word, load_config(word, overrides, needs_environment=not tasks))
     if not (_is_url(word) or is_model(word) or _names_remote_model(word, overrides)):
         check_word(word)
+
     tree: dict[str, Any] = {"sampling": {"max_new_tokens": MAX_NEW_TOKENS}}
     if tasks:
         tree |= {"tasks": {"train": list(tasks)}}
     elif not any(one.startswith(("environment", "tasks", "agent")) for one in overrides):
         raise ConfigError(f"{word}: a model alone has no tasks: give --tasks FILE, or environment=")
+
     config = build_config(tree, overrides, where=word, needs_environment=not tasks)
     return _other(word, config)
 
@@ -108,9 +114,11 @@ def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contes
 def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
     if first.remote is not None:
         raise ConfigError(f"--checkpoint {which}: {target} is a remote model: leave it out")
+
     run, _ = _run_of(target)
     if which in first.config.remote_models or _is_url(which):
         return _other(which, first.config)
+
     if run is not None:
         path = _checkpoint_of(run, first.config, which)
     elif which in ("best", "last"):
@@ -120,6 +128,7 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
         )
     else:
         path = Path(which)
+
     return Contestant(f"{target}@{which}", first.config, path)
 
 
@@ -129,17 +138,21 @@ def _other(word: str, base: RunConfig) -> Contestant:
         return Contestant(word, base, remote=word)
     if _is_url(word):
         return _server(word, base)
+
     run, step = _run_of(word)
     if run is not None:
         own = run_config(run)
         config = base.model_copy(update={"model": own.model})
         return Contestant(word, config, _checkpoint_of(run, own, step))
+
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         model = load_config(word).model
         return Contestant(word, base.model_copy(update={"model": model}))
+
     folder = Path(word).expanduser()
     if _holds_adapter(folder):
         return Contestant(word, base, folder)
+
     model = ModelSection(name=word, dtype=base.model.dtype, device=base.model.device)
     return Contestant(word, base.model_copy(update={"model": model}))
 
@@ -151,12 +164,14 @@ def _server(word: str, base: RunConfig) -> Contestant:
         section = RemoteModelSection(base_url=url, model=model or "?")
     except ValueError as error:
         raise ConfigError(f"{word}: {error}") from error
+
     if not model:
         known = served_models(name, section)
         if known is None or len(known) != 1:
             has = "has no list of its models" if known is None else f"serves {', '.join(known)}"
             raise ConfigError(f"{word}: {url} {has}: say which is meant, {url}#MODEL")
         section = section.model_copy(update={"model": known[0]})
+
     models = {**base.remote_models, name: section}
     return Contestant(word, base.model_copy(update={"remote_models": models}), remote=name)
 
@@ -176,9 +191,11 @@ def _checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
     checkpoints = Checkpoints(run / "checkpoints", config.checkpoint.keep_last)
     if not which.isdigit():
         return checkpoints.find(which)
+
     if int(which) not in checkpoints.steps():
         known = ", ".join(map(str, checkpoints.steps())) or "none"
         raise ConfigError(f"{run}@{which}: the run has no such checkpoint: its steps are {known}")
+
     return checkpoints.path(int(which))
 
 
@@ -210,7 +227,8 @@ def check_word(word: str) -> None:
     try:
         sources.find_recipe(word)
     except UnknownNameError:
-        recipes, models = sources.recipe_names(), [*known_models.names(), TINY]
+        recipes = sources.recipe_names()
+        models = [*known_models.names(), TINY]
         guess = nearest(word, [*recipes, *models])
         raise UnknownNameError(
             f"nothing that could be measured is called {word!r}: "

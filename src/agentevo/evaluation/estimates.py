@@ -55,9 +55,11 @@ def pass_at_k(num_attempts: int, num_successes: int, k: int) -> float | None:
         raise ValueError(f"k={k} of {num_attempts} attempts with {num_successes} successes")
     if num_attempts < k:
         return None
+
     failures = num_attempts - num_successes
     if failures < k:
         return 1.0
+
     places = np.arange(failures + 1, num_attempts + 1, dtype=np.float64)
     return float(1.0 - np.prod(1.0 - k / places))
 
@@ -73,16 +75,20 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
     as far as nothing beyond them is among these."""
     if not len(values):
         return None
+
     column = np.asarray(values, dtype=np.float64)
-    value, count = float(column.mean()), len(column)
+    value = float(column.mean())
+    count = len(column)
     if np.ptp(column) <= SAME * abs(value):
         others = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
         ends = min(bounds[0], value), max(bounds[1], value)
         low, high = ((1.0 - others) * value + others * end for end in ends)
         return Estimate(value, low, high, count)
+
     if count > MANY:
         margin = 1.959964 * float(column.std(ddof=1)) / count**0.5
         return Estimate(value, value - margin, value + margin, count)
+
     low, high = np.quantile(_resampled(column), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high), count)
 
@@ -97,7 +103,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
 
 def _resampled(column: np.ndarray) -> np.ndarray:
     """The means of RESAMPLES draws of as many values with replacement."""
-    generator, count = np.random.default_rng(_SEED), len(column)
+    generator = np.random.default_rng(_SEED)
+    count = len(column)
     rows = max(1, _AT_ONCE // count)
     means = [
         column[generator.integers(0, count, (min(rows, RESAMPLES - done), count))].mean(axis=1)

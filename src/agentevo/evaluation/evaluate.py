@@ -74,6 +74,7 @@ def evaluate(
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
         raise ConfigError("--resume goes on in a folder of results: give it by --out FOLDER")
+
     contestants = find_contestants(
         what.target, what.against, what.overrides, what.words_of_tasks, what.checkpoint
     )
@@ -86,11 +87,14 @@ def evaluate(
     game = Play(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
     settings = _settings(what, contestants, configs[0], game)
     parts = parts_of_tasks(tasks, settings)
+
     for line in notes:
         note(line)
+
     folder = None if what.out is None else ResultsFolder(what.out)
     if folder is not None and not what.resume:
         folder.check_new()
+
     with nullcontext() if folder is None else folder.locked():
         kept: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
@@ -99,16 +103,19 @@ def evaluate(
         elif folder is not None:
             folder.check_new()
             folder.begin(settings, tasks)
+
         begin(settings)
         by_model = {}
         for one, config in zip(contestants, configs, strict=True):
             heard = partial(progress, one.label)
             played = play(one, config, game, kept, folder, note=note, progress=heard)
             by_model[one.label] = run_coroutine(played)
+
         summary = summarise(by_model, what.attempts, settings, parts)
         summary |= _players(configs[0], tasks, note)
         if folder is not None:
             folder.end(summary)
+
     place = Path.cwd() if what.out is None else what.out
     report_evaluation(base, numbers_of(summary), folder=place, hearer=Lines(note))
     return summary
@@ -125,12 +132,14 @@ def _played_config(one: Contestant, what: Evaluation) -> RunConfig:
     config = playing(one.config, what.words_of_tasks)
     if not what.sampling:
         return config
+
     try:
         sampling = SamplingSection(**config.sampling.model_dump() | dict(what.sampling))
     except pydantic.ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         raise ConfigError(f"sampling.{key}: {wrong['msg']}") from error
+
     return config.model_copy(update={"sampling": sampling})
 
 
@@ -140,11 +149,13 @@ def _temperature(what: Evaluation, config: RunConfig) -> float:
         return 0.0 if what.attempts == 1 else config.evaluation.temperature
     if what.temperature == 0.0 and what.attempts == 1:
         return 0.0
+
     if what.temperature == 0.0:
         raise ConfigError(
             f"--temperature 0: {what.attempts} greedy attempts at a task are all the same: give a "
             "higher temperature, or --attempts 1"
         )
+
     try:
         return EvaluationSection(temperature=what.temperature).temperature
     except pydantic.ValidationError as error:

@@ -113,6 +113,7 @@ def calibrate(
             found.cost |= _cost(Path(folder), models)
         finally:
             models.close()
+
     return found
 
 
@@ -126,6 +127,7 @@ def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGrou
             "judge is measured by how it orders those of one group: give at least two such groups, "
             "each of attempts at one task_id, some better than others"
         )
+
     return differing
 
 
@@ -135,7 +137,9 @@ class _Measuring:
     def __init__(
         self, found: Calibration, models: RemoteModels, progress: Callable[[str], None]
     ) -> None:
-        self._found, self._models, self._progress = found, models, progress
+        self._found = found
+        self._models = models
+        self._progress = progress
         alone = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
         self._scoring = Scoring([found.judge.model_copy(update=alone)], models=models)
         self._scoring.check([], needed=False)
@@ -161,10 +165,12 @@ class _Measuring:
                 for one in attempts
             ]
             judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
+
         failures = self._found.failures
         for one in judged:
             if one.status != "completed" and len(failures) < 20 and one.error not in failures:
                 failures.append(str(one.error))
+
         return [one.reward if one.status == "completed" else None for one in judged]
 
     def _agreement(
@@ -183,6 +189,7 @@ class _Measuring:
         if not scored:
             why = "; ".join(self._found.failures[:2])
             raise AgentEvoError(f"the judge has scored none of {total} attempts: {why}")
+
         rows = [list(zip(*one, strict=True)) for one in pairs if len({t for t, *_ in one}) > 1]
         measured = self._found.measured
         measured["failed"] = _share(total - scored, total)
@@ -192,6 +199,7 @@ class _Measuring:
         }
         for name, values in columns.items():
             measured[name] = _estimate(mean_of(values, (-1.0, 1.0)))
+
         right = [statistics.pair_accuracy(t, s) for t, s, _ in rows]
         measured["pair_accuracy"] = _estimate(mean_of([x for x in right if x is not None]))
         measured["length_bias"] = _length_bias(rows)
@@ -202,6 +210,7 @@ class _Measuring:
         if not isinstance(judge, Ruler | Pairwise):
             self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
             return
+
         found = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
         slopes = [slope for slope in found if slope is not None]
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
@@ -213,10 +222,12 @@ class _Measuring:
         shown = await shown_attempts(judge.config, attempts)
         if len(shown.attempts) < 2:
             return None
+
         async with self._room:
             try:
                 if isinstance(judge, Ruler):
                     return await self._rotated(judge, group, shown)
+
                 compared = [
                     await judge.compare(
                         shown,
@@ -230,6 +241,7 @@ class _Measuring:
                 ]
             except (ValueError, AgentEvoError):
                 return None
+
         return float(np.mean([one.place_slope for one in compared]))
 
     async def _rotated(self, judge: Ruler, group: KnownGroup, shown: Shown) -> float:
@@ -248,6 +260,7 @@ class _Measuring:
                 seed=turned,
             )
             rotations.append([vote.marks[place].score for place in rotated])
+
         return statistics.place_slope(rotations)
 
     async def _injected(
@@ -260,6 +273,7 @@ class _Measuring:
             before = of[worst]
             if before is not None and before <= 1.0 - RAISED:
                 bad.append((group, worst, before))
+
         if not bad:
             self._found.measured["max_injected"] = {
                 "value": None,
@@ -290,12 +304,14 @@ def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
         for place in reversed(range(len(messages))):
             if messages[place].role != "assistant":
                 continue
+
             said = messages[place].text
             head, mark, tail = said.rpartition("</answer>")
             new = f"{head}\n{text}\n{mark}{tail}" if mark else f"{said}\n\n{text}"
             messages[place] = msgspec.structs.replace(messages[place], content=new)
             turns[index] = msgspec.structs.replace(turns[index], messages=messages)
             return msgspec.structs.replace(trajectory, turns=turns)
+
     return trajectory
 
 
@@ -314,18 +330,22 @@ def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     interval (the jackknife: Quenouille 1956)."""
     if not rows:
         return {"value": None}
+
     columns = [[statistics.scaled_ranks(column) for column in row] for row in rows]
 
     def over(chosen: Sequence[Sequence[np.ndarray]]) -> float:
         truths, scores, lengths = (np.concatenate(one) for one in zip(*chosen, strict=True))
         return statistics.partial_correlation(scores, lengths, truths)
 
-    value, num = over(columns), len(columns)
+    value = over(columns)
+    num = len(columns)
     if num < 3:
         return {"value": value}
+
     without = np.array([over(columns[:i] + columns[i + 1 :]) for i in range(num)])
     error = math.sqrt((num - 1) / num * float(((without - without.mean()) ** 2).sum()))
-    low, high = max(-1.0, value - 1.96 * error), min(1.0, value + 1.96 * error)
+    low = max(-1.0, value - 1.96 * error)
+    high = min(1.0, value + 1.96 * error)
     return {"value": value, "low": low, "high": high}
 
 
@@ -377,6 +397,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         else:
             ends = f" [{one['low']:.2f}, {one['high']:.2f}]" if "low" in one else ""
             lines.append(f"{label}: {one['value']:.2f}{ends}")
+
     cost = report["cost"]
     lines.append(
         f"{cost['requests']:g} requests, {cost['tokens']:g} tokens, cost {cost['cost']:.4g}, "

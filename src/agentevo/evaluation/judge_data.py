@@ -49,12 +49,14 @@ def read_rows(path: Path) -> list[KnownGroup]:
         lines = read_text(path).splitlines()
     except (ParseError, OSError) as error:
         raise ConfigError(f"--rows {path}: {error}") from error
+
     found: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if number > MAX_ROWS:
             raise ConfigError(f"--rows {path}: more than {MAX_ROWS} rows: give a part of them")
+
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
@@ -67,6 +69,7 @@ def read_rows(path: Path) -> list[KnownGroup]:
                 f"--rows {path}, line {number}: {error}: a row has messages (or query and reply), "
                 "truth (or label), and task_id"
             ) from error
+
     groups = []
     for name, rows in found.items():
         first, attempt, _ = rows[0]
@@ -75,6 +78,7 @@ def read_rows(path: Path) -> list[KnownGroup]:
         )
         task = Task(id=name, query=str(query), answer=first.get("answer"))
         groups.append(KnownGroup(task, [one for _, one, _ in rows], [t for *_, t in rows]))
+
     return groups
 
 
@@ -94,8 +98,10 @@ def _attempt(row: Mapping[str, Any], group: str, name: str) -> Trajectory:
             {"role": "user", "content": str(row.get("query") or "")},
             {"role": "assistant", "content": row["reply"]},
         ]
+
     if not isinstance(given, list) or not given:
         raise ValueError("it has no list `messages`, and no `reply`")
+
     plain = [
         {k: v for k, v in m.items() if k != "weight"} if isinstance(m, dict) else m for m in given
     ]
@@ -126,6 +132,7 @@ async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGro
     for one in summaries:
         if one.status == "completed":
             by_group.setdefault(one.group_id, []).append(one.id)
+
     groups: list[KnownGroup] = []
     for ids in reversed(by_group.values()):
         attempts = [await store.trajectory(name) for name in ids]
@@ -136,6 +143,7 @@ async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGro
             groups.append(group)
         if len(groups) == limit:
             break
+
     return groups
 
 
@@ -149,6 +157,7 @@ async def _task_of(store: Store, name: str) -> Task:
 def _truth_of(trajectory: Trajectory, truth: str) -> float:
     if truth in ("reward", "success"):
         return float(getattr(trajectory, truth))
+
     known = {**trajectory.metrics, **trajectory.reward_parts}
     name = truth.removeprefix(REWARD_PARTS)
     if name not in known:
@@ -156,4 +165,5 @@ def _truth_of(trajectory: Trajectory, truth: str) -> float:
             f"--truth {truth}: the attempt {trajectory.id} has no such number: it has reward, "
             f"success, {', '.join(sorted(known)) or 'nothing else'}"
         )
+
     return known[name]

@@ -22,8 +22,10 @@ def midranks(values: Sequence[float]) -> np.ndarray:
 
 def correlation(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
     """Pearson's r; 0 where one of both does not vary."""
-    x, y = np.asarray(first, float), np.asarray(second, float)
-    x, y = x - x.mean(), y - y.mean()
+    x = np.asarray(first, float)
+    y = np.asarray(second, float)
+    x = x - x.mean()
+    y = y - y.mean()
     size = float(np.sqrt((x @ x) * (y @ y)))
     return float(x @ y) / size if size > 1e-12 else 0.0
 
@@ -37,8 +39,12 @@ def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
     """Kendall's tau-b (1945): (concordant - discordant) / sqrt(pairs untied in either)."""
     both = first = second = 0
     for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2):
-        a, b = np.sign(t - u), np.sign(s - v)
-        both, first, second = both + a * b, first + abs(a), second + abs(b)
+        a = np.sign(t - u)
+        b = np.sign(s - v)
+        both += a * b
+        first += abs(a)
+        second += abs(b)
+
     return float(both / np.sqrt(first * second)) if first and second else 0.0
 
 
@@ -61,11 +67,9 @@ def partial_correlation(
     """Of scores with lengths where the truth is held fixed, by their ranks within groups, each
     centred and scaled:  (r_sl - r_st r_lt) / sqrt((1 - r_st^2) (1 - r_lt^2)).  0 where the truth
     says all of one of them."""
-    sl, st, lt = (
-        correlation(scores, lengths),
-        correlation(scores, truths),
-        correlation(lengths, truths),
-    )
+    sl = correlation(scores, lengths)
+    st = correlation(scores, truths)
+    lt = correlation(lengths, truths)
     size = (1 - st * st) * (1 - lt * lt)
     return float((sl - st * lt) / np.sqrt(size)) if size > 1e-9 else 0.0
 
@@ -83,12 +87,15 @@ def place_slope(rotations: Sequence[Sequence[float]]) -> float:
     drops out."""
     scores = np.asarray(rotations, float)
     num = scores.shape[1]
+
     by_attempt = np.empty_like(scores)
     for turned in range(len(scores)):
         by_attempt[turned] = np.roll(scores[turned], turned)  # column: number of the attempt
+
     worth = by_attempt.mean(axis=0)
     places = np.linspace(-0.5, 0.5, num)
     slope = 0.0
     for turned in range(len(scores)):
         slope += float(places @ (scores[turned] - np.roll(worth, -turned)))
+
     return slope / (len(scores) * float(places @ places))

@@ -41,7 +41,10 @@ class LiveTurns:
         tell: Callable[[words.Event], None],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self._attempt, self._name, self._tell, self._decode = attempt, name, tell, decode
+        self._attempt = attempt
+        self._name = name
+        self._tell = tell
+        self._decode = decode
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
         """Held, so that no other call gets the identity of one that has ended."""
@@ -55,9 +58,11 @@ class LiveTurns:
         if id(call) not in self._numbers:
             self._numbers[id(call)] = len(self._calls)
             self._calls.append(call)
+
         self._num_told += 1
         if self._num_told > MAX_EVENTS:
             return
+
         if call.kind == "attempt" and call.has_ended:
             shown = str(call.record("").attributes.get("ending", ""))
             self._ending = pieces(_cut(shown), self._legend) if shown else []
@@ -67,17 +72,22 @@ class LiveTurns:
             self._made(call)
 
     def _asked(self, call: RunningCall) -> None:
-        told, number = call.record(""), self._numbers[id(call)]
+        told = call.record("")
+        number = self._numbers[id(call)]
         if not call.has_ended or told.status != "completed":
             self._call(call)
             return
+
         turn, agent = turn_of(self._attempt, call)
         if isinstance(turn, Turn):
             self._legend |= legend_of(message.text for message in turn.messages)
             view = turn_view(turn, turn.parent, False, {}, self._legend)
             tokens = tokens_of(turn, self._decode)
         else:
-            view, tokens, agent = _remote_view(turn), None, turn.model
+            view = _remote_view(turn)
+            tokens = None
+            agent = turn.model
+
         whole = view._replace(
             messages=[
                 _whole(one, message, self._legend)
@@ -103,9 +113,12 @@ class LiveTurns:
             texts.append(("score", str(told.attributes["score"])))
         if told.error and told.error not in [text for _, text in texts]:
             texts.append(("error", _cut(told.error)))
+
         took = None if told.ended_at is None else told.ended_at - told.started_at
         number = self._numbers[id(call)]
-        kind, name, status = told.kind, told.name, told.status or ""
+        kind = told.kind
+        name = told.name
+        status = told.status or ""
         self._tell(words.Called(self._name, number, kind, name, took, status, texts))
 
     def end(self, trajectory: Trajectory, *, judged: bool) -> None:
@@ -151,7 +164,9 @@ def _whole(shown: Said, message: Message, legend: Legend) -> Said:
     """No page can ask for the rest of a message later: more of it is shown at once."""
     if not shown.rest:
         return shown
-    text, left = message.text, len(message.text) - MAX_SHOWN
+
+    text = message.text
+    left = len(message.text) - MAX_SHOWN
     parts = pieces(text[:MAX_SHOWN], legend)
     if left > 0:
         parts.append(Piece(f"... ({left} further characters)", []))

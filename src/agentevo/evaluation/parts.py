@@ -21,6 +21,7 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
     found: dict[str, dict[str, frozenset[str]]] = {}
     if stages := settings.get("stages"):
         found[STAGE] = {name: frozenset(ids) for name, ids in stages.items()}
+
     for key in settings.get("by", ()):
         values = {task.id: value_of(task, key) for task in tasks}
         known = {value for value in map(_hashable, values.values()) if value is not None}
@@ -29,17 +30,20 @@ def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
             raise ConfigError(
                 f"--by {key}: no task has that key: they have {', '.join(keys[:12]) or 'none'}"
             )
+
         if len(known) > MOST_VALUES:
             raise ConfigError(
                 f"--by {key}: it has {len(known)} different values, at most {MOST_VALUES} make a "
                 "table: give another key, or other tasks"
             )
+
         found[key] = {
             "(none)" if value is None else str(value): frozenset(
                 name for name, own in values.items() if _hashable(own) == value
             )
             for value in sorted({*map(_hashable, values.values())}, key=_in_order)
         }
+
     return found
 
 

@@ -67,9 +67,11 @@ def find_tasks(
     out; where each is from; and what is to be said of bad rows. Raises ConfigError."""
     if given:
         return list(given)[:limit], {}, []
+
     if not files:
         held_out = TaskSource(config, None).held_out()
         return held_out[:limit], {}, []
+
     section = TasksSection(
         train=tuple(files), fields=config.tasks.fields, allow_bad_rows=config.tasks.allow_bad_rows
     )
@@ -131,7 +133,9 @@ async def _sampler(
         finally:
             sampler.close()
             await agent.close()
+
         return
+
     async with local_parts(contestant, config, note) as parts:
         yield parts.sampler
 
@@ -167,14 +171,17 @@ async def play(
 ) -> list[AttemptLine]:
     """Lets the model play what it has not yet (`kept`), and gives all lines, in the order of tasks
     and attempts."""
-    label, found = contestant.label, dict[str, list[AttemptLine]]()
+    label = contestant.label
+    found = dict[str, list[AttemptLine]]()
     for task in what.tasks:
         lines = [kept.get((label, task.id, number)) for number in range(what.attempts)]
         if all(line is not None for line in lines):
             found[task.id] = [line for line in lines if line is not None]
+
     left = [task for task in what.tasks if task.id not in found]
     if not left:
         return [line for task in what.tasks for line in found[task.id]]
+
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with opened(contestant, config, note, kept_in) as sampler:
         room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
@@ -194,11 +201,13 @@ async def play(
                 ]
                 if folder is not None:
                     folder.add(lines, trajectories)
+
                 found[task.id] = lines
                 progress(len(found), len(what.tasks))
 
         progress(len(found), len(what.tasks))
         await gather_all([attempt(task) for task in left])
+
     return [line for task in what.tasks for line in found[task.id]]
 
 
@@ -269,10 +278,12 @@ def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) ->
 
     if not tasks:
         raise ConfigError("there are no tasks: give --tasks FILE, or a recipe that has some")
+
     check_keys(config.remote_models)
     if config.environment is not None:
         with solo_environment(config):
             pass
+
     agent = find_agent(config, None)
     check_agent_names(tasks, config.agent.type)
     needed = agent.needs_scorer or any(map(asks_once, tasks))

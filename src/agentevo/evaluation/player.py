@@ -62,7 +62,8 @@ class Teller:
     """Writes events, from any thread."""
 
     def __init__(self, out: IO[bytes]) -> None:
-        self._out, self._lock = out, threading.Lock()
+        self._out = out
+        self._lock = threading.Lock()
         self._encode = msgspec.json.Encoder().encode
 
     def __call__(self, event: words.Event) -> None:
@@ -77,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
     asked, tell = _own_pipes()
     inbox = _Inbox(asked)
     threading.Thread(target=_beat, args=(tell,), daemon=True, name="beat").start()
+
     try:
         run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, tell))
     except AgentEvoError as error:
@@ -85,13 +87,15 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         tell(words.Broken(_said(described(error))))
         raise
+
     return 0
 
 
 def _own_pipes() -> tuple[IO[bytes], Teller]:
     """The two pipes under numbers of their own: what a recipe's code prints, or would read, is none
     of theirs."""
-    asked, told = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    asked = os.fdopen(os.dup(0), "rb")
+    told = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -167,11 +171,13 @@ def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
         found = Contestant(which, config)
     else:
         (found,) = find_contestants(f"{run}@{which}", (), own, ())
+
     checkpoint = found.checkpoint
     if checkpoint is None or (checkpoint / "adapter_config.json").is_file():
         missing = missing_model(found.config.model.name)
         if missing:
             raise ConfigError(missing)
+
     return found
 
 
@@ -183,6 +189,7 @@ async def _serve(
     contestant = find_player(run, which, overrides)
     config = _playable(contestant.config)
     tell(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
+
     with run_folder(config, None) as own:
         async with local_parts(contestant, own, to_stderr) as parts:
             model = parts.model
@@ -213,7 +220,8 @@ class Player:
     """Follows requests. `parts`: orchestration.components.Components."""
 
     def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
-        self._parts, self._tell = parts, tell
+        self._parts = parts
+        self._tell = tell
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         """They are broken off already, and count no more."""
@@ -253,16 +261,19 @@ class Player:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._tell(words.Failed("", f"the request is not right: {error}"))
             return
+
         if isinstance(request, words.Stop):
             if (stopped := self._running.pop(request.id, None)) is not None:
                 stopped.cancel()
                 self._stopping.add(stopped)
                 stopped.add_done_callback(self._stopping.discard)
             return
+
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
             self._tell(words.Failed(request.id, "it is at work: stop what runs, or wait"))
             self._tell(words.Done(request.id))
             return
+
         task = asyncio.ensure_future(self._follow(request))
         self._running[request.id] = task
         task.add_done_callback(partial(self._ended, request.id))
@@ -307,6 +318,7 @@ class Player:
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
+
         self._tell(
             words.Replied(
                 id=request.id,
@@ -326,6 +338,7 @@ class Player:
             while len(self._conversations) > MAX_CONVERSATIONS:
                 _, oldest = self._conversations.popitem(last=False)
                 await oldest.close()
+
         self._conversations.move_to_end(name)
         return self._conversations[name]
 
@@ -344,6 +357,7 @@ class Player:
         judged = is_judged(parts.config, task, asked=request.query, answer=request.answer)
         if judged:
             check_play(parts.config, [task], has_engine=True)
+
         scorer = scorer_of(task, parts.config) if judged else ""
         query = (task.query or "")[: words.MAX_TEXT]
         self._tell(words.Began(request.id, task.id, query, scorer))
@@ -371,6 +385,7 @@ class Player:
             answer = request.answer or None
             task = Task(id="own", query=request.query, answer=answer, seed=request.number)
             return self._asking, task
+
         source: TaskSource = self._parts.tasks
         if request.task is not None:
             return self._parts, source.as_given(request.task)

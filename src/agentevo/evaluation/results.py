@@ -31,8 +31,12 @@ from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.types import Status, Task, Trajectory
 
 T = TypeVar("T")
-SETTINGS, TASKS, RESULTS = "eval.json", "tasks.jsonl", "results.jsonl"
-TRAJECTORIES, SUMMARY, LOCK = "trajectories.jsonl", "summary.json", "eval.lock"
+SETTINGS = "eval.json"
+TASKS = "tasks.jsonl"
+RESULTS = "results.jsonl"
+TRAJECTORIES = "trajectories.jsonl"
+SUMMARY = "summary.json"
+LOCK = "eval.lock"
 _BEGUN = f".{SETTINGS}.tmp"
 """What is left of a process that was killed as it wrote SETTINGS."""
 REMEDY = "make room there, or make it writable, and go on with --resume"
@@ -119,6 +123,7 @@ class ResultsFolder:
                 f"{self.path}: the evaluation there was begun with {key} = {was}, and is now asked "
                 f"to go on with {key} = {now}: give the same words as then, or another --out"
             )
+
         if not (self.path / TASKS).exists():
             with must_write(self.path, REMEDY):
                 self._write_tasks(tasks)
@@ -132,6 +137,7 @@ class ResultsFolder:
         remedy = "give a folder that `agentevo eval --out FOLDER` has made"
         if not self.path.is_dir():
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
+
         try:
             found = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -143,8 +149,10 @@ class ResultsFolder:
                 f"{self.path / SETTINGS} can't be read ({described(error)}): restore it, or "
                 f"{remedy}"
             ) from error
+
         if not isinstance(found, dict):
             raise ConfigError(f"{self.path / SETTINGS} is damaged: restore it")
+
         return found
 
     def tasks(self) -> list[Task]:
@@ -153,12 +161,14 @@ class ResultsFolder:
             raise ConfigError(
                 f"{self.path} has no {TASKS} yet: let its evaluation go on (--resume)"
             )
+
         found = list(_lines(self.path / TASKS, Task))
         if task_digest(found) != self.settings().get("tasks_digest"):
             raise ConfigError(
                 f"{self.path / TASKS} was changed since it was written: restore it, or evaluate "
                 "anew"
             )
+
         return found
 
     def attempts(self) -> dict[tuple[str, str, int], AttemptLine]:
@@ -168,6 +178,7 @@ class ResultsFolder:
         for line in _lines(self.path / RESULTS, AttemptLine):
             of_task = plays.setdefault((line.model, line.task), {})
             of_task.setdefault(line.play, {})[line.attempt] = line
+
         return {
             (model, task, number): line
             for (model, task), of_task in plays.items()
@@ -221,6 +232,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
             status="failed",
             error=f"it can't be kept: {described(error)}",
         )
+
     return trajectory
 
 

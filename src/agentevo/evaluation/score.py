@@ -38,17 +38,22 @@ def score(
     """The summary by the rewards that the overrides name (`rewards=[...]`), else by the tasks' own
     scorers; with `out` a whole new folder. Raises ConfigError."""
     folder = ResultsFolder(source)
-    settings, tasks = folder.settings(), folder.tasks()
+    settings = folder.settings()
+    tasks = folder.tasks()
+
     # What is played decides nothing here: the environment is one that every installation has.
     config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
     _check(config, tasks)
+
     attempts = folder.trajectories()
     if not attempts:
         raise ConfigError(f"{source} has no attempts yet: let its evaluation go on (--resume)")
+
     settings = {**settings, "rewards": [one.model_dump(mode="json") for one in config.rewards]}
     with run_folder(config, out) as own:
         if out is None:
             return _scored(own, settings, tasks, attempts, None, note)
+
         new = ResultsFolder(out)
         new.check_new()
         with new.locked():
@@ -63,8 +68,10 @@ def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
             f"rewards: {_AGENTS_OWN} is what the agent returned as it played: give a reward that "
             "judges what is kept"
         )
+
     if not config.rewards and not any(task.scorer for task in tasks):
         raise ConfigError("nothing says what scores: give rewards=[NAME] (`agentevo list rewards`)")
+
     check_keys(config.remote_models)
     scoring = Scoring(config.rewards, models=config.remote_models)
     scoring.check(tasks, needed=True)
@@ -103,11 +110,13 @@ def _scored(
         for line in models.account():
             note(line)
         models.close()
+
     played = {label: lines for label, lines in by_model.items() if lines}
     parts = parts_of_tasks(tasks, settings)
     summary = summarise(played, settings["attempts"], settings, parts)
     if new is not None:
         new.end(summary)
+
     return summary
 
 

@@ -68,6 +68,7 @@ def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
                 value: _estimates([one for one in lines if getattr(one, name) == value], attempts)
                 for value in values
             }
+
     return found
 
 
@@ -95,6 +96,7 @@ def numbers_of(summary: Mapping[str, Any]) -> dict[str, float]:
             for name, value in found.items()
             if value is not None
         }
+
     return numbers
 
 
@@ -109,11 +111,13 @@ def _estimates(lines: Lines, attempts: int) -> dict[str, Any]:
         found["reward_parts"] = {
             name: _json(mean_of(_values(tasks, _part(name)))) for name in parts
         }
+
     return found
 
 
 def _differences(first: Lines, other: Lines, attempts: int) -> dict[str, Any]:
-    before, after = _by_task(first), _by_task(other)
+    before = _by_task(first)
+    after = _by_task(other)
 
     def of(value: OfTask) -> dict[str, float] | None:
         pairs = [(value(before[task]), value(after[task])) for task in before if task in after]
@@ -180,11 +184,13 @@ def table(summary: Mapping[str, Any]) -> str:
                 [f"  {name or '(none)'}", *_cells(own, ks), "", ""]
                 for name, own in model.get(key, {}).items()
             ]
+
         rows += [
             [f"  {name} {value}", *_cells(own, ks), "", ""]
             for name, values in model.get("by_part", {}).items()
             for value, own in values.items()
         ]
+
     rows += [
         [f"{name} player", f"{value:.1%}", *([""] * (len(head) - 2))]
         for name, value in summary.get("players", {}).items()
@@ -196,6 +202,7 @@ def table(summary: Mapping[str, Any]) -> str:
         named = [*((f"pass@{k}", one["pass_at"][k], True) for k in ks)]
         named.append(("reward", one["reward"], False))
         lines += [f"  {name:<8} {_difference(found, share)}" for name, found, share in named]
+
     lines += [
         f"{model['model']}: {model['failed_words']}; they count neither in pass@k nor in reward"
         for model in models
@@ -223,11 +230,13 @@ def _number(found: Mapping[str, float] | None) -> str:
 def _difference(found: Mapping[str, float] | None, is_share: bool) -> str:
     if found is None:
         return "no task has both"
+
     value, low, high = (
         100 * found[key] if is_share else found[key] for key in ("value", "low", "high")
     )
     digits = 1 if is_share else 3
     unit = " points" if is_share else ""
+
     return (
         f"{value:+.{digits}f}{unit} [{low:+.{digits}f}, {high:+.{digits}f}], "
         f"{found['tasks']:.0f} tasks"

@@ -46,7 +46,10 @@ from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.document_files import is_document
 from agentevo.task_making.files import DEMONSTRATIONS, write_made
 
-PIPELINE, RECIPE, TASKS, RUN = "evolve.pipeline.yaml", "recipe.yaml", "tasks", "run"
+PIPELINE = "evolve.pipeline.yaml"
+RECIPE = "recipe.yaml"
+TASKS = "tasks"
+RUN = "run"
 _entry: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ToolEntry)
 _MADE_UP = {"id": "none", "query": "none", "answer": "none", "scorer": "contains"}
 
@@ -59,8 +62,10 @@ class Evolution:
         ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
-        self.tree, self.section = tree, section
-        self.name, self.seed = str(run.get("name", "evolve")), int(run.get("seed", 0))
+        self.tree = tree
+        self.section = section
+        self.name = str(run.get("name", "evolve"))
+        self.seed = int(run.get("seed", 0))
         folder = run.get("dir")
         self.folder = (Path(str(folder)) if folder else Path("runs") / self.name).absolute()
         self.source = _source_of(tree, section, home, self.seed)
@@ -77,14 +82,17 @@ class Evolution:
             tasks.mkdir()
             if told := self.source.check(tasks):
                 note(told)
+
             write_rows([_MADE_UP | {"query": "a"}], tasks / TRAIN)
             write_rows([_MADE_UP | {"id": "held", "query": "b"}], tasks / HELD_OUT)
             shown = {"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}
             write_rows([shown], tasks / DEMONSTRATIONS)
             write_atomic(tasks / TEXTS, _yaml(self._texts))
+
             few = {"trainer": {"groups_per_step": 1}}
             recipe = sources.overlay(self._recipe(tasks), few)
             write_atomic(Path(scratch) / RECIPE, _yaml(recipe))
+
             read = build_pipeline(
                 self._pipeline(tasks), where="evolve", folder=Path(scratch), name=self.name
             )
@@ -97,8 +105,10 @@ class Evolution:
         searches = [one for one in pipeline.plan.instances if one.kind.makes_texts]
         if not searches:
             return
+
         config = checked_config(pipeline, pipeline.recipes(self.seed), searches[0])
         assert config is not None
+
         num_held_out = min(self.section.tasks.held_out, config.evaluation.tasks)
         try:
             Budget(config.optimize, comparison(config.optimize, num_held_out)).check()
@@ -113,6 +123,7 @@ class Evolution:
         check_new_folder(self.folder, "run.dir")
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             made = self.source.make(note, Path(scratch))
+
         write_made(
             self.folder / TASKS,
             train=made.train,
@@ -158,6 +169,7 @@ def read_evolution(
     section = tree.pop("evolve", None) or {}
     if not isinstance(section, Mapping):
         raise ConfigError("evolve: it is a section, such as {rounds: 3}")
+
     if path is None and is_document(target):
         section = {**section, "documents": [target, *documents]}
     elif documents:
@@ -167,11 +179,13 @@ def read_evolution(
         )
     elif path is None:
         section = {**section, "server": target}
+
     try:
         read = EvolveSection.model_validate(sources.overlay(section, given))
     except pydantic.ValidationError as error:
         lines = [entry_problem("evolve", EvolveSection, wrong) for wrong in error.errors()]
         raise ConfigError("\n".join(lines)) from error
+
     home = Path.cwd() if path is None else path.parent.absolute()
     tree = _at_home(tree, home)
     model = tree.get("model")
@@ -180,6 +194,7 @@ def read_evolution(
             "model.name: which model is to learn? Give model.name=PATH_OR_NAME, one with a chat "
             "template that knows tools"
         )
+
     return Evolution(tree, read, home)
 
 
@@ -191,12 +206,14 @@ def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -
         raise ConfigError(
             f"{short(folder)} is an evolution already: go on with --resume, or give another run.dir"
         )
+
     if evolution.is_begun:
         if told := evolution.source.changes(folder / TASKS):
             note(told)
     else:
         evolution.check()
         evolution.prepare(note)
+
     pipeline = load_pipeline(folder / PIPELINE)
     began = is_pipeline_folder(folder / RUN)
     return run_pipeline(pipeline, resume=began, view=SweepView(evolution.name))
@@ -208,6 +225,7 @@ def last_run(folder: Path) -> Path | None:
         state = read_state(folder / RUN)
     except AgentEvoError:
         return None
+
     done = [
         name
         for name, one in state.stages.items()
@@ -229,7 +247,8 @@ def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
     """Those of the recipe's that can be read; the others are told where the recipe is checked."""
-    given, found = tree.get("remote_models"), dict[str, RemoteModelSection]()
+    given = tree.get("remote_models")
+    found = dict[str, RemoteModelSection]()
     for name, one in given.items() if isinstance(given, Mapping) else ():
         with suppress(pydantic.ValidationError):
             found[str(name)] = RemoteModelSection.model_validate(one)
@@ -241,6 +260,7 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
         words = shlex.split(section.server)
         if not words:
             raise ConfigError("evolve.server: it is empty: give a URL or a command")
+
         try:
             if "://" in words[0]:
                 is_sse = words[0].rstrip("/").endswith("/sse")
@@ -249,12 +269,14 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
             return [MCPServerSection(name="server", command=words[0], args=tuple(words[1:]))]
         except pydantic.ValidationError as error:
             raise ConfigError(f"evolve.server: {error.errors()[0]['msg']}") from error
+
     agent = tree.get("agent")
     entries = agent.get("tools") if isinstance(agent, Mapping) else None
     if not entries and not section.documents:
         raise ConfigError(
             "evolve.server: give a URL or a command, evolve.documents, or agent.tools in the recipe"
         )
+
     try:
         return [_entry.validate_python(one) for one in entries or ()]
     except pydantic.ValidationError as error:
@@ -269,9 +291,11 @@ def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
         if problem:
             raise ConfigError(problem)
         tree = {**tree, "agent": agent}
+
     modules = tree.get("import")
     if not isinstance(modules, list):
         return tree
+
     absolute = [
         str((home / str(one)).resolve())
         if str(one).endswith(".py") and (home / str(one)).is_file()

@@ -10,7 +10,13 @@ from agentevo.config.section import Section
 
 OF_SERVERS = ("server", "include", "exclude", "outcome")
 OF_SERVERS_TASKS = (
-    *("worlds", "max_calls", "min_difficulty", "max_difficulty", "kinds", "personas", "values"),
+    "worlds",
+    "max_calls",
+    "min_difficulty",
+    "max_difficulty",
+    "kinds",
+    "personas",
+    "values",
 )
 """Keys that mean nothing for documents."""
 
@@ -131,12 +137,14 @@ class EvolveSection(Section):
     def _a_server_or_documents(self) -> Self:
         if not self.documents:
             return self
+
         own = [name for name in OF_SERVERS if name in self.model_fields_set]
         own += [f"tasks.{one}" for one in OF_SERVERS_TASKS if one in self.tasks.model_fields_set]
         if own:
             raise ValueError(f"{own[0]} is for a server, and documents are given: leave one out")
         if len(self.tasks.languages) > 1:
             raise ValueError("tasks.languages: questions about documents are asked in one language")
+
         return self
 
     @field_validator("documents", mode="before")

@@ -91,7 +91,9 @@ class ServerSource:
         models: Mapping[str, RemoteModelSection],
     ) -> None:
         """`sections`: the tools; `system`: the agent's system prompt. Raises ConfigError."""
-        self._section, self._system, self._models = section, system, models
+        self._section = section
+        self._system = system
+        self._models = models
         self._tools = [_chosen(one, section) for one in sections]
         self.wanted = _wanted(section, seed)
         check_wanted(self.wanted)
@@ -111,6 +113,7 @@ class ServerSource:
         with bar("making tasks", wanted.train + wanted.held_out, "tasks") as so_far:
             work = make_tasks(self._tools, wanted, tell=note, progress=so_far.to)
             made = run_coroutine(work)
+
         account = {**made.account, "seed": wanted.seed}
         if self._writer is not None:
             with closing(RemoteModel("writer", self._writer)) as model:
@@ -118,6 +121,7 @@ class ServerSource:
                 written = reworded(rows, model, made.known.names, seed=wanted.seed)
                 rows, account["writer"] = run_coroutine(written)
             made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+
         draw = random.Random(f"demonstrations-{wanted.seed}")
         shown = [
             demonstration(draw.choice(made.train), made.known.specs, self._system)
@@ -137,6 +141,7 @@ class ServerSource:
             ("--persona", filter(None, section.personas)),
         ):
             words += [word for value in values for word in (option, value)]
+
         words += [
             word
             for name, values in section.values.items()
@@ -164,8 +169,11 @@ class DocumentsSource:
     ) -> None:
         """`given`: the recipe's own tools; one of the name `search` says how it looks. Raises
         ConfigError."""
-        self._section, self._paths, self._given = section, paths, given
-        self._seed, self._system = section.tasks.seed or seed, system
+        self._section = section
+        self._paths = paths
+        self._given = given
+        self._seed = section.tasks.seed or seed
+        self._system = system
         self._writer = _writer_of(section, models)
 
     @cached_property
@@ -194,8 +202,11 @@ class DocumentsSource:
         """See Source."""
         if told := self.documents.note():
             note(told)
-        passages, tasks = self.documents.passages, self._section.tasks
+
+        passages = self.documents.passages
+        tasks = self._section.tasks
         corpus = [_row(one) for one in passages]
+
         wanted: dict[str, Any] = {"train": tasks.train, "held_out": tasks.held_out}
         wanted |= {"per_passage": tasks.per_passage, "seed": self._seed}
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
@@ -206,6 +217,7 @@ class DocumentsSource:
                 with closing(RemoteModel("writer", self._writer)) as model:
                     language = tasks.languages[0]
                     made = run_coroutine(asked_from(passages, model, language=language, **wanted))
+
         check_made(made, tasks.held_out)
         write_rows(corpus, scratch / CORPUS)
         shown, num_unfound = run_coroutine(
@@ -218,11 +230,13 @@ class DocumentsSource:
                 system=self._system,
             )
         )
+
         missing = tasks.train + tasks.held_out - len(made.train) - len(made.held_out)
         if missing > 0:
             note(f"{missing} fewer tasks than asked for: the documents have no more")
         if num_unfound:
             note(f"{num_unfound} tasks are not shown: a search for their words does not find them")
+
         account = {
             "train": len(made.train),
             "held_out": len(made.held_out),
@@ -253,6 +267,7 @@ class DocumentsSource:
         found = changed({str(one["path"]): str(one["sha256"]) for one in rows})
         if not found:
             return ""
+
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         return (
             f"{found[0]}{more} changed since the tasks were made: what is made of the documents as "
@@ -275,6 +290,7 @@ def _writer_of(
     writer = section.tasks.writer
     if writer is None:
         return None
+
     try:
         found = writer_section(writer, known=models)
         key_of_model("writer", found)
@@ -295,11 +311,13 @@ def _chosen(section: Any, given: EvolveSection) -> Any:
         changes["include"] = given.include
     if given.exclude:
         changes["exclude"] = (*section.exclude, *given.exclude)
+
     if isinstance(section, MCPServerSection):
         if given.outcome is not None:
             changes["outcome"] = given.outcome
         if section.url is not None and given.tasks.worlds > 1:
             changes["send_task"] = True
+
     return section.model_copy(update=changes)
 
 

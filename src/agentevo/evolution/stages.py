@@ -34,20 +34,25 @@ def stages_of(
     tasks` for further ones, the command's name first, which lack --seed, --after and --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
+
     stages: dict[str, Any] = {}
     shown = section.demonstrations
     if shown.source == "attempts":
         stages["try"] = {"kind": "sample", "config": {"trainer": {"steps": shown.steps}}}
+
     if shown.source == "teacher":
         options = {"player": shown.teacher, "tasks": [str(folder / TRAIN)], "attempts": shown.tries}
         stages["try"] = {"kind": "evaluate", "options": options}
+
     if "try" in stages:
         stages["choose"] = {"kind": "filter", "options": {"source": "${stages.try.folder}"}}
+
     if shown.source != "none":
         is_calls = shown.source == "calls"
         file = str(folder / DEMONSTRATIONS) if is_calls else "${stages.choose.file}"
         config = sources.overlay({"data": {"train": file}}, shown.config)
         stages["show"] = {"kind": "sft", "config": config}
+
     stages = {name: one for name, one in stages.items() if name not in section.skip}
     begin = "stages.show.checkpoint" if "show" in stages else first
     inner = dict[str, Any]()
@@ -57,6 +62,7 @@ def stages_of(
         if section.rounds > 1:
             gain = {"rounds_without_gain": section.patience, "min_gain": section.min_gain}
             stages["improve"]["stop"] = gain
+
     lora = model.get("lora") if isinstance(model, Mapping) else None
     is_merged = bool(lora) if section.merge is None else section.merge
     last = last_model(stages)
@@ -64,6 +70,7 @@ def stages_of(
         stages["merge"] = {"kind": "merge", "options": {"source": f"${{{last}}}"}}
         if "prompts" in inner:  # a merge knows of no texts, with which its model was trained
             stages["merge"]["measure"] = False
+
     return stages
 
 
@@ -78,6 +85,7 @@ def _round(
     search = section.prompts.attempts > 0 and "prompts" not in section.skip
     if search:
         config["agent"] = {"texts": f"${{previous.prompts.file|{folder / TEXTS}}}"}
+
     inner: dict[str, Any] = {"rl": {"kind": "train", "model": model, "config": config}}
     if search:
         given = {**config, "optimize": {"attempts": section.prompts.attempts}}
@@ -86,19 +94,28 @@ def _round(
             "model": "${stages.rl.checkpoint}",
             "config": sources.overlay(given, section.prompts.config),
         }
+
     if more_tasks:
         inner["more"] = {
             "kind": "command",
             "options": {
                 "run": [
-                    *("agentevo", "tasks", words[0], "--out", "${stage.folder}/made"),
-                    *("--after", "${stages.rl.folder}", "--seed", "${round}"),
+                    "agentevo",
+                    "tasks",
+                    words[0],
+                    "--out",
+                    "${stage.folder}/made",
+                    "--after",
+                    "${stages.rl.folder}",
+                    "--seed",
+                    "${round}",
                     *words[1:],
                 ],
                 "file": f"made/{TRAIN}",
             },
             "when": f"${{round}} < {section.rounds}",
         }
+
     return inner
 
 

@@ -74,7 +74,8 @@ class Answer:
             else chat.parser.stream(opening=opening, tools=request.tools, calls=bool(request.tools))
         )
         self._echo = echo
-        self._request, self._chat = request, chat
+        self._request = request
+        self._chat = chat
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
@@ -97,7 +98,8 @@ class Answer:
         return self._taken([*rest, *(self._parse.finish() if self._parse else ())])
 
     def _read(self, text: str) -> Iterable[Delta]:
-        text, self._echo = self._echo + text, ""
+        text = self._echo + text
+        self._echo = ""
         if self._parse is not None:
             return self._parse.feed(text)
         return [ContentDelta(text)] if text else []
@@ -188,14 +190,19 @@ class Answer:
                     self.num_malformed += 1
                     self._content.append(malformed.text)
                     pieces.append(ContentDelta(malformed.text))
+
         return pieces
 
     def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
         """More of the arguments that a listener may be told."""
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._held = ""
         if text.endswith("}") and not whole:
-            text, self._held = text[:-1], "}"
+            text = text[:-1]
+            self._held = "}"
+
         if not text:
             return []
+
         self._arguments[index].append(text)
         return [ArgumentsDelta(index, text)]

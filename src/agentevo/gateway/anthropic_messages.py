@@ -47,10 +47,27 @@ from agentevo.types import Message, ToolCall
 SIGNATURE = "agentevo"
 """Of every thought: many clients keep only those that are signed. Nobody checks it."""
 _KNOWN = {
-    *("messages", "model", "system", "max_tokens", "stop_sequences", "stream", "tools"),
-    *("tool_choice", "temperature", "top_k", "top_p", "thinking", "metadata", "service_tier"),
-    *("cache_control", "inference_geo", "speed", "diagnostics", "output_config"),
-    *("context_management", "user_profile_id"),
+    "messages",
+    "model",
+    "system",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "tools",
+    "tool_choice",
+    "temperature",
+    "top_k",
+    "top_p",
+    "thinking",
+    "metadata",
+    "service_tier",
+    "cache_control",
+    "inference_geo",
+    "speed",
+    "diagnostics",
+    "output_config",
+    "context_management",
+    "user_profile_id",
 }
 _ERRORS = {
     401: "authentication_error",
@@ -76,9 +93,11 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
             f"max_tokens is {shown(body.get('max_tokens'))}: give a whole number from 1; this API "
             "has no default"
         )
+
     stops = body.get("stop_sequences")
     if stops is not None and not isinstance(stops, list):
         raise BadRequestError(f"stop_sequences is {shown(stops)}: give a list of texts")
+
     return _request(
         body,
         overrides=sampling_of(body, max_tokens=("max_tokens",), stop="stop_sequences"),
@@ -94,12 +113,16 @@ def counted_of(body: Mapping[str, Any]) -> ModelRequest:
 def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
     if body.get("thread") is not None:
         raise Refusal("threads are not supported: send the whole history", code=NO_THREADS)
+
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a message that this gateway knows")
+
     _check_configuration(body)
     schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")
-    choice, tools = _choice(body), _tools(body)
+    choice = _choice(body)
+    tools = _tools(body)
+
     return ModelRequest(
         prompt=prompt_of(body),
         tools=tools if tools and choice.may_call else None,
@@ -133,7 +156,9 @@ def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _choice(body: Mapping[str, Any]) -> Choice:
     """What this API's tool_choice says."""
     choice = _fields(body, "tool_choice")
-    kind, name = choice.get("type", "auto"), choice.get("name")
+    kind = choice.get("type", "auto")
+    name = choice.get("name")
+
     parallel = not boolean(choice, "disable_parallel_tool_use")
     if kind in ("auto", "none"):
         return Choice(kind=kind, parallel=parallel)
@@ -141,6 +166,7 @@ def _choice(body: Mapping[str, Any]) -> Choice:
         return Choice(kind="required", parallel=parallel)
     if kind == "tool" and isinstance(name, str) and name:
         return Choice(kind="required", tool=name, parallel=False)
+
     raise Refusal(
         f"tool_choice {shown(dict(choice))} is not supported: its type is auto, none, any, or tool "
         "with a name"
@@ -155,18 +181,22 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise BadRequestError(f"{where} has no name")
+
     kind = tool.get("type") or "custom"
     if kind != "custom":
         raise Refusal(
             f"{where} is of type {shown(kind)}, which Anthropic's servers run: give a tool of your "
             'own with "name", "description" and "input_schema"'
         )
+
     for key in ("defer_loading", "input_examples"):
         if tool.get(key):
             raise Refusal(f"{where}: {key} is not supported: leave it out")
+
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):
         raise BadRequestError(f"{where}: input_schema is {shown(schema)}: give a JSON schema")
+
     described = {"description": tool["description"]} if tool.get("description") else {}
     strict = {} if tool.get("strict") is None else {"strict": tool["strict"]}
     return {
@@ -180,6 +210,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise BadRequestError("messages is a list with at least one message")
+
     system = _text(body["system"], "system") if body.get("system") else ""
     messages = [Message("system", system)] if system else []
     names: dict[str, str] = {}
@@ -197,11 +228,13 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
             messages.append(Message("system", _text(content, f"{where}.content")))
         else:
             raise BadRequestError(f"{where} has the role {shown(role)}: use user or assistant")
+
     if messages[-1].role == "assistant":
         raise Refusal(
             "the last message is the assistant's: the policy can't go on from a beginning that it "
             "has not said; end with a message of role user"
         )
+
     return messages
 
 
@@ -221,8 +254,10 @@ def _user(content: Any, where: str, names: Mapping[str, str]) -> list[Message]:
             if boolean(block, "is_error"):
                 result = f"Error: {result}"
             messages.append(Message("tool", result, tool_call_id=call, name=names.get(call)))
+
     if not messages and texts is None:
         raise BadRequestError(f"{where}.content is empty: give a text or a list of blocks")
+
     return messages if texts is None else [*messages, Message("user", "".join(texts))]
 
 
@@ -239,11 +274,13 @@ def _assistant(content: Any, where: str) -> Message:
             calls.append(_call(block, place))
         elif kind != "redacted_thinking":  # nobody can read it; the recorded turn has its thought
             raise _no_place(kind, place)
+
     return Message("assistant", "".join(texts), tuple(calls), reasoning="".join(thoughts) or None)
 
 
 def _call(block: Mapping[str, Any], where: str) -> ToolCall:
-    given, name = block.get("input"), _field(block, "name", where)
+    given = block.get("input")
+    name = _field(block, "name", where)
     if not name or not isinstance(given, Mapping):
         raise BadRequestError(f"{where} needs a name and, as its input, an object")
     return ToolCall(name, json.dumps(given, ensure_ascii=False), _field(block, "id", where))
@@ -264,9 +301,11 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any], 
     if isinstance(content, str):
         yield "text", {"text": content}, where
         return
+
     if not isinstance(content, list):
         kind = "missing" if content is None else shown(content)
         raise BadRequestError(f"{where} is {kind}: give a text or a list of blocks")
+
     for number, block in enumerate(content):
         place = f"{where}.{number}"
         of_type = block.get("type") if isinstance(block, Mapping) else None
@@ -296,6 +335,7 @@ def _answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, A
         content.append({"type": "thinking", "thinking": reply.reasoning, "signature": SIGNATURE})
     if reply.content:
         content.append({"type": "text", "text": reply.content})
+
     content += [
         {**_tool_use(call), "input": msgspec.Raw(call.arguments.encode())}
         for call in reply.tool_calls
@@ -339,6 +379,7 @@ class Stream:
                     events.append(self._delta("input_json_delta", partial_json=text))
                 case CallFinished() | CallBroken():
                     events += self._close()
+
         return events
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
@@ -366,6 +407,7 @@ class Stream:
         """Ends the block that goes on."""
         if self._open is None:
             return []
+
         signed = self._open == "thinking"
         events = [self._delta("signature_delta", signature=SIGNATURE)] if signed else []
         events.append({"type": "content_block_stop", "index": self._num_blocks})
@@ -421,6 +463,7 @@ def _error(refusal: Refusal) -> dict[str, Any]:
     }
     if refusal.code == NO_THREADS:
         named["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+
     return {"type": "error", "error": named}
 
 

@@ -94,15 +94,20 @@ class Routes:
         requests_per_s: float = 0.0,
         more_page: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._sessions, self._model = sessions, model
-        self._timeout_s, self._max_body = timeout_s, max_body
-        self._rate, self._more_page = RateLimit(requests_per_s), more_page
+        self._sessions = sessions
+        self._model = model
+        self._timeout_s = timeout_s
+        self._max_body = max_body
+        self._rate = RateLimit(requests_per_s)
+        self._more_page = more_page
         self._started_at = int(time.time())
         self._metrics = DoorMetrics()
         self._hot = {api.path: self._route(api) for api in APIS}
         self.app = FastAPI(title="AgentEvo gateway", version=agentevo.__version__, openapi_url=None)
+
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             self._add_apis(prefix, on_page=prefix == "/v1")
+
         told = openapi.describe("/reward", "A reward of the attempt")
         self.app.post("/s/{key}/reward", **told)(self._reward)
         self.app.get("/health")(self._health)
@@ -113,9 +118,11 @@ class Routes:
         for path, endpoint in self._hot.items():
             told = openapi.describe(path, f"A completion: {path}", events=True)
             self.app.post(prefix + path, include_in_schema=on_page, **told)(endpoint)
+
         count = anthropic_messages.COUNT_PATH
         told = openapi.describe(count, "Tokens of a prompt")
         self.app.post(prefix + count, include_in_schema=on_page, **told)(self._count_tokens)
+
         kept = f"{prefix}{responses.API.path}/{{response_id}}"
         for method, path, summary, about in KEPT:
             self.app.add_api_route(
@@ -125,6 +132,7 @@ class Routes:
                 include_in_schema=on_page,
                 **openapi.of_kept(summary),
             )
+
         models = self.app.get(
             prefix + "/models", include_in_schema=on_page, **openapi.keyed("The models")
         )
@@ -135,6 +143,7 @@ class Routes:
         no key is a stranger, and does not stay."""
         if scope["type"] != "http":
             return
+
         connection: Connection = scope["state"]["connection"]
         session = self._find_in(scope)
         scope["state"]["session"] = session
@@ -143,6 +152,7 @@ class Routes:
             response = _refused(refusal, _api_at(scope["path"]))
             await response(scope, receive, send)
             return
+
         try:
             path = self._hot_path(scope)
             if path is None:
@@ -165,7 +175,8 @@ class Routes:
         return path if path in self._hot else None
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, begun = self._metrics, time.perf_counter()
+        metrics = self._metrics
+        begun = time.perf_counter()
         metrics.num_under_way += 1
         try:
             response = await self._hot[path](Request(scope, receive))
@@ -194,6 +205,7 @@ class Routes:
         asked = api.request_of(body, session.memory)
         if asked.stream:
             return await self._streamed(api, session, asked, delivery, client)
+
         try:
             with self._awaited(
                 session.submit(session.complete(asked, delivery)),
@@ -201,11 +213,13 @@ class Routes:
                 *session.wait_of(asked.model, self._timeout_s),
             ) as awaited:
                 replies = await awaited.result()
+
             self._metrics.count_tokens(replies)
             content = msgspec.json.encode(api.answer(asked, replies))
         except BaseException:
             session.lose(delivery)
             raise
+
         return WholeAnswer(content, delivery, session)
 
     async def _streamed(
@@ -273,6 +287,7 @@ class Routes:
             session = self._session(request)
         except Refusal as refusal:
             return _refused(refusal, APIS[0])
+
         about = {"object": "model", "created": self._started_at, "owned_by": "agentevo"}
         names = [
             *(list(filter(None, session.conversations)) or [self._model]),
@@ -329,6 +344,7 @@ class Routes:
                 or headers.get(b"x-api-key")
                 or (bearer.strip() if scheme.lower() == b"bearer" else b"")
             ).decode("latin-1")
+
         return self._sessions.get(key) if key else None
 
 

@@ -29,6 +29,7 @@ async def json_body(
     too_long = Refusal(f"the body is longer than {max_bytes} bytes ({of}): send less", status=413)
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_long
+
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
@@ -37,14 +38,18 @@ async def json_body(
                     raise too_long
     except TimeoutError:
         raise Refusal(f"the body has not come within {BODY_S:g} s", status=408) from None
+
     if may_be_empty and not body:
         return {}
+
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Refusal(f"the body is no JSON: {error}") from error
+
     if not isinstance(value, dict):
         raise Refusal("the body is no JSON object")
+
     return value
 
 

@@ -48,8 +48,10 @@ class Bridge:
     """See the module. Made on the sampler's loop."""
 
     def __init__(self, gateway: asyncio.AbstractEventLoop) -> None:
-        self._gateway, self._sampler = gateway, asyncio.get_running_loop()
-        self._to_gateway, self._to_sampler = Mailbox(gateway), Mailbox(self._sampler)
+        self._gateway = gateway
+        self._sampler = asyncio.get_running_loop()
+        self._to_gateway = Mailbox(gateway)
+        self._to_sampler = Mailbox(self._sampler)
 
     @property
     def sampler(self) -> asyncio.AbstractEventLoop:
@@ -76,6 +78,7 @@ class Bridge:
         except RuntimeError:
             work.close()
             raise
+
         crossing.answer.add_done_callback(crossing.give_up)
         return crossing.answer
 
@@ -84,7 +87,8 @@ class _Crossing:
     """One piece of work on its way."""
 
     def __init__(self, answer: asyncio.Future[Any], bridge: Bridge) -> None:
-        self.answer, self._bridge = answer, bridge
+        self.answer = answer
+        self._bridge = bridge
         self._task: asyncio.Task[None] | None = None
         self._is_answered = False
 

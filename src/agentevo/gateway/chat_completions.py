@@ -39,19 +39,45 @@ DONE: Event = {}
 _IGNORED_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
 """What OpenAI's answers have and clients send back; they must say nothing."""
 _KNOWN = {
-    *("messages", "model", "tools", "tool_choice", "parallel_tool_calls", "n", "stream"),
-    *(
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-    ),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "response_format"),
-    *("max_completion_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logit_bias", "user", "store", "metadata", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"),
-    *("chat_template_kwargs", "functions", "function_call", "modalities", "prediction"),
+    "messages",
+    "model",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "n",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "max_tokens",
+    "response_format",
+    "max_completion_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "verbosity",
+    "chat_template_kwargs",
+    "functions",
+    "function_call",
+    "modalities",
+    "prediction",
 }
 
 
@@ -60,16 +86,22 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
+
     no_other_service(body)
-    wanted, choice = body.get("response_format"), choice_of(body)
+    wanted = body.get("response_format")
+    choice = choice_of(body)
     schema = schema_of(wanted, "response_format")
     tools = tools_of(tools_in(body))
+
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options is an object")
-    logprobs, top_logprobs = boolean(body, "logprobs"), top_logprobs_of(body, "top_logprobs")
+
+    logprobs = boolean(body, "logprobs")
+    top_logprobs = top_logprobs_of(body, "top_logprobs")
     if top_logprobs and not logprobs:
         raise Refusal("top_logprobs goes with logprobs: true", param="top_logprobs")
+
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
         tools=tools if tools and choice.may_call else None,
@@ -99,17 +131,21 @@ def prompt_of(messages: Any) -> list[Message]:
 def _plain(message: Any, number: int) -> Any:
     if not isinstance(message, Mapping):
         return message  # refused with its number
+
     for key in _IGNORED_MESSAGE_KEYS:
         if message.get(key):
             raise BadRequestError(
                 f"message {number} has {key!r}, for which no chat template has a place: leave it "
                 "out"
             )
+
     plain = {key: value for key, value in message.items() if key in MESSAGE_KEYS or value}
     for key in _IGNORED_MESSAGE_KEYS:
         plain.pop(key, None)
+
     if plain.get("role") == "developer":
         plain["role"] = "system"
+
     return plain
 
 
@@ -151,8 +187,10 @@ class Stream:
                 last["choices"][0] |= _token_ids(reply)
                 last["prompt_token_ids"] = reply.prompt_ids
             events.append(last)
+
         if self._request.include_usage:
             events.append({**self._head, "choices": [], "usage": usage(replies)})
+
         return [*events, DONE]
 
     def failed(self, refusal: Refusal) -> list[Event]:
@@ -194,10 +232,8 @@ def error(refusal: Refusal) -> dict[str, Any]:
 
 def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
     """Tokens of the prompt, which is counted once, and of all completions."""
-    prompt, completion = (
-        replies[0].prompt.num_tokens,
-        sum(reply.num_completion_tokens for reply in replies),
-    )
+    prompt = replies[0].prompt.num_tokens
+    completion = sum(reply.num_completion_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -225,6 +261,7 @@ def _choice(request: ModelRequest, number: int, reply: ModelReply) -> dict[str, 
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in reply.tool_calls]
+
     return {
         "index": number,
         "message": message,

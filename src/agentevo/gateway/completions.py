@@ -30,9 +30,28 @@ from agentevo.models.tool_calls import ContentDelta
 MAX_PROMPTS = 256
 """Of one request."""
 _KNOWN = {
-    *("prompt", "model", "n", "best_of", "echo", "suffix", "logprobs", "stream", "stream_options"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "return_token_ids"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "user"),
+    "prompt",
+    "model",
+    "n",
+    "best_of",
+    "echo",
+    "suffix",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "max_tokens",
+    "return_token_ids",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "user",
 }
 
 
@@ -41,21 +60,26 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a completion that this gateway knows")
+
     no_other_service(body)
     n = whole_number(body, "n", 1)
     if body.get("suffix"):
         raise Refusal("suffix is not supported: the policy goes on behind its prompt alone")
     if whole_number(body, "best_of", n) != n:
         raise Refusal("best_of is not supported: leave it out, and choose among n yourself")
-    logprobs, echo = top_logprobs_of(body, "logprobs", -1), boolean(body, "echo")
+
+    logprobs = top_logprobs_of(body, "logprobs", -1)
+    echo = boolean(body, "echo")
     if logprobs >= 0 and echo:
         raise Refusal(
             "logprobs with echo is not supported: the engine has no log-probs of a prompt; ask "
             "for one of the two"
         )
+
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options is an object")
+
     prompt, *more = prompts_of(body.get("prompt"))
     return ModelRequest(
         prompt=prompt,
@@ -77,15 +101,18 @@ def prompts_of(value: Any) -> list[str | list[int]]:
     """A text, several, a prompt's token ids, or those of several prompts."""
     if isinstance(value, str):
         return [value]
+
     if isinstance(value, list) and value:
         if all(map(_is_id, value)):
             return [value]
         if len(value) > MAX_PROMPTS:
             raise Refusal(f"{len(value)} prompts in one request: send at most {MAX_PROMPTS}")
+
         if all(isinstance(prompt, str) for prompt in value) or all(
             isinstance(prompt, list) and prompt and all(map(_is_id, prompt)) for prompt in value
         ):
             return value
+
     raise BadRequestError(
         f"prompt is {shown(value)}: give a text, a list of texts, token ids, or a list of lists of "
         "token ids, none of them empty"
@@ -108,7 +135,8 @@ class Stream:
     """See api.Stream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
-        self._request, self._head = request, _head(request)
+        self._request = request
+        self._head = _head(request)
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         return []
@@ -160,12 +188,14 @@ def _choice(
     }
     if reply is not None and request.logprobs:
         choice["logprobs"] = _logprobs(request, reply)
+
     if reply is not None and request.token_ids:
         choice |= {
             "token_ids": list(reply.turn.completion_ids),
             "versions": list(reply.turn.versions),
             "prompt_token_ids": reply.prompt_ids,
         }
+
     return choice
 
 
@@ -178,6 +208,7 @@ def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
         top.append({})
         for one in (*drawn.alternatives, drawn):  # of two with one name the likelier
             top[-1].setdefault(_name(one), one.logprob)
+
     return {
         "tokens": list(map(_name, reply.tokens)),
         "token_logprobs": [drawn.logprob for drawn in reply.tokens],

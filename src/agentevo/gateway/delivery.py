@@ -37,7 +37,10 @@ class Awaited(Generic[T]):
     def __init__(
         self, work: asyncio.Future[T], client: Connection, within_s: float, who: str
     ) -> None:
-        self._work, self._client, self._within_s, self._who = work, client, within_s, who
+        self._work = work
+        self._client = client
+        self._within_s = within_s
+        self._who = who
         self._error: Exception | None = None
 
     def __enter__(self) -> Self:
@@ -71,6 +74,7 @@ class Awaited(Generic[T]):
         except asyncio.CancelledError:
             if self._error is None:
                 raise
+
         if self._error is not None:
             raise self._error
         return result
@@ -118,7 +122,8 @@ class Heard:
 
     def take(self) -> list[tuple[int, list[Piece]]]:
         """Number and pieces of completions, texts that follow one another in one piece."""
-        taken, self._pieces = self._pieces, []
+        taken = self._pieces
+        self._pieces = []
         joined: dict[int, list[Piece]] = {}
         for number, pieces in taken:
             joined.setdefault(number, []).extend(pieces)
@@ -136,6 +141,7 @@ def _joined(pieces: list[Piece]) -> Iterable[Piece]:
             yield _with(last, texts)
         last = piece
         texts = [piece.text] if isinstance(piece, _TEXTS) else []
+
     if last is not None:
         yield _with(last, texts)
 
@@ -154,7 +160,8 @@ class WholeAnswer(Response):
 
     def __init__(self, content: bytes, delivery: Delivery, session: Session) -> None:
         super().__init__(content, headers=delivery.headers, media_type="application/json")
-        self._delivery, self._session = delivery, session
+        self._delivery = delivery
+        self._session = session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_delivered = False
@@ -187,8 +194,12 @@ class EventStream(Response):
         super().__init__(headers=delivery.headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self._api, self._heard, self._awaited = api, heard, awaited
-        self._delivery, self._session, self._count = delivery, session, count
+        self._api = api
+        self._heard = heard
+        self._awaited = awaited
+        self._delivery = delivery
+        self._session = session
+        self._count = count
         self._stream = api.stream(asked)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,6 +215,7 @@ class EventStream(Response):
                 await tell(_part(events + self._news(), more=True))
                 events = b""
                 await self._heard.wait()
+
             events += self._news()
             await tell(_part(events + self._encoded(await self._end()), more=True))
             is_delivered = await _end_of(scope, send)

@@ -70,12 +70,15 @@ def sampling_of(
     }
     if given.get("top_k") == -1:  # vLLM's word for all tokens
         given["top_k"] = 0
+
     limit = next((body[key] for key in max_tokens if body.get(key) is not None), None)
     if limit is not None:
         given["max_new_tokens"] = limit
+
     penalties = penalties_of(body)
     if penalties is not None:
         given["penalties"] = penalties
+
     texts = body.get(stop)
     return overrides_of(given, texts if texts else None)
 
@@ -88,14 +91,17 @@ def penalties_of(body: Mapping[str, Any]) -> Penalties | None:
         if body.get(key) is not None:
             given[name] = _number(body[key], key)
             _refuse(Penalties(**{name: given[name]}).problem, key)
+
     biases = body.get("logit_bias") or {}
     if not isinstance(biases, Mapping):
         raise BadRequestError(f"logit_bias is {shown(biases)}: give an object of ids and numbers")
+
     pairs = []
     for token, bias in biases.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise BadRequestError(f"logit_bias has the key {shown(token)}: give ids of tokens")
         pairs.append((int(token), _number(bias, f"logit_bias of {token}")))
+
     given["logit_bias"] = tuple(sorted(pairs))
     _refuse(Penalties(logit_bias=given["logit_bias"]).problem, "logit_bias")
     return Penalties(**given).or_none
@@ -127,12 +133,14 @@ def schema_of(form: Any, key: str) -> Schema | None:
         return None
     if isinstance(form, Mapping) and kind == "json_object":
         return ANY_OBJECT
+
     if isinstance(form, Mapping) and kind == "json_schema":
         inner = form.get("json_schema")  # of chat completions alone
         schema = inner.get("schema") if isinstance(inner, Mapping) else form.get("schema")
         if not isinstance(schema, Mapping | bool):
             raise BadRequestError(f"{key}: the schema is {shown(schema)}: give a JSON schema")
         return schema
+
     raise Refusal(
         f"{key} {shown(kind)} is not supported: use text, json_object or json_schema", param=key
     )
@@ -150,11 +158,13 @@ def choice_of(body: Mapping[str, Any]) -> Choice:
     choice: Any = body.get("tool_choice") or "auto"
     if choice in ("auto", "none", "required"):
         return Choice(kind=choice, parallel=parallel)
+
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         inner = choice.get("function")  # of chat completions alone
         name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
         if isinstance(name, str) and name:
             return Choice(kind="required", tool=name, parallel=False)
+
     raise Refusal(
         f'tool_choice {shown(choice)} is not supported: use "auto", "none", "required" or a '
         "function by its name",

@@ -65,11 +65,15 @@ class Gateway:
     ) -> None:
         """`listener` is where it listens, and `tls` how it encrypts; without a listener the section
         says where."""
-        self._listener, self._tls = listener, tls
+        self._listener = listener
+        self._tls = tls
         self.in_front: InFront | None = None
         """Set before it listens."""
-        self._section, self._model, self._timeout_s = section, model, timeout_s
-        self._note, self._noted = note, False
+        self._section = section
+        self._model = model
+        self._timeout_s = timeout_s
+        self._note = note
+        self._noted = False
         self._sessions: dict[str, Session] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,6 +148,7 @@ class Gateway:
             target=lambda: asyncio.run(self._serve(started)), name="agentevo-gateway", daemon=True
         )
         self._thread.start()
+
         try:
             self._base = started.result(START_S)
         except BaseException as error:
@@ -153,7 +158,8 @@ class Gateway:
             raise
 
     async def _serve(self, started: Future[str]) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         async with AsyncExitStack() as stack:
             try:
                 started.set_result(await self._listen(stack))
@@ -173,6 +179,7 @@ class Gateway:
                 f"agents that bring a client of their own need the package {missing.name!r}: pip "
                 "install 'agentevo[serve]'"
             ) from missing
+
         front = self.in_front
         routes = Routes(
             self._sessions,
@@ -182,6 +189,7 @@ class Gateway:
             requests_per_s=self._section.requests_per_s,
             more_page=None if front is None else front.page,
         )
+
         listener = self._listener
         if listener is None:
             listener = open_socket(self._section.host, self._section.port)
@@ -204,4 +212,5 @@ class Gateway:
                 **settings,
             )
         )
+
         return url_of(listener, encrypted=self._tls is not None)

@@ -57,6 +57,7 @@ def found(memory: Memory, name: str) -> KeptResponse:
             status=404,
             param="response_id",
         )
+
     return kept
 
 
@@ -72,12 +73,16 @@ def forget(memory: Memory, name: str) -> dict[str, Any]:
 def input_items(memory: Memory, name: str, query: Mapping[str, str]) -> dict[str, Any]:
     """A list of what it was asked, the newest first unless `order` is asc; `after` an item, and
     `limit` of them. Raises Refusal."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    order = query.get("order", "desc")
+    limit = query.get("limit", "20")
+    after = query.get("after")
+
     is_count = limit.isascii() and limit.isdigit() and len(limit) < 4
     if not is_count or not 1 <= int(limit) <= MAX_LISTED:
         raise Refusal(f"limit is {shown(limit)}: give 1 to {MAX_LISTED}", param="limit")
     if order not in ("asc", "desc"):
         raise Refusal(f"order is {shown(order)}: give asc or desc", param="order")
+
     items: Sequence[dict[str, Any]] = found(memory, name).asked
     items = items if order == "asc" else items[::-1]
     if after is not None:
@@ -85,6 +90,7 @@ def input_items(memory: Memory, name: str, query: Mapping[str, str]) -> dict[str
         if place is None:
             raise Refusal(f"there is no item {shown(after)}: give an id of the list", param="after")
         items = items[place + 1 :]
+
     listed = items[: int(limit)]
     return {
         "object": "list",

@@ -166,6 +166,7 @@ def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]
     answer = {"application/json": {"schema": OBJECT}}
     if events:
         answer["text/event-stream"] = {"schema": TEXT}
+
     body = {"application/json": {"schema": BODIES[path]}}
     key = {"name": "key", "in": "path", "required": True, "schema": TEXT}
     return {

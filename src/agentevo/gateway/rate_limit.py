@@ -35,7 +35,8 @@ class RateLimit:
     """See the module. `per_s` of 0 is no limit."""
 
     def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s, self._clock = per_s, clock
+        self._per_s = per_s
+        self._clock = clock
         self._refill_s = max(1.0, 1.0 / per_s) if per_s else 0.0
         """From empty to full: a bucket holds at least one request."""
         self._addresses: OrderedDict[str, Allowance] = OrderedDict()
@@ -44,6 +45,7 @@ class RateLimit:
         """One request more. Raises Refusal where that is too many."""
         if not self._per_s:
             return
+
         now = self._clock()
         full_at = max(allowance.full_at, now) + 1.0 / self._per_s
         if (wait_s := full_at - now - self._refill_s) > 1e-9:
@@ -55,6 +57,7 @@ class RateLimit:
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
             )
+
         allowance.full_at = full_at
 
     def take_wrong_key(self, address: str) -> None:

@@ -32,7 +32,10 @@ class Refusal(AgentEvoError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code, self.param = status, kind, code, param
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
         self.retry_after_s = retry_after_s
 
 
@@ -51,11 +54,14 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(str(error) or "no answer in time", status=504, kind="timeout_error")
     if isinstance(error, EngineUnavailableError):
         return Refusal(str(error), status=503, kind="server_error")
+
     if isinstance(error, RemoteModelError):  # 424: asked often enough, so clients don't again
         code = "budget_exceeded" if isinstance(error, BudgetExceededError) else ""
         return Refusal(str(error), status=424, kind="server_error", code=code)
+
     if isinstance(error, asyncio.CancelledError):
         return Refusal(
             "the attempt was broken off", status=409, kind="invalid_request_error", code="cancelled"
         )
+
     return Refusal(f"{type(error).__name__}: {error}", status=500, kind="server_error")

@@ -37,6 +37,7 @@ async def completed_remotely(
             f"{request.model} is a remote model, whose tokens nobody here knows: send messages, "
             "and leave out token ids and log-probs"
         )
+
     told: set[tuple[int, type]] = set()
 
     def pass_on(number: int, delta: ContentDelta | ReasoningDelta) -> None:
@@ -57,11 +58,13 @@ async def completed_remotely(
     )
     delivery.remote_turns = [turn.index for turn in turns]
     delivery.prompt = PromptSize(turns[0].prompt_tokens, turns[0].cached_tokens)
+
     replies = [_reply(turn) for turn in turns]
     for number, reply in enumerate(replies):
         pieces = [piece for piece in _pieces(reply) if (number, type(piece)) not in told]
         if hear is not None and pieces:
             hear(number, pieces)
+
     return replies
 
 
@@ -96,6 +99,7 @@ def _pieces(reply: ModelReply) -> list[Piece]:
         pieces.append(ReasoningDelta(reply.reasoning))
     if reply.content:
         pieces.append(ContentDelta(reply.content))
+
     for number, call in enumerate(reply.tool_calls):
         pieces += whole_call(number, call)
     return pieces

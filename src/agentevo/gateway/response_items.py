@@ -76,6 +76,7 @@ class _Drafts:
             elif last is self.all[-1] and last.takes(kind):
                 last.answer_id = last.answer_id or answer_id
                 return last
+
         self.last_answer = _Answer(answer_id)
         self.all.append(self.last_answer)
         return self.last_answer
@@ -88,6 +89,7 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
         return [Message("user", given)]
     if not isinstance(given, Sequence):
         raise BadRequestError("input is a text or a list of items")
+
     drafts = _Drafts()
     for number, value in enumerate(given, start=1):
         where = f"item {number} of input"
@@ -101,6 +103,7 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
             drafts.last_answer = None
         else:
             _add(drafts.answer_of(item, kind), item, kind, where)
+
     return messages_of(
         [draft.as_message if isinstance(draft, _Answer) else draft for draft in drafts.all]
     )
@@ -110,6 +113,7 @@ def _checked(value: Any, where: str, memory: Memory) -> dict[str, Any]:
     """The item with its type."""
     if not isinstance(value, Mapping):
         raise BadRequestError(f"{where} is {shown(value)}: give an object with a type")
+
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "item_reference":
         kept = memory.find(str(value.get("id")))
@@ -120,23 +124,28 @@ def _checked(value: Any, where: str, memory: Memory) -> dict[str, Any]:
                 status=404,
                 param="input",
             )
+
         return kept
+
     keys = _KEYS.get(kind) if isinstance(kind, str) else None
     if keys is None:
         raise BadRequestError(
             f"{where} is of type {shown(kind)}: the policy knows {', '.join(_KEYS)}"
         )
+
     unknown = [key for key in value if key not in {*keys, "type", "id", "status"} and value[key]]
     if unknown:
         raise BadRequestError(
             f"{where} has {unknown[0]!r}, which no chat template has a place for: leave it out"
         )
+
     if kind == "message" and (
         not isinstance(value.get("role"), str) or value["role"] not in _ROLES
     ):
         raise BadRequestError(
             f"{where} has the role {shown(value.get('role'))}: use {', '.join(_ROLES)}"
         )
+
     return {**value, "type": kind}
 
 
@@ -176,6 +185,7 @@ def _text(content: Any, kinds: Sequence[str], where: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise BadRequestError(f"{where} has no content: give a text or a list of parts")
+
     texts = []
     for number, part in enumerate(content, start=1):
         kind = part.get("type") if isinstance(part, Mapping) else part
@@ -185,5 +195,7 @@ def _text(content: Any, kinds: Sequence[str], where: str) -> str:
                 f"part {number} of {where} is {shown(kind)}: the policy reads texts alone, as "
                 f'{{"type": "{kinds[0]}", "text": ...}}'
             )
+
         texts.append(text)
+
     return "".join(texts)

@@ -69,10 +69,25 @@ _ECHOED: dict[str, Any] = {
 """What an answer says again of its request, and what it is where the request says nothing."""
 _KNOWN = {
     *_ECHOED,
-    *("input", "model", "stream", "stream_options", "include", "background"),
-    *("prompt_cache_retention", "prompt_cache_options", "return_token_ids"),
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    "input",
+    "model",
+    "stream",
+    "stream_options",
+    "include",
+    "background",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "return_token_ids",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
 }
 _SCHEMA_KEYS = ("name", "description", "parameters", "strict")
 _TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
@@ -96,25 +111,32 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a response that this gateway knows")
+
     no_other_service(body)
     _no_other_service(body)
+
     echoed = {
         key: default if body.get(key) is None else body[key] for key, default in _ECHOED.items()
     }
     for key in ("text", "metadata"):
         if not isinstance(echoed[key], Mapping):
             raise BadRequestError(f"{key} is {shown(echoed[key])}: give an object")
+
     wanted = echoed["text"].get("format")
     schema = schema_of(wanted, "text.format")
     include = _included(body.get("include"))
+
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
         raise BadRequestError("instructions is a text")
+
     system = [Message("system", instructions)] if instructions else []
     history = _history(body, memory)
     if not system and not history:
         raise BadRequestError("input is empty: give a text or at least one item")
-    choice, tools = choice_of(body), _tools(tools_in(body))
+
+    choice = choice_of(body)
+    tools = _tools(tools_in(body))
     return ResponseRequest(
         prompt=[*system, *history],
         history=history,
@@ -148,9 +170,11 @@ def _included(include: Any) -> Sequence[Any]:
         return ()
     if not isinstance(include, Sequence) or isinstance(include, str):
         raise BadRequestError("include is a list")
+
     for name in include:
         if name not in _INCLUDED:
             raise Refusal(f"include {shown(name)} is not supported: the policy has no such output")
+
     return include
 
 
@@ -159,6 +183,7 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     name = body.get("previous_response_id")
     if name is None:
         return tuple(messages)
+
     kept = memory.find(name) if isinstance(name, str) else None
     if not isinstance(kept, KeptResponse):
         raise Refusal(
@@ -168,6 +193,7 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
             code="previous_response_not_found",
             param="previous_response_id",
         )
+
     return (*kept.history, *messages)
 
 
@@ -181,16 +207,20 @@ def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
                 f"tool {number} is {shown(kind)}: the policy has functions alone, as "
                 '{"type": "function", "name": ..., "parameters": {...}}'
             )
+
         unknown = [key for key in tool if key not in _TOOL_KEYS and tool[key]]
         if unknown:
             raise Refusal(f"tool {number} has {unknown[0]!r}, which is not supported: leave it out")
+
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise BadRequestError(
                 f"tool {number} has no name: write "
                 '{"type": "function", "name": ..., "parameters": {...}}'
             )
+
         function = {key: tool[key] for key in _SCHEMA_KEYS if tool.get(key) is not None}
         nested.append({"type": "function", "function": function})
+
     return tools_of(nested)
 
 
@@ -237,9 +267,12 @@ class _Output:
                 item = {"role": "assistant", "content": []}
             else:
                 item = {"summary": [], "content": []}
+
             events.append(self._begin("msg" if kind == "message" else "rs", kind, item))
             events.append(self._of_part("response.content_part.added", part=_part(kind, "")))
-            self._open, self._texts = kind, []
+            self._open = kind
+            self._texts = []
+
         self._texts.append(text)
         delta = {"delta": text, **({"logprobs": []} if kind == "message" else {})}
         return [*events, self._of_part(f"response.{_part_type(kind)}.delta", **delta)]
@@ -248,7 +281,8 @@ class _Output:
         events = self._close("completed")
         item = {"call_id": call.id, "name": call.name, "arguments": ""}
         events.append(self._begin("fc", "function_call", item))
-        self._open, self._texts = "function_call", []
+        self._open = "function_call"
+        self._texts = []
         return events
 
     def _argued(self, text: str) -> list[Event]:
@@ -259,13 +293,17 @@ class _Output:
         """The item that grows, if there is one, is done."""
         if self._open is None:
             return []
-        kind, text = self._open, "".join(self._texts)
+
+        kind = self._open
+        text = "".join(self._texts)
         self._open = None
+
         if kind == "function_call":
             self.items[-1] |= {"arguments": text, "status": status}
             whole = {"name": self.items[-1]["name"], "arguments": text}
             ended = [self._of_item("response.function_call_arguments.done", **whole)]
             return [*(ended if status == "completed" else ()), self._done()]
+
         self.items[-1] |= {"content": [_part(kind, text)], "status": status}
         said = {"text": text, **({"logprobs": []} if kind == "message" else {})}
         return [
@@ -313,8 +351,10 @@ class Stream:
 
     def __init__(self, request: ResponseRequest) -> None:
         answer_id = secrets.token_hex(24)
-        self._request, self._output = request, _Output(answer_id)
-        self._id, self._created_at = f"resp_{answer_id}", int(time.time())
+        self._request = request
+        self._output = _Output(answer_id)
+        self._id = f"resp_{answer_id}"
+        self._created_at = int(time.time())
         self._num_events = 0
 
     def begin(self, prompt: PromptSize) -> list[Event]:
@@ -343,13 +383,17 @@ class Stream:
 
     def whole(self, reply: ModelReply) -> dict[str, Any]:
         """The answer whose items are done; from now on it is kept."""
-        request, turn = self._request, reply.turn
+        request = self._request
+        turn = reply.turn
+
         texts = [item for item in self._output.items if item["type"] == "message"]
         if request.logprobs and texts:
             texts[-1]["content"][0]["logprobs"] = token_logprobs(reply)
+
         details = None
         if cut := reply.finish_reason == "length":
             details = {"reason": "max_output_tokens"}
+
         response = self._response(
             "incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
@@ -363,9 +407,11 @@ class Stream:
                 "versions": list(turn.versions),
                 "prompt_token_ids": reply.prompt_ids,
             }
+
         if request.memory is not None:
             said = Message("assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning)
             keep(request.memory, (*request.history, said), response, request.asked)
+
         return response
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -397,17 +443,20 @@ def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str,
     """The last state of the stream that says this reply: what it thought, said and called."""
     (reply,) = replies
     stream = Stream(request)
+
     pieces: list[Piece] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     pieces += [ContentDelta(reply.content)] if reply.content else []
     for index, call in enumerate(reply.tool_calls):
         pieces += whole_call(index, call)
+
     stream.pieces(0, pieces)
     response: dict[str, Any] = stream.end(replies)[-1]["response"]
     return response
 
 
 def _usage(reply: ModelReply) -> dict[str, Any]:
-    prompt, completion = reply.prompt.num_tokens, reply.num_completion_tokens
+    prompt = reply.prompt.num_tokens
+    completion = reply.num_completion_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": reply.prompt.num_cached, "cache_write_tokens": 0},

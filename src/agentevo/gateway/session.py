@@ -53,7 +53,8 @@ class Listening:
     right after it."""
 
     def __init__(self, answers: Sequence[Answer], hear: Hear) -> None:
-        self._answers, self._hear = answers, hear
+        self._answers = answers
+        self._hear = hear
         self._new: dict[int, list[int]] = {}
         """Completion -> its tokens that have not been passed on."""
         self._loop = asyncio.get_running_loop()
@@ -72,7 +73,8 @@ class Listening:
             self._hear(number, pieces)
 
     def _pass_on(self) -> None:
-        new, self._new = self._new, {}
+        new = self._new
+        self._new = {}
         for number, ids in new.items():
             self.tell(number, self._answers[number].add(ids))
 
@@ -95,7 +97,8 @@ class Session:
         from, and not the recipe. `key` is drawn at random unless it is given. `remote`: of the
         models that a client may name in place of the policy; `remote_agents`: agents that are such
         a model's, and which; that of no name is the policy."""
-        self.remote, self.remote_agents = remote, remote_agents
+        self.remote = remote
+        self.remote_agents = remote_agents
         self.key = secrets.token_urlsafe(32) if key is None else key
         self.conversations = conversations
         self.base = base
@@ -152,18 +155,22 @@ class Session:
                 return await completed_remotely(
                     self.remote, request, delivery, hear, model=model, agent=agent
                 )
+
         conversation = delivery.conversation = self.conversation_of(request.model)
         prompts = (request.prompt, *request.more_prompts)
         check_count(request.n * len(prompts))
+
         with self._one_more():
             try:
                 if len(prompts) == 1:
                     return await self._answered(
                         request, request.prompt, conversation, delivery, hear
                     )
+
                 if hear is not None:  # nothing is streamed before all can be asked
                     for prompt in prompts:
                         await conversation.check(prompt)
+
                 works = [
                     self._answered(
                         request, prompt, conversation, delivery, _numbered(hear, place * request.n)
@@ -175,6 +182,7 @@ class Session:
                 for turn in delivery.turns:  # nobody receives them
                     conversation.discard(turn)
                 raise
+
         return [replace(reply, prompt=delivery.prompt) for group in groups for reply in group]
 
     async def _answered(
@@ -212,6 +220,7 @@ class Session:
         )
         if listening is not None:
             listening.close()
+
         delivery.turns += [turn.index for turn in turns]
         for number, (answer, turn) in enumerate(zip(answers, turns, strict=True)):
             pieces = answer.finish(turn)
@@ -219,10 +228,12 @@ class Session:
                 listening.tell(number, pieces)
             if answer.num_malformed:
                 conversation.note_malformed(turn.index, answer.num_malformed)
+
             if request.has_messages:
                 conversation.recognise(turn.index, answer.message)
                 if listening is not None and answer.num_malformed:
                     conversation.recognise(turn.index, answer.told_message)
+
         prompt_ids = conversation.prompt_ids(turns[0].index) if request.token_ids else []
         return [
             answer.reply(turn, delivery.prompt, prompt_ids, completion.top_logprobs)
@@ -257,6 +268,7 @@ class Session:
                 f"{request.model} is a remote model, whose tokens nobody here can count: ask its "
                 "own server"
             )
+
         with self._one_more():
             messages = with_names(cast("list[Message]", request.prompt))
             conversation = self.conversation_of(request.model)
@@ -271,6 +283,7 @@ class Session:
         """The one that a client means: there is but one, or the agent is named. Raises Refusal."""
         if len(self.conversations) == 1:
             return next(iter(self.conversations.values()))
+
         if agent is None or agent not in self.conversations:
             known = ", ".join([*self.conversations, *self.remote_agents])
             raise Refusal(
@@ -280,6 +293,7 @@ class Session:
                 code="model_not_found",
                 param="model",
             )
+
         return self.conversations[agent]
 
     @contextmanager
@@ -291,6 +305,7 @@ class Session:
                 status=429,
                 kind="rate_limit_error",
             )
+
         self._under_way += 1
         try:
             yield
@@ -315,12 +330,15 @@ class Session:
         """Takes rewards in: all of them, or none."""
         if len(self.posted) + len(rewards) > MAX_POSTED:
             raise Refusal(f"a session takes {MAX_POSTED} rewards", status=429)
+
         for reward in rewards:
             self._check(reward)
+
         try:
             self._sums.add(rewards)
         except (TypeError, ValueError) as error:
             raise BadRequestError(str(error)) from error
+
         self.posted += rewards
 
     def _check(self, reward: PostedReward) -> None:
@@ -330,6 +348,7 @@ class Session:
         ):
             known = ", ".join(filter(None, self.conversations)) or "this rollout names none"
             raise BadRequestError(f"there is no agent {reward.agent!r} ({known})")
+
         if reward.turn is not None:
             if reward.agent is None and "" not in self.conversations:
                 raise BadRequestError(f"say whose turn {reward.turn} is: this rollout has agents")

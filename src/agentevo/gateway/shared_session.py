@@ -45,6 +45,7 @@ class SharedSession(Session):
             one = self._extended(request)
             if one is None:
                 one = Session({"": self._new_conversation()}, self.base, follows_client=True)
+
             is_whole = False
             try:
                 replies = await one.complete(request, delivery, hear)
@@ -52,8 +53,10 @@ class SharedSession(Session):
             finally:
                 if not is_whole:
                     await one.close()
+
             if is_whole:
                 await self._keep(one, request, replies[0])
+
             return replies
 
     def lose(self, delivery: Delivery) -> None:
@@ -78,6 +81,7 @@ class SharedSession(Session):
         self._kept[digest] = one
         if len(self._kept) > MAX_KEPT:
             replaced.append(self._kept.pop(next(iter(self._kept))))
+
         for old in replaced:
             if old is not None:
                 await old.close()

@@ -34,9 +34,11 @@ class EngineAddress(NamedTuple):
         url, pin, certificate = text.partition(PIN)
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
+            host = parts.hostname
+            port = parts.port
         except ValueError:
             host = port = None
+
         if (
             not host
             or port is None
@@ -50,17 +52,21 @@ class EngineAddress(NamedTuple):
                 f"{without_password(text)!r} is not the URL of {what}: give what "
                 f"`agentevo {printed_by}` printed, such as http://127.0.0.1:8000"
             )
+
         certificate = certificate.lower()
         if parts.scheme == "https" and not re.fullmatch("[0-9a-f]{64}", certificate):
             raise ConfigError(
                 f"{url}: the fingerprint of its certificate is missing or incomplete: give the "
                 f"whole URL that `agentevo {printed_by}` printed, {url}{PIN}..."
             )
+
         if parts.scheme == "http" and pin:
             raise ConfigError(f"{url} has a fingerprint but is not encrypted: write https://")
+
         if parts.scheme == "http" and not is_this_machine(host):
             raise ConfigError(
                 f"{url}: its secret would travel unencrypted: give the https:// URL that "
                 f"`agentevo {printed_by}` printed, or go through a tunnel (ssh -L)"
             )
+
         return cls(url.rstrip("/"), certificate)

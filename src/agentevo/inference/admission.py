@@ -98,21 +98,27 @@ class Connection:
             return False  # what is written to a transport that closes goes nowhere
         if (left := self._num_left()) <= UNNOTICED:
             return True
-        lost, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        lost = asyncio.Event()
+        loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         self.watch(lost.set)
+
         try:
             while left and not self.is_lost:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TAKEN_S):
                         await lost.wait()
-                before, left = left, self._num_left()
+
+                before = left
+                left = self._num_left()
                 if left < before:
                     until = loop.time() + within_s
                 elif left and loop.time() >= until:
                     return False
         finally:
             self.watch(None)
+
         return self._had_all if self.is_lost else True
 
     def _num_left(self) -> int:
@@ -122,17 +128,21 @@ class Connection:
         assert self.transport is not None
         if self.is_lost:
             return 0
+
         try:
             waiting = self.transport.get_write_buffer_size()
         except AttributeError:  # asyncio's TLS, closed twice, has forgotten its connection
             return UNNOTICED + 1
+
         connected = self.transport.get_extra_info("socket")
         if connected is None or not sys.platform.startswith("linux"):
             return int(waiting)
+
         try:
             told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
         except OSError:
             return int(waiting)
+
         return int(waiting) + int.from_bytes(told, sys.byteorder)
 
     def cut(self) -> None:
@@ -169,7 +179,10 @@ class Admission:
         tls: ssl.SSLContext | None,
         limits: Limits | None = None,
     ) -> None:
-        self._listener, self._config, self._state, self._tls = listener, config, state, tls
+        self._listener = listener
+        self._config = config
+        self._state = state
+        self._tls = tls
         self._limits = limits or Limits(MAX_STRANGERS, MAX_CLIENTS)
         self._loop = asyncio.get_running_loop()
         self._silent: dict[Connection, None] = {}
@@ -229,7 +242,8 @@ class Admission:
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _accept(self) -> None:
-        begun, took_places = time.perf_counter(), False
+        begun = time.perf_counter()
+        took_places = False
         until = self._loop.time() + ADMISSION_S
         for _ in range(ACCEPTED_AT_ONCE):
             try:
@@ -242,13 +256,16 @@ class Admission:
                 self._make_room()
                 self._pause(FULL_S)
                 return
+
             if len(self._silent) + len(self._strangers) >= self._limits.strangers:
                 self._make_room()
                 took_places = True
+
             accepted.setblocking(False)
             connection = Connection(self, accepted, until)
             self._silent[connection] = None
             self._loop.add_reader(accepted, self._begin, connection, accepted)
+
         if took_places:
             self._pause((time.perf_counter() - begun) * (1 / ACCEPTING_SHARE - 1))
 
@@ -262,6 +279,7 @@ class Admission:
         if connection.socket is not None:
             self._loop.remove_reader(connection.socket)
             connection.socket.close()
+
         if connection.opening is not None:
             connection.opening.cancel()
         if connection.transport is not None:
@@ -275,9 +293,11 @@ class Admission:
             return
         except OSError:
             is_gone = True
+
         if is_gone:
             self._cut(connection)
             return
+
         self._loop.remove_reader(accepted)
         del self._silent[connection]
         self._strangers[connection] = None
@@ -342,7 +362,8 @@ class _Http(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connection = self.app_state["connection"]
-        connection.transport, connection.protocol = transport, self
+        connection.transport = transport
+        connection.protocol = self
         super().connection_made(_Transport(transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -355,6 +376,7 @@ class _Http(H11Protocol):
             self.cycle.message_event.set()
             self.transport.abort()
             return
+
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # the last answer is on its way

@@ -53,7 +53,8 @@ class StoreAnnouncements:
     """See the module. Methods that are not async block, and raise OSError."""
 
     def __init__(self, objects: Objects, secret: RunSecret) -> None:
-        self._objects, self._secret = objects, secret
+        self._objects = objects
+        self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
         """Name of the object -> (its state, when that was first seen by the monotonic clock, what
         it says; None where that is nobody's of this run)."""
@@ -85,19 +86,24 @@ class StoreAnnouncements:
         found = self._objects.under(FOLDER)
         if len(found) > MOST:
             raise OSError(f"{self._objects.url}/{FOLDER} has {len(found):,} objects: not a run's")
+
         for name, info in sorted(found.items()):
-            state, before = state_of(info), self._seen.get(name)
+            state = state_of(info)
+            before = self._seen.get(name)
             if before is not None and before[0] == state:
                 seen[name] = before
                 continue
+
             signed = self._read(name)
             is_ours = signed is not None and hmac.compare_digest(
                 signed.mac, self._mac(signed.announcement, signed.at)
             )
             if signed is not None and not is_ours:
                 self._warn(name)
+
             told = signed.announcement if signed is not None and is_ours else None
             seen[name] = (state, time.monotonic(), told)
+
         self._seen = seen
         now = time.monotonic()
         return [told for _, since, told in seen.values() if told and now - since <= DEAD_S]
@@ -116,6 +122,7 @@ class StoreAnnouncements:
         async def keep() -> None:
             with suppress(OSError):
                 await in_thread(self.forget_dead)
+
             trouble = ""
             while not ending.is_set():
                 now = msgspec.structs.replace(announcement, version=serves())
@@ -126,6 +133,7 @@ class StoreAnnouncements:
                     if not trouble:
                         LOG.warning("the engine could not be announced: %s", error)
                     trouble = str(error)
+
                 with suppress(TimeoutError):
                     async with asyncio.timeout(every_s):
                         await ending.wait()
@@ -172,7 +180,8 @@ class Lookout:
     that the store answered."""
 
     def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
-        self._announcements, self._every_s = announcements, every_s
+        self._announcements = announcements
+        self._every_s = every_s
         self.found: list[Announcement] = []
         self.trouble = ""
         """What went wrong with the last look; empty where nothing did."""

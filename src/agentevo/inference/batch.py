@@ -46,6 +46,7 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
         if count > 0:
             work.append((sequence, count))
             left -= count if missing > 1 else 0
+
     return work
 
 
@@ -82,6 +83,7 @@ def build_batch(
         and s.request.scored is None
     ]
     scored, predicting = _scored(work, starts)
+
     return StepBatch(
         work=work,
         input_ids=tensor(ids).unsqueeze(0),
@@ -108,6 +110,7 @@ def _scored(
         if first < count:
             scored.append((sequence, count - first))
             rows += range(start + first, start + count)
+
     return scored, rows
 
 
@@ -125,6 +128,7 @@ def _buckets(kinds: list[tuple[int, int]]) -> list[np.ndarray]:
                 buckets[-1].append(index)
                 continue
         buckets.append([index])
+
     return [np.sort(np.array(bucket)) for bucket in buckets]
 
 
@@ -140,25 +144,32 @@ def _rows(
 ) -> Rows:
     """The attention rows of one bucket. `lengths`: keys in each slot after the step."""
     assert callable(tensor)
-    first, last = int(slots[bucket[0]]), int(slots[bucket[-1]])
+
+    first = int(slots[bucket[0]])
+    last = int(slots[bucket[-1]])
     span = last - first + 1
     dense = span <= 1.25 * len(bucket) + 2 and last < num_slots
     batch = span if dense else len(bucket)
     lines = (
         slots[bucket] - first if dense else np.arange(len(bucket))
     )  # row of each sequence; a dense span may hold idle slots between
+
     width = int(counts[bucket].max())
     tokens = np.zeros((batch, width), dtype=np.int64)
-    queries, keys = np.zeros(batch, dtype=np.int64), np.ones(batch, dtype=np.int64)
+    queries = np.zeros(batch, dtype=np.int64)
+    keys = np.ones(batch, dtype=np.int64)
     steps = np.arange(width)
     tokens[lines] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
-    queries[lines], keys[lines] = counts[bucket], lengths[bucket]
+    queries[lines] = counts[bucket]
+    keys[lines] = lengths[bucket]
     real = steps < counts[bucket, None]  # [n, width]
-    take_rows, take_tokens = (lines[:, None] * width + steps)[real], tokens[lines][real]
+    take_rows = (lines[:, None] * width + steps)[real]
+    take_tokens = tokens[lines][real]
     in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
-    facts = (starts[bucket], counts[bucket], slots[bucket], lengths[bucket])
+    stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
+
     return Rows(
-        stretches=[Stretch(*map(int, stretch)) for stretch in zip(*facts, strict=True)],
+        stretches=[Stretch(*map(int, stretch)) for stretch in stretches],
         segment=any_of_them.segment,
         slots=tensor(np.arange(first, last + 1) if dense else slots[bucket]),
         tokens=tensor(tokens),

@@ -79,6 +79,7 @@ class Contents(msgspec.Struct, frozen=True):
                     "PyTorch does not know: install the trainer's release"
                 )
             found[entry.name] = Spec(dtype, entry.shape)
+
         return found
 
 
@@ -132,7 +133,8 @@ class BroadcastFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._asks, self._answers = folder / "asks", folder / "answers"
+        self._asks = folder / "asks"
+        self._answers = folder / "answers"
         self._rounds = folder / "rounds"
 
     def begin(self) -> None:
@@ -153,10 +155,12 @@ class BroadcastFiles:
         write_atomic(self._contents(latest.sha256), raw, durable=True)
         before = self._read_latest()
         write_atomic(self.folder / LATEST_FILE, msgspec.json.encode(latest), durable=True)
+
         kept = {self._contents(one.sha256) for one in (latest, before) if one is not None}
         for path in self.folder.glob("tensors-*.json"):
             if path not in kept:
                 path.unlink(missing_ok=True)
+
         return latest
 
     def announced(self) -> Latest | None:
@@ -189,10 +193,12 @@ class BroadcastFiles:
         probe = self._answers / f".{ask.engine}"
         probe.touch()
         probe.unlink()
+
         try:
             os.utime(self._ask(ask.id))
         except FileNotFoundError:
             return False
+
         return True
 
     def withdraw(self, ask: Ask) -> bool:
@@ -213,7 +219,8 @@ class BroadcastFiles:
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
         clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
-        now, found = clock.stat().st_mtime, []
+        now = clock.stat().st_mtime
+        found = []
         for entry in os.scandir(self._asks):
             match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)
             try:
@@ -222,6 +229,7 @@ class BroadcastFiles:
                     raise EngineError("its engine is gone")
                 if match is None:
                     continue
+
                 ask = self._decoded(Path(entry.path), Ask, most=_ASK_BYTES)
                 if ask.id != match[1]:
                     raise EngineError("it has another's name")
@@ -230,8 +238,10 @@ class BroadcastFiles:
             except EngineError:
                 _remove(Path(entry.path))
                 continue
+
             if ask.sha256 == sha256:
                 found.append(ask)
+
         return found
 
     @contextmanager
@@ -292,6 +302,7 @@ class BroadcastFiles:
                 raw = file.read(most + 1)
         except OSError as error:
             raise EngineError(f"{path} can't be read ({error})") from error
+
         if len(raw) > most:
             raise EngineError(f"{path} is longer than {most} bytes: nothing here writes that")
         return raw

@@ -79,7 +79,8 @@ class Piece(NamedTuple):
 def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
     """What each bucket has: all bytes of all tensors, in order. Tensors without bytes have a piece
     of none."""
-    bucket, room = list[Piece](), most
+    bucket = list[Piece]()
+    room = most
     for name, spec in specs.items():
         begin = 0
         while True:
@@ -87,11 +88,15 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
             bucket.append(Piece(name, begin, end))
             room -= end - begin
             begin = end
+
             if room == 0:
                 yield bucket
-                bucket, room = [], most
+                bucket = []
+                room = most
+
             if begin == spec.num_bytes:
                 break
+
     if bucket:
         yield bucket
 
@@ -113,6 +118,7 @@ class Group:
     def _join(self, answer: Answer, store: str, rank: int, device: torch.device) -> None:
         file = distributed.FileStore(store, answer.world)
         _KEPT.append(file)
+
         file.set_timeout(timedelta(seconds=JOIN_S))
         self._control: Any = distributed.ProcessGroupGloo(
             distributed.PrefixStore("gloo", file),
@@ -159,6 +165,7 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
     name = "TORCH_NCCL_BLOCKING_WAIT"
     if device.index is not None:
         devices.take(device, device.index)
+
     kinds: Any = distributed
     options = kinds.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=BUCKET_S)
@@ -191,6 +198,7 @@ def _joined(
     folder = files.path(answer.round)
     if not folder.is_dir():  # FileStore would wait 300 s for it, and hold the interpreter's lock
         raise WeightsLostError("the round was over before this member came to it")
+
     group = Group(answer, str(folder / "store"), rank, device)
     try:
         yield group
@@ -209,7 +217,8 @@ def send(
     all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
     OSError for files."""
     with _joined(files, answer, 0, device) as group, opened() as tensors:
-        coming, found = iter(tensors), dict[str, str]()
+        coming = iter(tensors)
+        found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = 0
@@ -219,8 +228,10 @@ def send(
                 size = piece.end - piece.begin
                 buffer[filled : filled + size] = bits[piece.begin : piece.end]
                 filled += size
+
             if filled:
                 group.broadcast(buffer[:filled])
+
         files.write_sent(answer.round, Sent(answer.sha256, found))
         group.broadcast(torch.ones(1, dtype=torch.uint8, device=_CPU))
         return group.refusals(False)
@@ -235,6 +246,7 @@ def _next_bits(
             f"{given} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
             "defect, please report it"
         )
+
     found[name] = fingerprint(tensor)
     return as_bytes(tensor.detach().contiguous())
 
@@ -249,12 +261,14 @@ def receive(
     """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
     Raises WeightsLostError."""
     with _joined(files, answer, answer.first_rank + place, device) as group:
-        tensors, found = dict[str, torch.Tensor](), dict[str, str]()
+        tensors = dict[str, torch.Tensor]()
+        found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = sum(piece.end - piece.begin for piece in bucket)
             if filled:
                 group.broadcast(buffer[:filled])
+
             begin = 0
             for piece in bucket:
                 spec = specs[piece.name]
@@ -262,11 +276,14 @@ def receive(
                     tensors[piece.name] = torch.empty(
                         spec.shape, dtype=spec.dtype, device=group.device
                     )
+
                 end = begin + piece.end - piece.begin
                 as_bytes(tensors[piece.name])[piece.begin : piece.end] = buffer[begin:end]
                 begin = end
+
                 if piece.end == spec.num_bytes:
                     found[piece.name] = fingerprint(tensors[piece.name])
+
         group.broadcast(torch.zeros(1, dtype=torch.uint8, device=_CPU))
         sent = _sent(files, answer.round)
         wrong = sorted(name for name in found if found[name] != sent.fingerprints.get(name))
@@ -279,11 +296,13 @@ def receive(
             if not is_right:
                 raise
             # Another one is gone. These weights are here.
+
     if not is_right:
         raise WeightsLostError(
             f"{len(wrong)} tensors did not arrive as they were sent"
             + (f", {wrong[0]} first" if wrong else "")
         )
+
     return tensors
 
 

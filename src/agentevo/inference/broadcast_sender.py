@@ -49,7 +49,9 @@ class BroadcastSender:
     """A WeightSender, see the module. `note` is told when a round was broken off."""
 
     def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
-        self._files, self._model, self._note = BroadcastFiles(folder), model, note
+        self._files = BroadcastFiles(folder)
+        self._model = model
+        self._note = note
         self._version = 0
         self._latest: Latest | None = None
         """What is announced; None where it could not be written."""
@@ -67,13 +69,18 @@ class BroadcastSender:
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish. What can't be announced now, `look_after` announces later."""
-        missing, num_broken = self._expected | await self._still_asking(), 0
-        self._version, self._latest, self._expected = version, None, set()
+        missing = self._expected | await self._still_asking()
+        num_broken = 0
+        self._version = version
+        self._latest = None
+        self._expected = set()
+
         while num_broken < MOST_BROKEN:
             asks = await self._waiting(missing)
             chosen = self._chosen(asks)
             if not chosen:
                 return
+
             went_well = await self._sent(chosen)
             num_broken += not went_well
             done = {ask.engine for ask in chosen} if went_well else set[str]()
@@ -107,12 +114,14 @@ class BroadcastSender:
         """Who is in the next round: all together, but for engines whose last rounds were broken
         off. Each of these has a round of its own, after the others', later and later."""
         alone = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
-        together, num_places = list[Ask](), 0
+        together = list[Ask]()
+        num_places = 0
         for ask in asks:
             fits = num_places + len(ask.places) <= MOST_PLACES
             if fits and ask not in alone:
                 together.append(ask)
                 num_places += len(ask.places)
+
         return together or [ask for ask in alone if self._is_due(ask.engine)][:1]
 
     def _broken_rounds(self, engine: str) -> int:
@@ -152,17 +161,23 @@ class BroadcastSender:
         """One round, for these; whether it came to its end."""
         latest = self._latest
         assert latest is not None  # or nobody could have asked for it
-        specs, device = self._specs(), self._device()
+
+        specs = self._specs()
+        device = self._device()
         try:
             taken = self._files.take(asks)
             if not taken:
                 return True
+
             places = [place for ask in taken for place in ask.places]
             backend = backend_of([identity(device), *places])
-            round_id, answers, rank = uuid.uuid4().hex, dict[str, Answer](), 1
+            round_id = uuid.uuid4().hex
+            answers = dict[str, Answer]()
+            rank = 1
             for ask in taken:
                 answers[ask.id] = Answer(round_id, latest.sha256, backend, rank, len(places) + 1)
                 rank += len(ask.places)
+
             with self._files.round(round_id, answers):
                 one = next(iter(answers.values()))
                 refusals = send(self._files, one, specs, self._tensors, device)
@@ -172,14 +187,17 @@ class BroadcastSender:
         except (EngineError, OSError, torch.OutOfMemoryError) as error:  # the trainer's own trouble
             self._say_not_reached(asks, str(error))
             return False
+
         if refusals:
             self._was_broken_off(
                 taken, f"{refusals} of {len(places)} found other bits than were sent"
             )
             return False
+
         for ask in taken:
             self._expected.add(ask.engine)
             self._broken.pop(ask.engine, None)
+
         self._said = ""
         return True
 

@@ -37,7 +37,8 @@ class BroadcastSource:
     over NCCL."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self._files, self._device = BroadcastFiles(folder), device
+        self._files = BroadcastFiles(folder)
+        self._device = device
         self._engine = uuid.uuid4().hex
         self._asked: Ask | None = None
         self._gone_at: float | None = None
@@ -77,15 +78,18 @@ class BroadcastSource:
                 f"{self._files.folder} can't be written to ({error}), and an engine asks for "
                 "weights there: make it writable, or set rollout.transport=folder"
             ) from error
+
         self._asked = None
         if answer.sha256 != latest.sha256:
             raise WeightsLostError(f"the answer is for other weights than version {latest.version}")
+
         return Incoming(str(self._files.folder), answer)
 
     def withdraw(self) -> None:
         """See GroupSource.withdraw. A round that is answered already is joined by the thread that
         waits for it."""
-        self._has_ended, ask = True, self._asked
+        self._has_ended = True
+        ask = self._asked
         with suppress(OSError):  # which is stale soon
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
@@ -98,8 +102,11 @@ class BroadcastSource:
             where = f"{socket.gethostname()} {os.getpid()}"
             ask = Ask(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
             self._files.ask(ask)
-            self._asked, self._gone_at = ask, None
-        ends, renewed = time.monotonic() + WAIT_S, time.monotonic()
+            self._asked = ask
+            self._gone_at = None
+
+        ends = time.monotonic() + WAIT_S
+        renewed = time.monotonic()
         while time.monotonic() < ends:
             if (answer := self._files.answer(ask)) is not None:
                 return answer
@@ -107,6 +114,7 @@ class BroadcastSource:
                 break
             if self._has_ended and (self._asked is None or self._files.withdraw(ask)):
                 break
+
             if time.monotonic() - renewed > RENEW_S:
                 renewed = time.monotonic()
                 if self._files.renew(ask):
@@ -116,7 +124,9 @@ class BroadcastSource:
                 elif renewed - self._gone_at > ANSWER_S:
                     self._asked = None
                     break
+
             time.sleep(LOOK_S)
+
         raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
 
 

@@ -78,8 +78,10 @@ def attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=mask, scale=scaling
         )
+
     if softcap is None and not with_lse and q.dtype.itemsize < torch.float32.itemsize:
         return scaled_dot_product_attention(q, k, v, mask, scale=scaling), None
+
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scaling)
     scores = _masked(scores, mask, softcap)
     largest = scores.amax(dim=-1) if with_lse else None
@@ -99,12 +101,15 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None) 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
     """Attention weights of scores [..., Q, K], which may be overwritten; float32."""
-    num_keys, kernels = scores.shape[-1], cpu_kernels()
+    num_keys = scores.shape[-1]
+    kernels = cpu_kernels()
     if kernels is not None and scores.device.type == "cpu" and scores.dtype == torch.float32:
         return kernels.softmax_(scores.contiguous())
+
     if num_keys < FEWEST_KEYS:
         padded = torch.nn.functional.pad(scores, (0, FEWEST_KEYS - num_keys), value=NEG_INF)
         return torch.softmax(padded, dim=-1)[..., :num_keys].contiguous()
+
     return torch.softmax(scores, dim=-1)
 
 
@@ -195,9 +200,11 @@ class Rows:
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask [B, 1, Q * repeat, P + K]: causal at the end of each sequence, and `window`
         back; None where every query sees every key. Kept for all layers that are alike."""
-        prefix, num_queries = self.prefix, self.tokens.shape[1]
+        prefix = self.prefix
+        num_queries = self.tokens.shape[1]
         if self.even and (window is None or window >= prefix + self.max_length):
             return None
+
         if (window, repeat) not in self._masks:
             # Places count from the front of the slot, so those of the prefix are negative.
             key = torch.arange(-prefix, self.max_length, device=self.lengths.device)  # [P + K]
@@ -209,6 +216,7 @@ class Rows:
             query = torch.minimum(query, self.lengths[:, None] - 1).clamp_min(0)
             mask = _additive(key, query, window, dtype)
             self._masks[window, repeat] = mask.repeat_interleave(repeat, dim=1).unsqueeze(1)
+
         return self._masks[window, repeat]
 
     def stretch_mask(self, index: int, window: int | None) -> torch.Tensor:
@@ -235,6 +243,7 @@ class Rows:
             # Keys lie in blocks [D, KEY_BLOCK]: D consecutive rows per block.
             blocks = heads[:, None] * blocks_each + torch.arange(num_blocks(self.max_length))
             in_keys = blocks.view(-1, 1) * dim + torch.arange(dim)
+
             # Values lie one after the other, `places` rows per head.
             in_values = heads[:, None] * places + torch.arange(self.max_length)
             # A sum ends wherever a stretch of ORDERED positions does.
@@ -246,11 +255,13 @@ class Rows:
                 scratch = (heads + 1) * places - num_queries + own
                 in_values = torch.cat([scratch[:, None], in_values], dim=1)
                 ends = ends + 1
+
             first = torch.arange(0, in_values.numel(), in_values.shape[1])
             starts = torch.cat([first[:, None], first[:, None] + ends], dim=1)
             self._tables[shape] = TableRows(
                 _flat(in_keys), _starts(in_keys), _flat(in_values), _flat(starts)
             )
+
         return self._tables[shape]
 
 
@@ -273,8 +284,10 @@ class CacheAttention:
         self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows]
     ) -> None:
         self.cache = cache
-        self.slots, self.places = slots, places  # [T] each: the slot of a token and its place there
-        self.blocks, self.offsets = places // KEY_BLOCK, places % KEY_BLOCK
+        self.slots = slots  # [T]: the slot of each token
+        self.places = places  # [T]: its place there
+        self.blocks = places // KEY_BLOCK
+        self.offsets = places % KEY_BLOCK
         self.rows = rows
         self.routing: Routing | None = None
         """Hears of the experts that are chosen (models/routers.py)."""
@@ -292,7 +305,8 @@ class CacheAttention:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
         #    are told apart by their order: a layer may attend twice, or be passed several times.
-        layer, self._calls = self._calls, self._calls + 1
+        layer = self._calls
+        self._calls += 1
         num_tokens, num_heads, dim = q.shape
         groups = k.shape[1]
         repeat = num_heads // groups
@@ -300,26 +314,31 @@ class CacheAttention:
         keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
         own = _own_kernels(keys, values, softcap) if in_order else None
         view = _Layer(layer, keys, values, scaling, window, softcap, own)
+
         if own is None:
             self._write(keys, values, k, v)
         else:
             own[0].keep(own[1], k, v, self.slots, self.places)
             q = q.contiguous()  # some models lay out their heads one after the other
+
         q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
         attended = _summed if in_order else _fused
         straight = own is None and len(self.rows) == 1 and self.rows[0].in_order
         if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
+
         out = torch.empty_like(q)
         for rows in self.rows:
             num_queries = rows.tokens.shape[1]
             if own is not None:
                 _by_own_kernels(rows, q, view, out)
                 continue
+
             if in_order and not rows.few(repeat):
                 _multiplied(rows, q, view, out)
                 continue
+
             # Queries by key-value head, padded to Q per sequence: [B, G, Q * R, D].
             batch = len(rows.tokens)
             q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim)
@@ -328,6 +347,7 @@ class CacheAttention:
             # Back to one row per token, the padding left behind.
             part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2)
             out[rows.take_tokens] = part.reshape(-1, groups, repeat, dim)[rows.take_rows]
+
         return out.view(num_tokens, num_heads, dim)
 
     def _write(
@@ -336,7 +356,8 @@ class CacheAttention:
         """The new keys and values [T, Hkv, D] into their slots."""
         rows = self.rows[0]
         if rows.even and rows.first_slot is not None:
-            where, place = slice(rows.first_slot, rows.first_slot + len(k)), rows.max_length - 1
+            where = slice(rows.first_slot, rows.first_slot + len(k))
+            place = rows.max_length - 1
             keys[where, :, place // KEY_BLOCK, :, place % KEY_BLOCK] = k
             values[where, :, place] = v
         else:
@@ -373,13 +394,24 @@ def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tenso
     """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out`, which
     is like it."""
     assert layer.own is not None
+
     kernels, cache = layer.own
     prefix = None
     if rows.segment is not None:
         prefix = Prefix.of(rows.segment.keys[layer.call], rows.segment.values[layer.call])
-    where = rows.tokens, rows.slots, rows.lengths, rows.queries
-    q, out = q.flatten(1, 2), out.flatten(1, 2)
-    kernels.attend(cache, q, *where, prefix, layer.scaling, layer.window, out)
+
+    kernels.attend(
+        cache,
+        q.flatten(1, 2),
+        tokens=rows.tokens,
+        slots=rows.slots,
+        lengths=rows.lengths,
+        counts=rows.queries,
+        prefix=prefix,
+        scaling=layer.scaling,
+        window=layer.window,
+        out=out.flatten(1, 2),
+    )
 
 
 def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -388,8 +420,12 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     by attention. Of a prefix both are matrix products for all readers of a key-value head, and its
     part of the output is the first row of the sum, with weight 1."""
     batch, groups, num, dim = q.shape
-    length, prefix, keys, values = rows.max_length, rows.prefix, layer.keys, layer.values
-    places, q = values.shape[2], q * layer.scaling
+    length = rows.max_length
+    prefix = rows.prefix
+    keys = layer.keys
+    values = layer.values
+    places = values.shape[2]
+    q = q * layer.scaling
     tables = rows.table_rows(groups, num, dim, keys.shape[2], places)
     per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
     scores = weighted_sums(keys.view(-1, KEY_BLOCK), tables.keys, tables.key_starts, per_block)
@@ -399,6 +435,7 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
         for head, k in enumerate(rows.segment.keys_of(layer.call)):
             of_prefix[head] = _product(q[:, head].reshape(-1, dim), k).view(batch, num, prefix)
         scores = torch.cat([of_prefix.transpose(0, 1), scores], dim=-1)
+
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
     weights = _softmax(_masked(scores, mask, layer.softcap))
     whole = None  # of the prefix, what its whole stretches add up to
@@ -413,12 +450,15 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
             )
             if whole is not None:
                 whole[:, head] = _ordered(of_head[:, :ends], v[:ends]).view(batch, num, dim)
+
         weights = torch.nn.functional.pad(weights[..., prefix:], (1, 0), value=1.0)
+
     sums = weighted_sums(values.view(-1, dim), tables.values, tables.value_starts, weights)
     stretches = sums.view(*q.shape[:3], -1, dim).unbind(3)
     out = stretches[0] if whole is None else whole + stretches[0]
     for stretch in stretches[1:]:
         out = out + stretch
+
     return out
 
 
@@ -448,6 +488,7 @@ def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -
         if rows.segment is not None:
             k = torch.cat([rows.segment.keys_of(layer.call), k], dim=1)
             v = torch.cat([rows.segment.values[layer.call], v], dim=1)
+
         mask = rows.stretch_mask(index, layer.window)
         step = max(16, BLOCK_SCORES // k.shape[1] // repeat // groups)
         for first in range(0, count, step):
@@ -472,23 +513,31 @@ def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
 
         (e^l o + e^m p) / (e^l + e^m) = o + sigmoid(m - l) (p - o)
     """
-    length, prefix, where = rows.max_length, rows.prefix, rows.where
+    length = rows.max_length
+    prefix = rows.prefix
+    where = rows.where
     mask = rows.mask(layer.window, q.shape[2] // rows.tokens.shape[1], q.dtype)
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]
     own = None if mask is None else mask[..., prefix:]
-    scaling, softcap = layer.scaling, layer.softcap
+    scaling = layer.scaling
+    softcap = layer.softcap
     out, lse = attention(q, k, v, own, scaling, softcap, rows.segment is not None)
     if rows.segment is None:
         return out
+
     # The queries of all readers of a key-value head are rows of one matrix product.
     by_head = q.transpose(0, 1).flatten(1, 2)[None]  # [1, G, B * N, D]
-    k, v = rows.segment.keys_of(layer.call)[None], rows.segment.values[layer.call][None]
+    k = rows.segment.keys_of(layer.call)[None]
+    v = rows.segment.values[layer.call][None]
+
     beyond = None
     if mask is not None and layer.window is not None:
         beyond = mask[..., :prefix].clamp_min(UNSEEN).reshape(1, 1, -1, prefix)
+
     part, of_part = attention(by_head, k, v, beyond, scaling, softcap, with_lse=True)
     assert lse is not None and of_part is not None
+
     batch, groups, num, dim = q.shape
     part = part.view(groups, batch, num, dim).transpose(0, 1)
     of_part = of_part.view(groups, batch, num).transpose(0, 1)

@@ -36,6 +36,7 @@ def note_answers(
     tracing = call.tracing
     if tracing is None:
         return
+
     has_contents = tracing.contents
     call.said = Said(
         asked=_messages(prompt) if has_contents else (),

@@ -37,7 +37,8 @@ class RunCertificate:
     certificate is for, besides HOST: for clients that compare them."""
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()) -> None:
-        self.file, self._hosts = folder / NAME, hosts
+        self.file = folder / NAME
+        self._hosts = hosts
         self.public_file = folder / PUBLIC_NAME
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:
@@ -45,6 +46,7 @@ class RunCertificate:
         EngineError where the file can't be used."""
         if not self.file.exists():
             self._make()
+
         fingerprint = self.fingerprint()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -55,8 +57,10 @@ class RunCertificate:
             raise self._damaged() from error
         except OSError as error:
             raise self._unusable(error) from error
+
         if self.fingerprint() != fingerprint:  # somebody replaced the file meanwhile
             return self.server_context()
+
         return context, fingerprint
 
     def fingerprint(self) -> str:
@@ -82,6 +86,7 @@ class RunCertificate:
             write_atomic(self.public_file, certificate[0])
         except OSError as error:
             raise self._unusable(error) from error
+
         return self.public_file
 
     def _make(self) -> None:

@@ -108,6 +108,7 @@ def _pinned_to(address: EngineAddress) -> type[WebSocket]:
                         f"{address.certificate}, by which it is known: another run's engine, or "
                         "somebody in between; it was told nothing"
                     )
+
             await super().handshake(*args, **options)
 
     return Pinned
@@ -119,7 +120,10 @@ class ClientConnection:
     def __init__(
         self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[State], None]
     ) -> None:
-        self._websocket, self._url, self._every_s, self._hear = websocket, url, every_s, hear
+        self._websocket = websocket
+        self._url = url
+        self._every_s = every_s
+        self._hear = hear
         self._outbox = Outbox()
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Completed | Failed | LostError]] = {}
@@ -172,6 +176,7 @@ class ClientConnection:
             ) from error
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: a URL that is none
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+
         return cls(websocket, url, every_s, hear)
 
     @property
@@ -217,12 +222,16 @@ class ClientConnection:
     ) -> Completion:
         if self.lost is not None:
             raise LostError(str(self.lost))
-        number, deadline_s = message.id, message.deadline_s
+
+        number = message.id
+        deadline_s = message.deadline_s
         self._outbox.put(message)
+
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         if streamed is not None:
             streamed.begin()
             self._streams[number] = streamed
+
         answer = None
         try:
             async with asyncio.timeout(deadline_s):
@@ -237,10 +246,12 @@ class ClientConnection:
             self._streams.pop(number, None)
             if answer is None:
                 self._outbox.put(Cancel(id=number))
+
         if isinstance(answer, Completed):
             if streamed is not None:
                 streamed.finish(answer.completion)
             return answer.completion
+
         raise LostError(str(answer)) if isinstance(answer, LostError) else raised(answer)
 
     def release(self, session: str) -> None:
@@ -259,15 +270,19 @@ class ClientConnection:
         with LostError."""
         if self.lost is not None:
             return
+
         self.lost = LostError(f"{self._url}: {reason}")
         for task in self._tasks:
             task.cancel()
+
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_result(self.lost)
+
         for watch in self._watches.values():
             if not watch.done():
                 watch.set_result(None)
+
         self._watches.clear()
         self._websocket.transport.abort()
 
@@ -312,9 +327,11 @@ class ClientConnection:
 
     def _pass_on(self, tokens: Tokens) -> None:
         """Tells the listener of their request, which ends when that goes wrong."""
-        streamed, future = self._streams.get(tokens.id), self._answers.get(tokens.id)
+        streamed = self._streams.get(tokens.id)
+        future = self._answers.get(tokens.id)
         if streamed is None or future is None or future.done():
             return
+
         try:
             streamed.add(tokens.ids, tokens.logprobs)
         except (ListenerError, StreamDivergedError) as error:

@@ -102,9 +102,13 @@ class Conversation:
         timeout_s: float,
         calls: AttemptCalls | None = None,
     ) -> None:
-        self._engine, self._chat, self._sampling = engine, chat, sampling
-        self._name, self._seed = name, seed
-        self._context_length, self._timeout_s = context_length, timeout_s
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._name = name
+        self._seed = seed
+        self._context_length = context_length
+        self._timeout_s = timeout_s
         self._num_requests = 0
         self._turns: list[Turn] = []
         self._children: dict[int | None, list[int]] = {}
@@ -178,6 +182,7 @@ class Conversation:
         """
         check_count(n)
         grammar = grammar_of(form, self._chat, tools, prompt)
+
         joined = await self._join(prompt, ToolSchemas.of(tools))
         room = self._context_length - len(joined.ids)
         if room < 1:
@@ -185,8 +190,10 @@ class Conversation:
                 f"the conversation has {len(joined.ids)} tokens, the model's context is "
                 f"{self._context_length}: allow fewer turns"
             )
+
         if sized is not None:
             sized(len(joined.ids), len(joined.ids) - len(joined.added))
+
         asked = {
             "grammar": grammar,
             "top_logprobs": top_logprobs,
@@ -204,8 +211,10 @@ class Conversation:
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
             note_answers(call, turns, prompt, tools, joined.ids, self._chat)
+
         if drawn is not None:
             drawn(completions)
+
         return turns
 
     async def count_tokens(
@@ -311,13 +320,16 @@ class Conversation:
             return await self._join_text(prompt)
         if prompt and isinstance(prompt[0], int):
             return self._join_ids(cast("Sequence[int]", prompt))
+
         messages = cast("Sequence[Message]", prompt)
         found = self._histories.find(tools, messages)
-        before, new = self._recorded_of(found), list(messages[found.known :])
+        before = self._recorded_of(found)
+        new = list(messages[found.known :])
         self._check_length(len(before), num_characters(new) + len(tools.as_json))
         added = await self._encoded(found, new)
         parent = None if found.answer is None else found.answer.turn
         self.drift.count(found)
+
         return _Prompt(parent, added, before + added, new, self._histories.add(found))
 
     def _recorded_of(self, found: Found) -> list[int]:
@@ -327,7 +339,8 @@ class Conversation:
 
     async def _encoded(self, found: Found, new: list[Message]) -> list[int]:
         """Ids of the messages after that answer."""
-        tools, parent = found.root.tools, None if found.answer is None else found.answer.turn
+        tools = found.root.tools
+        parent = None if found.answer is None else found.answer.turn
 
         def encoded() -> list[int]:
             if parent is None:
@@ -367,6 +380,7 @@ class Conversation:
                 f"the prompt has {len(prompt)} tokens, the model's context is "
                 f"{self._context_length}: shorten it"
             )
+
         ids = checked_ids(prompt, len(self._chat.tokenizer))
         known, parent = recorded_beginning(ids, self._turns, self._children)
         return _Prompt(parent, ids[known:], ids, [])
@@ -379,10 +393,12 @@ class Conversation:
         given = {} if overrides is None else overrides.given()
         self._check_penalties(given.get("penalties"))
         longest = min(given.pop("max_new_tokens", self._sampling.max_new_tokens), room)
+
         seed = derive_seed(self._seed, "turn", self._num_requests)
         if "seed" in given:
             first = given.pop("seed")
             seed = derive_seed(first, "completion", number) if number else first
+
         self._num_requests += 1
         return msgspec.structs.replace(self._sampling, **given, seed=seed, max_new_tokens=longest)
 
@@ -390,7 +406,9 @@ class Conversation:
         """Raises BadRequestError for what nothing can be drawn under."""
         if penalties is None:
             return
-        problem, size = penalties.problem, len(self._chat.tokenizer)
+
+        problem = penalties.problem
+        size = len(self._chat.tokenizer)
         if problem is None and penalties.last_token >= size:
             problem = f"logit_bias names token {penalties.last_token}: the model has {size}"
         if problem is not None:
@@ -421,15 +439,19 @@ class Conversation:
         )
         if turn.routed_experts is not None and (wrong := misaligned(turn)):
             raise EngineError(f"the engine's answer can't be recorded: {wrong}")
+
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn.index)
         answer = None if joined.asked is None else joined.asked.add(said, -1)
         self._answers.append(answer)
+
         if answer is not None:
             answer.turn = turn.index
             self.drift.record(answer, said)
+
         if joined.text is not None:
             self._texts.answered(joined.text, said.text, turn.index, turn.completion_ids)
+
         return turn
 
     def _changed(self, sampling: SamplingParams) -> SamplingOverrides | None:
@@ -449,6 +471,7 @@ class Conversation:
             raise EngineError(
                 f"the attempt {self._name} is over: its agent was broken off and can't ask for more"
             )
+
         version = self._engine.version
         self._pending[version] += 1
         try:
@@ -480,8 +503,10 @@ class Conversation:
                     deadline_s=self._timeout_s,
                     listen=None if streamed is None else streamed.add,
                 )
+
             if streamed is not None:
                 streamed.finish(completion)
+
             return completion
         except (RequestTooLongError, GrammarError, ListenerError):
             raise

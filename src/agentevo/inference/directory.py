@@ -85,6 +85,7 @@ class EngineDirectory:
                 f"{self.folder}: an engine named {name} is running: give another --name, or stop "
                 "that one first"
             ) from None
+
         try:
             yield
         finally:
@@ -124,6 +125,7 @@ class EngineDirectory:
             for file in self.folder.iterdir():
                 if file.name in (secret.NAME, certificate.NAME):
                     continue
+
                 with suppress(FileNotFoundError, Timeout):
                     if now - file.stat().st_mtime <= after_s:
                         continue
@@ -158,6 +160,7 @@ class EngineDirectory:
 
         self.announce(now())
         self.forget_dead(announcement)
+
         heart = asyncio.create_task(beat())
         try:
             yield
@@ -177,6 +180,7 @@ class EngineDirectory:
             seen[file.name] = beaten
             if time.monotonic() - beaten[1] <= max_age_s:
                 living.append(announcement)
+
         self._seen = seen
         return living
 
@@ -187,6 +191,7 @@ class EngineDirectory:
             changed = file.stat().st_mtime_ns
         except FileNotFoundError:
             return None
+
         before = self._seen.get(file.name)
         if before is None:
             return changed, time.monotonic() - abs(time.time() - changed / 1e9)

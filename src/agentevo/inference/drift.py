@@ -102,6 +102,7 @@ class Drift:
             self._add(branch, found)
         elif found.answer is not None:
             self.extended += 1
+
         for node, number in reversed(found.otherwise):
             message = found.messages[number]
             if node.came is None and found.answer is not None:
@@ -135,6 +136,7 @@ class Drift:
             original = self._original(found, number)
             if original is not None:
                 return _compared(found, number, original)
+
         if answers and answers[0] == found.num_matched:
             siblings = [
                 child
@@ -147,6 +149,7 @@ class Drift:
                 original = _nearest(siblings, message)
                 texts = _line(original.forms[-1]), _line(message)
                 return _Met(edit(original.forms, message), answers[0], texts, original)
+
         return None
 
     def _original(self, found: Found, number: int) -> Node | None:
@@ -164,11 +167,13 @@ class Drift:
 
 def _compared(found: Found, number: int, original: Node) -> _Met:
     """A request up to the message `number`, compared with the history of a recorded answer."""
-    recorded, came = original.path(), list(range(number + 1))
+    recorded = original.path()
+    came = list(range(number + 1))
     first = _common(recorded, came, found)
     if original.tools != found.root.tools:
         texts = original.tools.as_json, found.root.tools.as_json
         return _Met("tools_changed", first, texts, original)
+
     last = _common(recorded[first:][::-1], came[first:][::-1], found)
     there = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
     instead = [found.messages[n] for n in came[first : len(came) - last]]
@@ -181,10 +186,12 @@ def _common(recorded: Sequence[Node], came: Sequence[int], found: Found) -> int:
     """How many messages both begin with."""
     count = 0
     for node, number in zip(recorded, came, strict=False):
-        message, place = found.messages[number], found.places[number]
+        message = found.messages[number]
+        place = found.places[number]
         if not node.means(message, place, serves_clients=found.serves_clients):
             break
         count += 1
+
     return count
 
 
@@ -197,9 +204,11 @@ def _class_of(recorded: Sequence[Node], came: Sequence[Message]) -> str:
         return "messages_dropped"
     if len(recorded) < len(came) or not came:
         return "system_changed" if came and came[0].role == "system" else "other"
+
     before = Counter(key_of(node.forms[-1], -1) for node in recorded)
     if len(came) > 1 and before == Counter(key_of(message, -1) for message in came):
         return "order_changed"
+
     return edit(recorded[0].forms, came[0])
 
 
@@ -256,7 +265,16 @@ def first_difference(
     position = next((place for place, (a, b) in pairs if a != b), None)
     if position is None:
         return None
-    start, end = max(0, position - NEAR), position + NEAR
-    shown = (text(recorded[start:position]), text(recorded[position:end]))
-    before, there, instead = (_escaped(t, False) for t in (*shown, text(rendered[position:end])))
-    return TokenDifference(position, before, there, instead)
+
+    start = max(0, position - NEAR)
+    end = position + NEAR
+    before = text(recorded[start:position])
+    there = text(recorded[position:end])
+    instead = text(rendered[position:end])
+
+    return TokenDifference(
+        position,
+        before=_escaped(before, False),
+        recorded=_escaped(there, False),
+        rendered=_escaped(instead, False),
+    )

@@ -36,12 +36,15 @@ class EarlierWeights:
         spare = [self._copies.pop(number) for number in older[: max(0, len(older) - count + 1)]]
         if version in self._copies or not count:
             return
+
         if not spare:
             self._copies[version] = copy_policy(self._model)
             return
+
         weights = trained_weights(self._model)
         for name, parameter in trained_weights(spare[0]).items():
             parameter.copy_(weights[name])
+
         drop_packed(spare[0])
         self._copies[version] = spare[0]
 
@@ -60,7 +63,8 @@ class PinnedEngine:
     VersionedEngine.serving."""
 
     def __init__(self, engine: TorchEngine, version: int) -> None:
-        self._engine, self._pinned = engine, version
+        self._engine = engine
+        self._pinned = version
 
     @property
     def version(self) -> int:

@@ -73,6 +73,7 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
     for name, is_right, allowed in ranges:
         if not is_right:  # nor is NaN
             raise EngineError(f"sampling: {name}={getattr(sampling, name)!r} must be {allowed}")
+
     if len(sampling.stop_strings) > MAX_STOP_STRINGS or not all(
         0 < len(text) <= MAX_STOP_STRING for text in sampling.stop_strings
     ):
@@ -80,13 +81,16 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
             f"sampling: stop_strings must be at most {MAX_STOP_STRINGS}, each of 1 to "
             f"{MAX_STOP_STRING} characters"
         )
+
     if sampling.routed_from < 0:
         raise EngineError(f"sampling: routed_from={sampling.routed_from} must be at least 0")
+
     if len(sampling.grammar) > MAX_GRAMMAR:
         raise GrammarError(
             f"the grammar or schema has {len(sampling.grammar)} characters, the limit is "
             f"{MAX_GRAMMAR}: give a smaller one"
         )
+
     problem = None if sampling.penalties is None else sampling.penalties.problem
     if problem is not None:
         raise EngineError(f"sampling: penalties: {problem}")
@@ -116,11 +120,13 @@ def check_score(
             "score: the context and the tokens must have at least one token each: there is nothing "
             "to predict from, or nothing to predict"
         )
+
     if not LOWEST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:  # nor is NaN
         raise EngineError(
             f"score: temperature={temperature!r} must be {LOWEST_TEMPERATURE:g} to "
             f"{LARGEST_TEMPERATURE:g}"
         )
+
     if not math.isfinite(deadline_s):
         raise EngineError(f"the deadline of a request must be in seconds, not {deadline_s!r}")
 

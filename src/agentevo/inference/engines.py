@@ -22,6 +22,7 @@ def check_engine(section: EngineSection) -> None:
         from agentevo.inference.vllm_options import check_options
 
         check_options(section)
+
     if section.type == "sglang":
         from agentevo.inference.sglang_options import check_keys, read_options
 

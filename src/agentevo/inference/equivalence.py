@@ -76,6 +76,7 @@ def _answer_and_thought(message: Message) -> tuple[Content, str]:
             thought = thought.removeprefix("<think>").strip()
             if not reasoning or reasoning == thought:
                 return answer.strip(), thought
+
     return content, reasoning
 
 
@@ -116,6 +117,7 @@ def places_of(messages: Sequence[Message]) -> list[int]:
             places.append(-1)
             results = 0
             ids = {call.id: n for n, call in enumerate(message.tool_calls) if call.id}
+
     return places
 
 
@@ -152,6 +154,7 @@ def _rewritten(form: Message, came: Message) -> list[Undone]:
     changes: list[Undone] = []
     if [call.arguments for call in form.tool_calls] != [call.arguments for call in came.tool_calls]:
         changes.append("arguments_rewritten")
+
     ids = [call.id for call in form.tool_calls], [call.id for call in came.tool_calls]
     if ids[0] != ids[1] or form.tool_call_id != came.tool_call_id:
         changes.append("call_ids_changed")
@@ -161,16 +164,19 @@ def _rewritten(form: Message, came: Message) -> list[Undone]:
         changes.append("content_in_parts")
     if came.role == "assistant":
         changes += _restyled(form, came)
+
     return changes
 
 
 def _restyled(form: Message, came: Message) -> list[Undone]:
     """What differs of an assistant's text and reasoning."""
-    recorded, returned = parts_of(form).reasoning, parts_of(came).reasoning
+    recorded = parts_of(form).reasoning
+    returned = parts_of(came).reasoning
     if recorded and not returned:
         return ["reasoning_dropped"]
     if bool(form.reasoning) != bool(came.reasoning):
         return ["reasoning_moved"]
+
     texts = (form.text, form.reasoning or ""), (came.text, came.reasoning or "")
     return ["whitespace_stripped"] if texts[0] != texts[1] else []
 
@@ -183,11 +189,14 @@ def edit(forms: Sequence[Message], came: Message) -> Edit | Undone:
         return "system_changed" if came.role == "system" else "other"
     if came.role != "assistant":
         return _EDITS[came.role]
-    before, now = parts_of(recorded), parts_of(came)
+
+    before = parts_of(recorded)
+    now = parts_of(came)
     if before.calls != now.calls:
         return "tool_calls_edited"
     if before.content != now.content:
         return "content_edited"
     if now.reasoning and before.reasoning != now.reasoning:
         return "reasoning_edited"
+
     return next(iter(undone(forms, came)), "other")

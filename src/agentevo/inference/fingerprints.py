@@ -36,6 +36,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
         for which in (0, 1):
             of_chunk = (words * factors[which, : len(words)]).sum()
             sums[which] += of_chunk * _signed(_odd(2 * number + which + 2**40))
+
     first, second = (int(one) & _MASK for one in sums.tolist())
     return f"{first:016x}{second:016x}"
 

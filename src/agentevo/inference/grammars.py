@@ -21,7 +21,8 @@ class EngineGrammars:
     """The grammars of one engine's requests. Nothing is loaded before the first of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._grammars: Grammars | None = None
 
     async def begin(self, sampling: SamplingParams, deadline_s: float) -> GrammarState | None:
@@ -30,11 +31,13 @@ class EngineGrammars:
         compiled in time."""
         if not sampling.grammar:
             return None
+
         key = (sampling.grammar, sampling.stop_token_ids)
         if self._grammars is not None and self._grammars.is_ready(*key):
             return self._grammars.begin(
                 *key
             )  # at once: the order of events decides who shares a step
+
         compiling = asyncio.get_running_loop().run_in_executor(_COMPILER, self._begin, *key)
         try:
             async with asyncio.timeout(deadline_s):

@@ -58,6 +58,7 @@ class GuardedServer:
         """Returns when it has ended, whoever else holds it."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
+
         self._guard.terminate()
         try:
             self._guard.wait(3 * GRACE_S)
@@ -88,9 +89,11 @@ def guard(command: Sequence[str]) -> int:
 
     for work in (wait_for_parent, end_when_asked):
         threading.Thread(target=work, daemon=True).start()
+
     code = server.wait()
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)  # what it has left behind
+
     return code if code >= 0 else 128 - code
 
 

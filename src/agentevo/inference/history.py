@@ -35,7 +35,8 @@ class Node:
     )  # fmt: skip
 
     def __init__(self, tools: ToolSchemas, parent: Node | None = None) -> None:
-        self.tools, self.parent = tools, parent
+        self.tools = tools
+        self.parent = parent
         self.size: int = 0 if parent is None else parent.size + 1
         """Messages up to and including this one."""
         self.forms: list[Message] = []
@@ -87,10 +88,12 @@ class Node:
         """The children that mean the same and may be written otherwise."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
+
         for child in self.children[self._num_keyed :]:
             child._is_keyed = True
             for form in child.forms:
                 self._by_key.setdefault(key_of(form, child.place), []).append(child)
+
         self._num_keyed = len(self.children)
         similar = self._by_key.get(key_of(message, place), ())
         return [child for child in dict.fromkeys(similar) if child._is_alike(message)]
@@ -99,6 +102,7 @@ class Node:
         """Whether the message is this one. `serves_clients`: also where it is written otherwise."""
         if message in self.forms:
             return True
+
         key = key_of(message, place)
         return (
             serves_clients
@@ -183,9 +187,11 @@ class Histories:
         """The last message is a new one, whatever it says. Nothing is added."""
         root = self.roots.get(tools) or Node(tools)
         places = places_of(messages)
+
         answer: Node | None = None
         otherwise: _Step | None = None
-        reached, matched = [_Reached(root)], 0
+        reached = [_Reached(root)]
+        matched = 0
         for number, message in enumerate(messages[:-1]):
             first = reached[0].node
             if len(reached) == len(first.children) == 1 and first.exact(message):
@@ -196,13 +202,18 @@ class Histories:
                 ]
                 if not following:
                     break
+
                 if len(following) > 1:
                     _count_named(following, messages, number)
                     following.sort(key=_Reached.rank)
+
                 reached = following
+
             matched = number + 1
             if reached[-1].node.turn is not None:
-                answer, otherwise = reached[-1].node, reached[-1].otherwise
+                answer = reached[-1].node
+                otherwise = reached[-1].otherwise
+
         return Found(
             answer=answer,
             root=root,
@@ -217,10 +228,12 @@ class Histories:
     def _steps(
         self, reached: _Reached, message: Message, number: int, places: list[int]
     ) -> Iterator[_Reached]:
-        node, before = reached.node, reached
+        node = reached.node
+        before = reached
         exact = node.exact(message)
         for child in exact:
             yield _Reached(child, before.num_alike, before.num_named, before.otherwise)
+
         if self.serves_clients and len(exact) < len(node.children):
             for child in node.alike(message, places[number]):
                 if child not in exact:
@@ -237,6 +250,7 @@ class Histories:
             if not known and self.serves_clients:
                 known = node.alike(message, place)
             node = known[-1] if known else node.add(message, place)
+
         return node
 
 
@@ -247,6 +261,7 @@ def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], numbe
         if result.role != "tool":
             break
         ids.add(result.tool_call_id or "")
+
     for one in reached:
         if one.node.turn is not None:
             one.num_named += any(

@@ -42,6 +42,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"can't listen on {host}:{port} ({reason}): give another --host or --port"
         ) from error
+
     return listener
 
 
@@ -66,13 +67,16 @@ class _Server(uvicorn.Server):
         limits: Limits | None,
     ) -> None:
         super().__init__(config)
-        self._listener, self._tls, self._limits = listener, tls, limits
+        self._listener = listener
+        self._tls = tls
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             self.should_exit = True
             return
+
         admission = Admission(
             self._listener, self.config, self.server_state, self._tls, self._limits
         )

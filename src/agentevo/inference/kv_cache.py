@@ -93,14 +93,19 @@ class KVCache:
         for layer, (old_keys, old_values) in enumerate(zip(self.keys, self.values, strict=True)):
             _, groups, places, dim = old_values.shape
             scratch = places - self.capacity
+
             keys = old_keys.new_zeros(num_slots, groups, capacity // KEY_BLOCK, dim, KEY_BLOCK)
             values = old_values.new_zeros(num_slots, groups, capacity + scratch, dim)
             for target, (slot, length) in enumerate(used):
                 blocks = num_blocks(length)
                 keys[target, :, :blocks] = old_keys[slot, :, :blocks]
                 values[target, :, :length] = old_values[slot, :, :length]
-            self.keys[layer], self.values[layer] = keys, values
-        self.num_slots, self.capacity = num_slots, capacity
+
+            self.keys[layer] = keys
+            self.values[layer] = values
+
+        self.num_slots = num_slots
+        self.capacity = capacity
         return {slot: target for target, (slot, _) in enumerate(used)}
 
     def cut_segment(self, slot: int, ids: list[int], version: int | None = None) -> PrefixSegment:

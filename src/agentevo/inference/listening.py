@@ -52,6 +52,7 @@ class StreamedTokens:
                     f"token {place} was streamed as {told} by one engine and drawn as {drawn} by "
                     "the next, which has newer weights or rounds otherwise: ask again"
                 )
+
         self._place += len(ids)
         if len(ids) > len(known):
             new = list(ids[len(known) :])

@@ -202,6 +202,7 @@ class Outbox:
                 f"a request of {len(encoded)} bytes is more than an engine's server takes "
                 f"({MAX_BYTES}): shorten it"
             )
+
         self._waiting.append(encoded)
         self._filled.set()
 
@@ -227,12 +228,15 @@ class Outbox:
         ):
             size += len(self._waiting[0])
             taken.append(msgspec.Raw(self._waiting.popleft()))
+
         while self._tokens and len(taken) < MAX_MESSAGES and size < FRAME_BYTES:
             encoded = self._encoder.encode(self._next_tokens())
             size += len(encoded)
             taken.append(msgspec.Raw(encoded))
+
         if not self._waiting and not self._tokens:
             self._filled.clear()
+
         return self._encoder.encode(taken) if taken else None
 
     def _next_tokens(self) -> Tokens:

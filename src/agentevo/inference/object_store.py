@@ -61,7 +61,9 @@ class ObjectStoreWeights(WeightVersions):
         """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
         package is not installed."""
         super().__init__(full_every=full_every)
-        self._id_file, self._look_s, self._config = id_file, look_s, config
+        self._id_file = id_file
+        self._look_s = look_s
+        self._config = config
         self.objects = Objects(url, call_s=call_s)
         self._looked: tuple[float, Latest | None] | None = None
 
@@ -103,15 +105,19 @@ class ObjectStoreWeights(WeightVersions):
             own = uuid.uuid4().hex
             self._id_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._id_file, own, durable=True)
+
         try:
             there = self._get(None, WRITER_FILE).decode(errors="replace")
         except FileNotFoundError:
             there = ""
+
         if there != own and not is_others(there, own):
             self.objects.put(WRITER_FILE, own.encode())
             there = self._get(None, WRITER_FILE).decode(errors="replace")
+
         if there != own:
             raise EngineError(others_weights(self.place))
+
         if self._config is not None:
             self.objects.put(CONFIG_FILE, self._config.encode())
             self._config = None
@@ -150,6 +156,7 @@ class ObjectStoreWeights(WeightVersions):
             del buffer
             self.objects.put(_path(version, file), raw)
             parts.append(Part(file, hashlib.sha256(raw).hexdigest(), len(raw)))
+
         made = manifest(parts)
         self.objects.put(_path(version, MANIFEST_FILE), made)
         return made
@@ -171,6 +178,7 @@ class ObjectStoreWeights(WeightVersions):
             found = self.objects.info(_path(version, part.file)).get("size")
         except OSError as error:
             raise self._unreadable(version, error) from error
+
         if found != part.bytes:
             raise EngineError(
                 f"{self._name(version)}/{part.file} has {found} bytes and not {part.bytes}: torn"

@@ -42,7 +42,8 @@ class Objects:
     def __init__(self, url: str, *, call_s: float = CALL_S) -> None:
         """Raises ConfigError for an address that fsspec does not know, MissingExtraError where its
         package is not installed."""
-        self.url, self._call_s = url.rstrip("/"), call_s
+        self.url = url.rstrip("/")
+        self._call_s = call_s
         self.files, self._root = _opened(self.url)
         self._hanging: set[threading.Thread] = set()
 
@@ -62,14 +63,17 @@ class Objects:
     def get(self, path: str) -> bytes:
         """What is there. An object that is written anew between the question for its size and the
         download is read again. Raises FileNotFoundError, OSError."""
-        place, info = self._at(path), self.info(path)
+        place = self._at(path)
+        info = self.info(path)
         deadline = time.monotonic() + self._call_s
         while True:
             size = int(info.get("size") or 0)
             content: bytes = self._call(lambda: self.files.cat_file(place), place, size)
             if len(content) == size:
                 return content
-            before, info = state_of(info), self.info(path)
+
+            before = state_of(info)
+            info = self.info(path)
             if state_of(info) == before:
                 raise OSError(f"{place}: {len(content)} of {size} bytes have arrived")
             if time.monotonic() > deadline:
@@ -81,8 +85,10 @@ class Objects:
         if "file" not in self._protocols:
             self._upload(place, content)
             return
+
         folder, _, name = place.rpartition("/")
         self._call(lambda: self.files.makedirs(folder, exist_ok=True), folder)
+
         staging = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
         try:
             self._upload(staging, content)
@@ -137,6 +143,7 @@ class Objects:
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
         if len(self._hanging) >= MAX_HANGING:
             raise OSError(f"{self.url}: {MAX_HANGING} calls hang")
+
         thread = threading.Thread(target=work, name="object store", daemon=True)
         thread.start()
         try:
@@ -163,6 +170,7 @@ def _opened(url: str) -> tuple[Any, str]:
             f"rollout.weights.url={url}: fsspec knows no {protocol!r}: use s3://BUCKET/FOLDER, "
             "gs://, az://, or another of fsspec.available_protocols()"
         )
+
     try:
         files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
@@ -170,4 +178,5 @@ def _opened(url: str) -> tuple[Any, str]:
         raise MissingExtraError(f"rollout.weights.url={url} needs a package: {extra}") from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"rollout.weights.url={url} can't be used: {error}") from error
+
     return files, str(root).rstrip("/")

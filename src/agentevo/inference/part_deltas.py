@@ -59,14 +59,17 @@ class PublishedParts:
     ) -> None:
         """`own`: this process's parts of what is published, as they are now; the same names in the
         same order everywhere. `group`: all processes, for tensors on the CPU."""
-        self._own, self._group = own, group
+        self._own = own
+        self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
         """What changed of the boxes that are not given whole."""
 
     def keep(self) -> None:
         """What is there now is what was published."""
-        self._changes, old, self._kept = {}, self._kept, {}
+        self._changes = {}
+        old = self._kept
+        self._kept = {}
         for name, part in self._given().items():
             kept = old.pop(name, None)
             spec = Spec(part.spec.dtype, part.box.sizes)
@@ -79,7 +82,8 @@ class PublishedParts:
     def compare(self) -> PartsDelta | None:
         """On the first process: what changed, unless it can't be said, because nothing was kept or
         other tensors are trained now. None on the others."""
-        own, found = self._own(), self._compared()
+        own = self._own()
+        found = self._compared()
         of_all: list[dict[str, Found] | None] = [found]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
@@ -89,6 +93,7 @@ class PublishedParts:
             )
             if not first:
                 return None
+
         known = [one for one in of_all if one is not None]
         return PartsDelta.of(own, known, self) if len(known) == len(of_all) else None
 
@@ -122,10 +127,13 @@ class PublishedParts:
 
     def _compared(self) -> dict[str, Found] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
-        given, self._changes = self._given(), {}
+        given = self._given()
+        self._changes = {}
+
         wanted = {name: (p.box, p.spec.dtype) for name, p in given.items()}
         if wanted != {name: (box, kept.dtype) for name, (box, kept) in self._kept.items()}:
             return None
+
         found = {}
         for name, part in given.items():
             now = part.given
@@ -134,6 +142,7 @@ class PublishedParts:
             if change:  # what is given whole is made again when it is given
                 self._changes[name] = {} if "whole" in change else change
             found[name] = Found(part.box, specs, checksum(now))
+
         return found
 
 
@@ -164,23 +173,27 @@ class PartsDelta:
                 if name in of_one
             }
             made._add(name, part.spec, of_boxes)
+
         return made
 
     def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, Found]]) -> None:
         if not math.prod(spec.shape):
             self.state[name] = checksum(torch.empty(spec.shape, dtype=spec.dtype))
             return
+
         try:
             grid = grid_of(list(found), spec.shape)
         except ValueError as error:
             raise ModelError(
                 f"{name}: processes have {error}: this is a defect, please report it"
             ) from error
+
         boxes = boxes_of(grid, spec.shape)
         checksums = [found[box][1].sha256 for box in boxes]
         self.state[name] = checksums[0] if len(boxes) == 1 else combined(checksums)
         if len(boxes) > 1:
             self.grids[name] = grid
+
         for key, box in zip(box_keys(name, len(boxes)), boxes, strict=True):
             process, one = found[box]
             keys = {kind: f"{kind}:{key}" for kind in one.changes}
@@ -208,6 +221,7 @@ class PartsDelta:
                         kind: self._parts.take(process, self.specs[key])
                         for kind, key in keys.items()
                     }
+
                 for kind, key in keys.items():
                     yield key, change.pop(kind)
 

@@ -22,7 +22,8 @@ class PlainTexts:
     """See the module. `context` gives all ids up to and including a turn's completion."""
 
     def __init__(self, chat: ChatFormat, context: Callable[[int], list[int]]) -> None:
-        self._chat, self._context = chat, context
+        self._chat = chat
+        self._context = context
         self._known: dict[str, tuple[int, int]] = {}
         """A text -> the turn whose prompt and completion it is, and how many of their last ids it
         does not have."""
@@ -55,6 +56,7 @@ def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
                 f"token {place} of the prompt is {token!r}: ids of this model are whole "
                 f"numbers from 0 to {vocabulary - 1}"
             )
+
     return ids
 
 
@@ -65,7 +67,8 @@ def recorded_beginning(
     context that they begin with, the newest of several. `children`: turn -> those that extend it,
     None -> roots."""
     given = array(TURN_COLUMNS["prompt_ids"], ids)
-    known, parent = 0, -1
+    known = 0
+    parent = -1
     reached: list[tuple[int, int | None]] = [(0, None)]
     while reached:
         start, turn = reached.pop()
@@ -79,4 +82,5 @@ def recorded_beginning(
             ):
                 known, parent = max((known, parent), (end, child))
                 reached.append((end, child))
+
     return known, parent if known else None

@@ -35,7 +35,10 @@ class Publication:
         keep: int,
         note: Callable[[str], None],
     ) -> None:
-        self._folder, self._model, self._keep, self._note = folder, model, keep, note
+        self._folder = folder
+        self._model = model
+        self._keep = keep
+        self._note = note
         self._version = 0
         """Version of the model's weights."""
         self._latest: Latest | None = None
@@ -57,7 +60,9 @@ class Publication:
         """See WeightSender.publish. What a trainer before
         this one has published of this version or a later one stays, if it is whole. What can't be
         written now, `look_after` writes later."""
-        self._version, self._latest = version, await in_thread(self._announced)
+        latest = await in_thread(self._announced)
+        self._version = version
+        self._latest = latest
         if self._latest is not None and self._latest.version < version:
             self._latest = None
         await self.look_after()
@@ -70,6 +75,7 @@ class Publication:
             state = await in_thread(self._folder.state, self._latest.version)
             if state == self._looked_whole and not late:
                 return
+
             try:
                 await in_thread(self._folder.check, self._latest)
             except EngineError as error:
@@ -79,8 +85,10 @@ class Publication:
                 )
                 self._in_full = True
             else:
-                self._looked_whole, self._verified_at = state, time.monotonic()
+                self._looked_whole = state
+                self._verified_at = time.monotonic()
                 return
+
         try:
             await self._write()
         except OSError as error:  # the folder is away, or full: again at the next look
@@ -95,7 +103,10 @@ class Publication:
         sha256 = await in_thread(
             self._folder.write, self._version, self._model, keep=self._keep, in_full=self._in_full
         )
-        self._latest, self._said, self._in_full = Latest(self._version, sha256), "", False
+        self._latest = Latest(self._version, sha256)
+        self._said = ""
+        self._in_full = False
+
         if self._folder.advice and not self._advised:
             self._advised = True
             self._note(self._folder.advice)

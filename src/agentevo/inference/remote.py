@@ -145,8 +145,12 @@ class RemoteEngine:
                     "'engines')"
                 )
             secret = RunSecret(engines.folder)
-        self._secret, self._lookout = secret, lookout
-        self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
+
+        self._secret = secret
+        self._lookout = lookout
+        self._engines = engines
+        self._poll_s = poll_s
+        self._max_age_s = max_age_s
         given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
         self._given = {address.url: address for address in map(EngineAddress.read, given)}
         self._known: dict[str, _Known] = {}
@@ -220,8 +224,10 @@ class RemoteEngine:
                     raise list(refused.values())[-1]  # by every engine that there is
                 await asyncio.sleep(min(self._poll_s, left))
                 continue
+
             if session is not None:
                 self._move_home(session, engine)
+
             try:
                 return await ask(engine.connection, left)
             except (
@@ -232,9 +238,11 @@ class RemoteEngine:
             ):
                 raise
             except (LostError, EngineUnavailableError) as error:
-                engine.suspect, self._trouble = True, str(error)
+                engine.suspect = True
+                self._trouble = str(error)
             except EngineError as error:
                 refused[engine.url] = error
+
         raise EngineUnavailableError(
             f"no engine answered within {deadline_s:g} s ({len(self._known)} known; "
             f"{self._trouble}): are processes of `agentevo serve` "
@@ -263,6 +271,7 @@ class RemoteEngine:
         for counts in (*self._counts.values(), *gauges):
             for key, value in counts.items():
                 sums[key] = sums.get(key, 0.0) + value
+
         return sums
 
     async def refresh(self) -> None:
@@ -273,6 +282,7 @@ class RemoteEngine:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_S):
                     await self._lookout.look()
+
         await self._look_once()
         looks = [asyncio.ensure_future(self._ask_state(engine)) for engine in self._known.values()]
         if looks:
@@ -288,11 +298,13 @@ class RemoteEngine:
         watchers = [task for task in (self._watcher, self._lookout_watch) if task is not None]
         for task in watchers:
             task.cancel()
+
         await asyncio.gather(*watchers, return_exceptions=True)
         connections = [
             engine.connection for engine in self._known.values() if engine.connection is not None
         ]
         await asyncio.gather(*(connection.close() for connection in connections))
+
         for engine in list(self._known.values()):
             self._forget(engine)
 
@@ -302,8 +314,10 @@ class RemoteEngine:
             raise EngineUnavailableError(
                 "this client of the engines is closed: make another RemoteEngine"
             )
+
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
+
         if self._lookout is not None and (
             self._lookout_watch is None or self._lookout_watch.done()
         ):
@@ -343,15 +357,18 @@ class RemoteEngine:
             addresses = self._given | {engine.url: engine.address for engine in announcements}
         else:
             addresses = self._given
+
         if self._lookout is not None:
             found = self._lookout.found
             addresses = {engine.url: engine.address for engine in found} | addresses
             self._trouble = self._lookout.trouble or self._trouble
+
         for engine in list(self._known.values()):
             if time.monotonic() - engine.heard > self._max_age_s or (
                 engine.url not in addresses and not engine.connected
             ):
                 self._forget(engine)
+
         for url, address in addresses.items():
             engine = self._known.setdefault(url, _Known(address, time.monotonic()))
             # Another that came after it there may have another certificate.
@@ -396,6 +413,7 @@ class RemoteEngine:
                 engine.behind = None
             elif engine.behind is None or engine.behind[0] != engine.version:
                 engine.behind = (engine.version, time.monotonic())
+
             if engine.behind is None or time.monotonic() - engine.behind[1] < LATE_S:
                 able.append(engine)
             else:
@@ -404,6 +422,7 @@ class RemoteEngine:
                     "weights: it is not asked until it has them too "
                     "(its own log says what keeps it)"
                 )
+
         return able
 
     def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
@@ -418,6 +437,7 @@ class RemoteEngine:
             and (not home.asleep or all(engine.asleep for engine in able))
         ):
             return home
+
         return min(
             able,
             key=lambda engine: (

@@ -81,9 +81,12 @@ class Request:
     ) -> None:
         """It is to be computed again, from `ids`, under other weights or the same. What was drawn
         stays drawn, with its `rows`; given tokens are all scored under the same weights."""
-        self.ids, self.drawn_rows, self.known_rows = ids, rows, known_rows
+        self.ids = ids
+        self.drawn_rows = rows
+        self.known_rows = known_rows
         if self.scored is not None:
-            self.logprobs, self.versions = [], []
+            self.logprobs = []
+            self.versions = []
 
     def tell(self, token: int, logprob: float) -> None:
         """Tells penalties, grammar and listener of the newest token. Where one of them raises, this
@@ -92,6 +95,7 @@ class Request:
             self.penalties.take(token)
         if self.future is None or self.future.done():
             return
+
         try:
             if self.grammar is not None:
                 self.grammar.take(token)

@@ -36,7 +36,8 @@ class TokenRows:
     They are added to and never changed, so that several may hold the same ones."""
 
     def __init__(self, weights: Weights | None = None) -> None:
-        self.weights, self.count = weights, 0
+        self.weights = weights
+        self.count = 0
         self._rows: np.ndarray | None = None
 
     @property
@@ -54,6 +55,7 @@ class TokenRows:
             if self._rows is not None:
                 grown[: self.count] = self._rows[: self.count]
             self._rows = grown
+
         self._rows[self.count : stop] = rows
         self.count = stop
 
@@ -97,6 +99,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
         return None
     if all(sequence.routed.count <= sequence.cached for sequence, _ in batch.work):
         return Recording(routers)
+
     total = batch.input_ids.shape[1]
     rows = np.full((total, routers.layers, routers.top_k), OWN, dtype=np.int64)
     begin = 0
@@ -106,6 +109,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
             again = sequence.routed.first(known)[sequence.cached :]
             rows[begin : begin + len(again)] = again
         begin += count
+
     return Recording(routers, Replay(torch.as_tensor(rows, device=batch.input_ids.device)))
 
 
@@ -131,7 +135,8 @@ def told(sequence: Sequence, request: Request, routers: Routers | None) -> Route
 def drawn_rows(sequence: Sequence, request: Request) -> np.ndarray | None:
     """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that drew
     that; None before anything was drawn."""
-    kept, count = request.drawn_rows, len(sequence.ids) - 1
+    kept = request.drawn_rows
+    count = len(sequence.ids) - 1
     if not request.completion:
         return None
     if kept is None:

@@ -85,7 +85,8 @@ class RoutingMemory:
     def __init__(
         self, routers: Routers, max_bytes: int, serves: Callable[[int | None], int]
     ) -> None:
-        self.routers, self.max_bytes = routers, max_bytes
+        self.routers = routers
+        self.max_bytes = max_bytes
         self._serves = serves
         self._beginnings = 0
         self._paths: dict[str, list[_Path]] = {}
@@ -112,6 +113,7 @@ class RoutingMemory:
         own = request.known_rows
         if own is not None and own.weights == weights:
             return Known(own, min(own.count, len(request.ids)))
+
         best = Known(TokenRows(weights), 0)
         paths = self._paths.get(request.session, []) if request.session is not None else []
         ids = np.array(request.ids if paths else [], dtype=np.int32)
@@ -122,6 +124,7 @@ class RoutingMemory:
                 count = int(differs[0]) if len(differs) else size
                 if count > best.num_tokens:
                     best = Known(path.rows, count)
+
         return best
 
     def known_to_any(self, requests: Iterable[Request], ids: list[int]) -> TokenRows | None:
@@ -164,6 +167,7 @@ class RoutingMemory:
             ]
             self.num_bytes -= sum(path.num_bytes for path in self._paths[session])
             self.num_bytes += sum(path.num_bytes for path in serving)
+
             if serving:
                 self._paths[session] = serving
             else:

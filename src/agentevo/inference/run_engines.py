@@ -32,7 +32,8 @@ class RunEngines:
 
     def __init__(self, config: RunConfig) -> None:
         directory = EngineDirectory(config.run_dir / "engines")
-        self._place, self._poll_s = directory.folder, config.rollout.poll_s
+        self._place = directory.folder
+        self._poll_s = config.rollout.poll_s
         secret = RunSecret(directory.folder, config.rollout.engine_secret)
         url = config.rollout.weights.url
         self._engines = RemoteEngine(
@@ -42,6 +43,7 @@ class RunEngines:
             secret=secret,
             poll_s=config.rollout.poll_s,
         )
+
         self._meant = 0
         self._look_after: Callable[[], Awaitable[None]] | None = None
 
@@ -59,9 +61,11 @@ class RunEngines:
         self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
         """Waits until the engines serve the version, or a newer one, or `stop` says so."""
-        began, told = time.monotonic(), False
+        began = time.monotonic()
+        told = False
         looked = began
         await self._engines.refresh()
+
         while self._engines.version < version and not stop():
             if not told and time.monotonic() - began > TOLD_S:
                 note(
@@ -69,9 +73,11 @@ class RunEngines:
                     f"and announced in {self._place}?"
                 )
                 told = True
+
             if self._look_after is not None and time.monotonic() - looked > LOOK_S:
                 await self._look_after()
                 looked = time.monotonic()
+
             await asyncio.sleep(self._poll_s)
 
     @asynccontextmanager
@@ -146,6 +152,7 @@ class RunEngines:
         deadline = time.monotonic() + deadline_s
         if self._engines.version < self._meant:
             await self._engines.refresh()
+
         while self._engines.version < self._meant:
             if time.monotonic() > deadline:
                 raise EngineUnavailableError(
@@ -153,6 +160,7 @@ class RunEngines:
                     f"serves {self._engines.version}): look into the log of `agentevo serve`"
                 )
             await asyncio.sleep(self._poll_s)
+
         return max(deadline - time.monotonic(), self._poll_s)
 
     async def release(self, session: str) -> None:

@@ -26,6 +26,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if 0 < params.top_k < logits.shape[-1]:
         threshold = torch.topk(logits, params.top_k).values[-1]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
+
     if params.top_p < 1:
         ordered, order = torch.sort(logits, descending=True, stable=True)
         probs = torch.softmax(ordered.double(), dim=-1)
@@ -34,9 +35,11 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
             torch.zeros_like(logits, dtype=torch.bool).scatter(0, order, before >= params.top_p),
             float("-inf"),
         )
+
     if params.min_p > 0:
         floor = logits.max() + torch.log(torch.tensor(params.min_p, dtype=logits.dtype))
         logits = logits.masked_fill(logits < floor, float("-inf"))
+
     return logits
 
 
@@ -88,18 +91,22 @@ def draw_with_alternatives(
     logits = logits.float()
     penalise(logits, changes)
     keep_allowed(logits, masks)
+
     temperatures = [p.temperature for p in params]
     if any(t not in (0.0, 1.0) for t in temperatures):
         scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
         logits = logits / scale.unsqueeze(1)
+
     for row, p in enumerate(params):
         if p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p):
             logits[row] = filter_logits(logits[row], p)
+
     most_likely = logits.argmax(dim=-1) if not all(temperatures) else None
     if most_likely is not None and not any(temperatures):
         certain: list[int] = most_likely.tolist()
         alone = [[(t, 0.0)] if p.top_logprobs else [] for t, p in zip(certain, params, strict=True)]
         return certain, [0.0] * len(params), alone
+
     weights = logits.sub_(
         logits.amax(dim=-1, keepdim=True)
     ).exp_()  # [B, V], in place: the logits are large, and ours
@@ -111,6 +118,7 @@ def draw_with_alternatives(
         greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)
         tokens = torch.where(greedy, most_likely, tokens)
         logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
+
     drawn: list[int] = tokens.tolist()
     alternatives = [
         [(token, 0.0)] if p.top_logprobs and not p.temperature else _likeliest(row, total, p)
@@ -152,6 +160,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     batch, vocab = weights.shape
     if vocab % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
+
     blocks = weights.view(batch, -1, _BLOCK)
     block_ends = _block_ends(blocks)
     totals = block_ends[:, -1]
@@ -164,6 +173,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     place = torch.searchsorted(inside.double().cumsum(-1), target - start, right=True).clamp_max(
         _BLOCK - 1
     )
+
     # Rounding at the very end of a block can land on a token of weight 0: step back to the last one
     # that can be drawn.
     candidates = torch.where(

@@ -72,7 +72,8 @@ class Scheduler:
         routing: RoutingMemory | None = None,
     ) -> None:
         """`routing`: where the engine records which experts it chooses."""
-        self.config, self.routing = config, routing
+        self.config = config
+        self.routing = routing
         self.context_length = context_length
         self._context_advice = f"; {context_advice}" if context_advice else ""
         self.kv_tokens = kv_tokens
@@ -98,17 +99,20 @@ class Scheduler:
         what = f"prompt of {len(request.ids)} tokens"
         if request.scored is None:
             what += f" plus max_new_tokens={request.params.max_new_tokens}"
+
         if need > self.context_length:
             lower = "" if request.scored is not None else " or lower sampling.max_new_tokens"
             raise RequestTooLongError(
                 f"{what} exceeds the model's context of {self.context_length} tokens: shorten the "
                 f"prompt{lower}{self._context_advice}"
             )
+
         if _round_up(need) > self.kv_tokens:
             raise RequestTooLongError(
                 f"{what} can't fit the key-value memory of {self.kv_tokens} tokens: raise "
                 "engine.kv_cache_gb (or engine.kv_cache_tokens)"
             )
+
         self.waiting.append(request)
 
     def drop_abandoned(self) -> None:
@@ -121,6 +125,7 @@ class Scheduler:
         """Moves waiting requests into slots, in order, as far as memory goes."""
         if self.config.prefix_sharing:
             self._request_prefixes()
+
         held_back: list[Request] = []
         while self.waiting and len(self.running) < self.config.max_running:
             request = self.waiting.popleft()
@@ -129,6 +134,7 @@ class Scheduler:
             elif not self._place(request):
                 held_back.append(request)
                 break
+
         self.waiting.extendleft(reversed(held_back))
         if not self.waiting:
             self.unshareable.clear()
@@ -150,15 +156,19 @@ class Scheduler:
     def finish_prefix(self, sequence: Sequence) -> None:
         """A shared prefix is computed: file it, free the slot."""
         assert sequence.request is not None
-        version, size = sequence.request.version, len(sequence.ids)
+
+        version = sequence.request.version
+        size = len(sequence.ids)
         key = (version, tuple(sequence.ids))
         self.retire(sequence)
         segment = self.cache.cut_segment(sequence.slot, sequence.ids, version)
         segment.routed = sequence.routed
+
         room = _round_up(size)
         if self.memory_tokens() + room > self.kv_tokens and not self._shrink(room):
             self.unshareable.add(key)
             return
+
         segment.last_used = self._tick()
         self.segments.setdefault(size, {})[key] = segment
 
@@ -181,6 +191,7 @@ class Scheduler:
         ]
         for sequence in list(self.running):
             self.retire(sequence)
+
         self.waiting.clear()
         self.pending_prefixes.clear()
         return unanswered
@@ -201,9 +212,11 @@ class Scheduler:
         head of the queue with what they have completed."""
         if self.routing is not None:
             self.routing.forget_outdated()
+
         self.sessions.clear()
         self.segments.clear()
         self.unshareable.clear()
+
         for sequence in reversed(list(self.running)):
             self.retire(sequence)
             if sequence.request is not None and sequence.request.future is not None:
@@ -212,6 +225,7 @@ class Scheduler:
                 known = sequence.routed if records else None
                 sequence.request.interrupted(sequence.ids, rows, known)
                 self.waiting.appendleft(sequence.request)
+
         self.cache = KVCache()
 
     def memory_tokens(self) -> int:
@@ -237,6 +251,7 @@ class Scheduler:
                 and (known is None or known.agrees(segment.routed, length) == length)
             ):
                 return segment
+
         return None
 
     def _prefix_coming(self, request: Request) -> bool:
@@ -265,10 +280,12 @@ class Scheduler:
         for request in fresh:
             key = tuple(request.ids[: request.num_context])
             by_prompt[key] = by_prompt.get(key, 0) + 1
+
         wanted = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
         singles = sorted(list(key) for key, count in by_prompt.items() if count == 1)
         for ids in wanted + _shared_beginnings(singles):
-            matched, wanted_key = self._match(version, [*ids, -1]), (version, tuple(ids))
+            matched = self._match(version, [*ids, -1])
+            wanted_key = (version, tuple(ids))
             have = len(matched.ids) if matched else 0
             if (
                 len(ids) - have >= MIN_SHARED_TOKENS
@@ -287,6 +304,7 @@ class Scheduler:
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
         if idle is not None:
             return self._resume(idle, request)
+
         context = request.ids[: request.num_context]
         known = None if self.routing is None else self.routing.known(request)
         sharing = self.config.prefix_sharing
@@ -299,11 +317,14 @@ class Scheduler:
             else 0
         )
         need = request.max_tokens - offset
+
         if segment is not None:
             segment.users += 1  # not to be evicted while room is made
+
         slot = self._take_slot(need)
         if segment is not None and (slot is None or not offset):
             segment.users -= 1
+
         if slot is None:
             if segment is None or self.running:
                 return False
@@ -311,38 +332,47 @@ class Scheduler:
                 segment
             )  # nobody will leave, and its own prefix is what takes the room
             return self._place(request)
+
         sequence = Sequence(slot, list(request.ids), request, need=need)
         if segment is not None:
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
             if known is not None and known.num_tokens < len(segment.ids):
                 known = Known(segment.routed, len(segment.ids))
+
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
-                sequence.segment, sequence.offset = segment, offset
+                sequence.segment = segment
+                sequence.offset = offset
             else:
                 self.cache.paste_segment(slot, segment, len(segment.ids))
+
         if known is not None:
             sequence.routed = known.rows.beginning(known.num_tokens)
+
         self.running.append(sequence)
         return True
 
     def _resume(self, idle: Sequence, request: Request) -> bool:
         """The next turn of a session: keeps what its cache has in common with the new prompt."""
         assert request.session is not None
+
         common = min(common_prefix(idle.ids, request.ids), idle.cached)
         keep = min(common, len(request.ids) - 1)
         known = None if self.routing is None else self.routing.known(request)
         if known is not None:
             keep = known.agrees(idle.routed, keep)
+
         if keep < idle.offset:  # it left the shared prefix: start over
             self.retire(idle)
             return self._place(request)
+
         need = request.max_tokens - idle.offset
         if need > self.cache.capacity:
             self.running.append(idle)  # in use while room is made
             grown = self._make_room(extra=0, capacity=need)
             self.running.remove(idle)
+
             if not grown:
                 self.sessions[request.session] = idle
                 if (
@@ -351,9 +381,14 @@ class Scheduler:
                     self._evict(request.session)
                     return self._place(request)
                 return False
-        idle.ids, idle.cached, idle.request, idle.need = list(request.ids), keep, request, need
+
+        idle.ids = list(request.ids)
+        idle.cached = keep
+        idle.request = request
+        idle.need = need
         if known is not None:
             idle.routed = known.of_resumed(idle.routed, common)
+
         self.session_hit_tokens += keep
         self.running.append(idle)
         return True
@@ -373,6 +408,7 @@ class Scheduler:
         prefixes, oldest first, if it must."""
         if len(self._live()) + extra <= self.cache.num_slots and capacity <= self.cache.capacity:
             return True
+
         while not self._resize(extra, capacity):
             idle = sorted(self.sessions.items(), key=lambda item: item[1].last_used)
             unused = sorted(
@@ -385,6 +421,7 @@ class Scheduler:
                 self._evict(idle[0][0])
             else:
                 return False
+
         return True
 
     def _shrink(self, spare: int) -> bool:
@@ -399,7 +436,8 @@ class Scheduler:
         return True
 
     def _drop_segment(self, segment: PrefixSegment) -> None:
-        group, key = self.segments[len(segment.ids)], (segment.version, tuple(segment.ids))
+        group = self.segments[len(segment.ids)]
+        key = (segment.version, tuple(segment.ids))
         del group[key]
         self.unshareable.add(key)
         if not group:
@@ -417,12 +455,15 @@ class Scheduler:
             if self.cache.capacity
             else least
         )
+
         if num_slots * least > budget:
             return False
+
         places = generous if num_slots * generous <= budget else least
         wanted = min(num_slots + len(self.waiting), self.config.max_running)
         num_slots = max(num_slots, min(max(wanted, self.cache.num_slots), budget // places))
         self._move(num_slots, places)
+
         return True
 
     def _move(self, num_slots: int, capacity: int) -> None:
@@ -452,6 +493,8 @@ def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
             if run is not None:
                 beginnings.append(run)
             run = None
+
     if run is not None:
         beginnings.append(run)
+
     return beginnings

@@ -43,12 +43,14 @@ def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
+
     tokens = torch.tensor(ids, device=logits.device).unsqueeze(1)  # [n, 1]
     logits = logits.sub_(logits.amax(dim=-1, keepdim=True))
     below = logits.gather(1, tokens).squeeze(1).double()  # [n], of the likeliest token
     weights = logits.exp_()
     totals = summed_weights(weights)
     drawn = (weights.gather(1, tokens).squeeze(1).double() / totals).log().float()
+
     # A weight that a float32 holds only as a subnormal number has lost digits, or is 0.
     rare = below < -80
     return torch.where(rare, (below - totals.log()).float(), drawn).tolist()
@@ -63,7 +65,9 @@ def take_scores(
     for sequence, count in batch.scored:
         request = sequence.request
         assert request is not None and request.scored is not None
-        rows, begin = logits[begin : begin + count], begin + count
+
+        rows = logits[begin : begin + count]
+        begin = begin + count
         done = len(request.logprobs)
         ids = request.scored[done : done + count]
         request.logprobs += given_logprobs(rows, ids, request.params.temperature)

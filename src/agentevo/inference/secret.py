@@ -48,6 +48,7 @@ class RunSecret:
         given = self._given()
         if given is not None:
             return given
+
         try:
             try:
                 secret = self.file.read_text(encoding="ascii").strip()
@@ -61,10 +62,12 @@ class RunSecret:
             ) from error
         except UnicodeDecodeError:
             secret = ""
+
         if not re.fullmatch("[0-9a-f]{64}", secret):
             raise EngineError(
                 f"{self.file} holds no secret: delete it, whoever needs it next makes another"
             )
+
         return secret
 
     def header(self) -> dict[str, str]:

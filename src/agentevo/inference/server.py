@@ -89,7 +89,8 @@ class EngineDoor:
         secret: RunSecret,
         stats: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        self.engine, self.name = engine, name
+        self.engine = engine
+        self.name = name
         self._stats = stats if stats is not None else engine.stats
         self._sleeping = engine if isinstance(engine, SleepingEngine) else None
         self._closed = asyncio.Event()
@@ -178,13 +179,15 @@ class _Guard:
     a failure of ours. Either way the connection ends with its answer."""
 
     def __init__(self, app: ASGIApp, secret: RunSecret) -> None:
-        self._app, self._secret = app, secret
+        self._app = app
+        self._secret = secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"]["connection"]
         answer = self._refusal(scope)
         if answer is None and not connection.admit():
             answer = status_and_answer(EngineUnavailableError(FULL))
+
         try:
             if answer is None:
                 await self._app(scope, receive, _closing(send))
@@ -242,6 +245,7 @@ async def _body(request: Request) -> bytes:
         raise DeadlineExceededError(
             f"the request's body has not come within {BODY_S:g} s: send all of it"
         ) from None
+
     return body
 
 
@@ -254,7 +258,8 @@ async def _hung_up(request: Request) -> None:
 async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
     """The one place where what an engine raises becomes an HTTP answer."""
     try:
-        content, status = await work, 200
+        content = await work
+        status = 200
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
     except msgspec.MsgspecError as error:
@@ -264,6 +269,7 @@ async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
         )[1]
     except EngineError as error:
         status, content = status_and_answer(error)
+
     return _json(content, status)
 
 

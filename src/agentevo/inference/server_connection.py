@@ -62,8 +62,12 @@ UNREAD_S = 0.05
 """How often it is looked at whether the client has taken its answers."""
 FLUSH_S = 1.0
 """How long answers that are ready get when the engine leaves, in seconds."""
-GOING_AWAY, UNSUPPORTED, POLICY = 1001, 1003, 1008
-"""Close codes, RFC 6455 section 7.4.1."""
+GOING_AWAY = 1001
+"""Close code, RFC 6455 section 7.4.1."""
+UNSUPPORTED = 1003
+"""Likewise."""
+POLICY = 1008
+"""Likewise."""
 MAX_REASON_BYTES = 123
 """RFC 6455, section 5.5."""
 
@@ -74,7 +78,9 @@ class ServerConnection:
     def __init__(
         self, websocket: WebSocket, engine: Engine, state: Callable[[], EngineState]
     ) -> None:
-        self._websocket, self._engine, self._state = websocket, engine, state
+        self._websocket = websocket
+        self._engine = engine
+        self._state = state
         self._outbox = Outbox()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._newest_id = -1
@@ -95,6 +101,7 @@ class ServerConnection:
             await self._websocket.accept()
         except WebSocketDisconnect:
             return
+
         self._tell()
         work = [
             asyncio.ensure_future(duty)
@@ -113,10 +120,12 @@ class ServerConnection:
             for task in (*work, *requests):
                 task.cancel()
             await asyncio.gather(*work, *requests, return_exceptions=True)
+
         if closing.is_set():
             self._last_word = (GOING_AWAY, "the engine is going down: ask another one")
         if self._last_word is not None:
             await self._say_good_bye(*self._last_word)
+
         for task in done:
             task.result()
 
@@ -131,6 +140,7 @@ class ServerConnection:
                 ].decode()
                 self._last_word = (UNSUPPORTED, reason)
                 return
+
             watch = self._watch
             for message in messages:
                 if isinstance(message, (Generate, Score, Watch)):
@@ -139,8 +149,10 @@ class ServerConnection:
                         return
                     self._newest_id = message.id
                 self._take(message)
+
             if self._watch != watch:
                 self._tell()
+
             while len(self._outbox) > MAX_UNREAD:
                 await asyncio.sleep(UNREAD_S)
 
@@ -201,6 +213,7 @@ class ServerConnection:
         check_score(request.context_ids, request.ids, request.temperature, request.deadline_s)
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
+
         scores = await self._engine.score(
             request.context_ids,
             request.ids,
@@ -213,6 +226,7 @@ class ServerConnection:
         while True:
             await self._any_releases.wait()
             self._any_releases.clear()
+
             number = 0
             while self._releases:
                 session = next(iter(self._releases))
@@ -241,13 +255,16 @@ class ServerConnection:
             await asyncio.sleep(min(self._every_s, CHANGE_S))
             if len(self._outbox):
                 continue  # the client has not taken the last one yet
-            now, before = self._state(), self._told
+
+            now = self._state()
+            before = self._told
             changed = before is None or (before.version, before.asleep) != (now.version, now.asleep)
             if changed or time.monotonic() - self._told_at >= self._every_s:
                 self._tell(now)
 
     def _tell(self, now: EngineState | None = None) -> None:
-        self._told, self._told_at = now if now is not None else self._state(), time.monotonic()
+        self._told = now if now is not None else self._state()
+        self._told_at = time.monotonic()
         self._outbox.put(State(state=self._told, yours=len(self._running), watch=self._watch))
 
     async def _say_good_bye(self, code: int, reason: str) -> None:

@@ -74,7 +74,9 @@ class SglangEngine:
         options = read_options(section)
         keys = check_keys(options)
         check_writable(model)
-        self._options, self._model, self._tokenizer = options, model, tokenizer
+        self._options = options
+        self._model = model
+        self._tokenizer = tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._scratch = Path(tempfile.mkdtemp(prefix="agentevo-sglang-"))
         self._mark = secrets.token_hex(4)
@@ -82,19 +84,23 @@ class SglangEngine:
         self._numbers = itertools.count()
         self._versions: dict[str, int] = {}
         """Label -> version."""
-        self._label, self._version = "", NO_VERSION
+        self._label = ""
+        self._version = NO_VERSION
         self._good: Path | None = None
         """Folder of what the server computes with, where that is known."""
         self._failure: EngineError | None = None
         self._facts: ServerFacts | None = None
         self._server: GuardedServer | None = None
+
         if options.url is None:
             self._client = self._start(section)
         else:
             self._client = SglangClient(options.url, keys[0], keys[1], options.ca_file)
+
         self._changing = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
+
         self._draws: set[asyncio.Task[Completion]] = set()
         self._requests = SglangRequests(
             self._client,
@@ -112,7 +118,9 @@ class SglangEngine:
         self._good = write_version(self._model, self._tokenizer, {}, self._folder / "base")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        key, config = secrets.token_hex(32), self._scratch / "server.yaml"
+
+        key = secrets.token_hex(32)
+        config = self._scratch / "server.yaml"
         config.write_text(launch_config(key), encoding="utf-8")
         arguments = launch_arguments(
             self._good,
@@ -130,6 +138,7 @@ class SglangEngine:
             [*program, *arguments, "--config", str(config), *self._options.args],
             self._options.log_file or self._scratch / "server.log",
         )
+
         return SglangClient(f"http://127.0.0.1:{port}", key, None, None)
 
     @property
@@ -159,21 +168,25 @@ class SglangEngine:
         check_request(sampling, deadline_s)
         if not prompt_ids:
             raise EngineError("the prompt is empty: give at least one token")
+
         check_tokens(prompt_ids, self._vocabulary)
         if sampling.grammar:
             raise GrammarError(
                 "engine.type=sglang follows no grammar of AgentEvo's form: use engine.type=torch"
             )
+
         facts = self._known()
         reason = unsupported(sampling, facts, self._options.seeded)
         if reason:
             raise EngineError(f"engine.type=sglang: {reason}")
+
         num_tokens = len(prompt_ids) + sampling.max_new_tokens
         if num_tokens > facts.longest or len(prompt_ids) > facts.longest_prompt:
             raise RequestTooLongError(
                 f"{len(prompt_ids)} prompt and {sampling.max_new_tokens} new tokens, SGLang takes "
                 f"{facts.longest} together: shorten the prompt or lower max_new_tokens"
             )
+
         self._check_whole()
 
         async def work() -> Completion:
@@ -189,16 +202,19 @@ class SglangEngine:
 
     async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
         """Its result within so many seconds, those of sleep not counted."""
-        begun, slept = time.monotonic(), self.slept_s
+        begun = time.monotonic()
+        slept = self.slept_s
         try:
             while not draw.done():
                 left = deadline_s - (time.monotonic() - begun) + (self.slept_s - slept)
                 if left <= 0:
                     raise DeadlineExceededError(f"SGLang did not answer within {deadline_s:g} s")
                 await asyncio.wait({draw}, timeout=left)
+
             if draw.cancelled():
                 self._check_whole()
                 raise EngineError("the engine is closed: make another one")
+
             return draw.result()
         finally:
             draw.cancel()
@@ -218,10 +234,14 @@ class SglangEngine:
                 await self._client.pause()
                 await self._client.flush()
                 await self._client.relabel(label)
+
                 if not self.asleep:
                     await self._client.go_on()
-                self._label, self._version = label, version
+
+                self._label = label
+                self._version = version
                 return
+
             verified = await in_thread(self.verify, weights)
             await self._swap(version, label, verified)
 
@@ -245,6 +265,7 @@ class SglangEngine:
         as long as the server's disk."""
         if weights is None:
             weights = trained_weights(self._model)
+
         verified = (
             weights
             if isinstance(weights, VerifiedWeights)
@@ -259,6 +280,7 @@ class SglangEngine:
         except BaseException:
             self._refused_publishes += 1
             raise
+
         self._publishes += 1
 
     async def _swap(
@@ -285,8 +307,13 @@ class SglangEngine:
             raise
         finally:
             self._swap_s += time.monotonic() - begun
-        before, self._good = self._good, folder
-        self._label, self._version, self._failure = label, version, None
+
+        before = self._good
+        self._good = folder
+        self._label = label
+        self._version = version
+        self._failure = None
+
         if before is not None:
             await in_thread(shutil.rmtree, before, ignore_errors=True)
 
@@ -308,6 +335,7 @@ class SglangEngine:
                 return
             except EngineError as one:
                 again = one
+
         self._failure = EngineError(
             f"SGLang holds no whole weights: {error}; the version before could not be loaded again "
             f"({again or 'it is not known here'}): it serves again when a whole version is in"
@@ -329,6 +357,7 @@ class SglangEngine:
                             "go on as before"
                         )
                     await asyncio.sleep(0.005)
+
             yield
         finally:
             self._open.set()
@@ -342,6 +371,7 @@ class SglangEngine:
         """Waits until the server is ready, once. Raises EngineError."""
         if self._facts is not None:
             return
+
         until = time.monotonic() + self._options.start_timeout_s
         while not await self._client.ready():
             self._check_alive()
@@ -351,13 +381,16 @@ class SglangEngine:
                     f"{self._options.start_timeout_s:g} s: see its log, or raise "
                     "engine.options.start_timeout_s"
                 )
+
             await asyncio.sleep(LOOK_S)
+
         facts = await self._client.facts()
         if self._options.seeded and not facts.seeded:
             raise EngineError(
                 f"SGLang at {self._client.url} ignores seeds: start it with "
                 "--enable-deterministic-inference, or set engine.options.seeded=false"
             )
+
         self._facts = facts
 
     def _known(self) -> ServerFacts:
@@ -379,9 +412,11 @@ class SglangEngine:
         """See SleepingEngine.sleep. The weights stay, so that others may be published."""
         if not self._known().can_sleep:
             raise EngineError("SGLang gives no memory back: start it with --enable-memory-saver")
+
         async with self._changing:
             if self.asleep:
                 return
+
             until = time.monotonic() + deadline_s if in_flight == "finish" else None
             async with self._quiet(until):
                 await self._client.pause()
@@ -421,11 +456,14 @@ class SglangEngine:
         """See UpdatableEngine.close."""
         for draw in list(self._draws):
             draw.cancel()
+
         await asyncio.gather(*self._draws, return_exceptions=True)
         await self._requests.close()
         await self._client.close()
+
         if self._server is not None:
             await in_thread(self._server.close)
+
         for folder in (self._folder, self._scratch):
             await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -452,6 +490,7 @@ async def _to_its_end(task: asyncio.Future[None]) -> None:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             cancelled = True
+
     task.result()
     if cancelled:
         raise asyncio.CancelledError

@@ -64,12 +64,15 @@ def read_options(section: EngineSection) -> SglangOptions:
             "engine.batch_invariant: SGLang's numbers may depend on what is computed beside a "
             "request: leave the key out, or use engine.type=torch"
         )
+
     try:
         options = SglangOptions.model_validate(section.options)
     except pydantic.ValidationError as error:
         raise ConfigError(_described(error)) from error
+
     if options.url is not None:
         _check_url(options, options.url)
+
     return options
 
 
@@ -85,8 +88,10 @@ def _described(error: pydantic.ValidationError) -> str:
     wrong = error.errors()[0]
     key = ".".join(["engine.options", *map(str, wrong["loc"])])
     known = list(SglangOptions.model_fields)
+
     if wrong["type"] != "extra_forbidden":
         return f"{key}: {wrong['msg'].removeprefix('Value error, ')}"
+
     guess = nearest(str(wrong["loc"][-1]), known)
     hint = f"did you mean {guess}? " if guess else ""
     return f"{key}: there is no such option: {hint}give one of {', '.join(known)}"
@@ -96,27 +101,33 @@ def _check_url(options: SglangOptions, url: str) -> None:
     shown = without_password(url)
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        host = parts.hostname
+        _ = parts.port
     except ValueError:
         host = None
+
     if not host or parts.scheme not in ("http", "https") or parts.username is not None:
         raise ConfigError(
             f"engine.options.url: {shown!r} is not the URL of a server: give one such as "
             "https://gpu-1:30000"
         )
+
     if is_this_machine(host):
         return
+
     if parts.scheme == "http":
         raise ConfigError(
             f"engine.options.url: {shown}: keys and tokens would travel unencrypted: start the "
             "server with --ssl-certfile and --ssl-keyfile and give https://, or go through a "
             "tunnel (ssh -L)"
         )
+
     if options.api_key is None and options.admin_api_key is None:
         raise ConfigError(
             f"engine.options.url: {shown} is on another machine, and whoever reaches it could "
             "replace its weights: start it with --api-key and write api_key: ${env:NAME}"
         )
+
     if options.weights_folder is None:
         raise ConfigError(
             f"engine.options.weights_folder: {shown} is on another machine: give a folder that "

@@ -40,8 +40,12 @@ class SglangRequests:
         versions: dict[str, int],
         check_whole: Callable[[], None],
     ) -> None:
-        self._client, self._mark, self._vocabulary = client, mark, vocabulary
-        self._seeded, self._versions, self._check_whole = seeded, versions, check_whole
+        self._client = client
+        self._mark = mark
+        self._vocabulary = vocabulary
+        self._seeded = seeded
+        self._versions = versions
+        self._check_whole = check_whole
         self._numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
         self.running: set[str] = set()
@@ -78,6 +82,7 @@ class SglangRequests:
                 stream=listen is not None,
             )
             self.running.add(rid)
+
             ended = False
             try:
                 last = await self._part(body, sampling, facts, deadline, found, listen)
@@ -87,7 +92,9 @@ class SglangRequests:
                     self.running.discard(rid)
                 else:
                     self._abort(rid)
+
             reason = self._reason(last, sampling, found)
+
         self.generated += len(found.ids)
         self.prompt_tokens += len(prompt)
         return Completion(
@@ -108,7 +115,8 @@ class SglangRequests:
         listen: TokenListener | None,
     ) -> Drawn:
         """One request; what it draws is added to `found`. Returns its last piece."""
-        before, last = len(found.ids), None
+        before = len(found.ids)
+        last = None
         async for answer in self._client.answers(body, deadline):
             known = 0 if facts.incremental or not body["stream"] else len(found.ids) - before
             last = read_answer(answer, sampling, facts, self._vocabulary, done=known)
@@ -117,17 +125,21 @@ class SglangRequests:
             found.top_logprobs.extend(last.top)
             if listen is not None and last.ids:
                 tell(listen, last.ids, last.logprobs)
+
         if last is None or last.finish is None:
             raise EngineError("SGLang's answer has no end: is the server going down?")
+
         if last.finish["type"] == "abort":
             self._check_whole()
             raise EngineError(f"SGLang has ended the request: {last.finish.get('message')}")
+
         unknown = set(last.labels) - set(self._versions)
         if unknown or len(last.labels) != len(found.ids) - before:
             raise EngineError(
                 f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
                 "given it: it was started anew, or somebody else replaces its weights"
             )
+
         found.versions.extend(self._versions[label] for label in last.labels)
         return last
 
@@ -142,11 +154,13 @@ class SglangRequests:
             if isinstance(matched, str) or matched in sampling.stop_token_ids:
                 return "stop"
             return "length" if whole else None
+
         if not whole:
             raise EngineError(
                 f"SGLang has ended a request after {len(found.ids)} of {sampling.max_new_tokens} "
                 "tokens: it was started with a lower limit"
             )
+
         return "length"
 
     def _abort(self, rid: str) -> None:

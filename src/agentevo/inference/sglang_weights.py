@@ -30,10 +30,12 @@ def check_writable(model: PreTrainedModel) -> None:
     """Raises ConfigError for a model whose adapters can't be summed into plain weights here."""
     if not is_adapted(model):
         return
+
     for name, module in model.named_modules():
         layer: Any = module
         if not hasattr(layer, "lora_A"):
             continue
+
         plain = type(layer.base_layer).__mro__[-3:] and isinstance(
             layer.base_layer, torch.nn.Linear
         )
@@ -57,14 +59,17 @@ def write_version(
     state = {name: one.detach() for name, one in model.state_dict().items()}
     state |= dict(weights)
     plain: Any = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+
     if is_adapted(model):
         state = _summed(model, state)
+
     with atomic_folder(folder) as staging, no_progress_bars():
         plain.save_pretrained(
             staging, state_dict={name: one.contiguous() for name, one in state.items()}
         )
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
+
     return folder
 
 
@@ -74,13 +79,16 @@ def _summed(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     for name, one in state.items():
         if ".lora_" not in name:
             found[name.removeprefix("base_model.model.").replace(_BASE, ".")] = one
+
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A"):
             continue
+
         adapter = next(iter(module.lora_A))
         down = state[f"{name}.lora_A.{adapter}.weight"].float()
         up = state[f"{name}.lora_B.{adapter}.weight"].float()
         target = f"{name.removeprefix('base_model.model.')}.weight"
         base = found[target]
         found[target] = (base.float() + module.scaling[adapter] * (up @ down)).to(base.dtype)
+
     return found

@@ -89,21 +89,25 @@ def unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> s
         return f"stop_strings: it takes at most {MAX_STOPS}"
     if sampling.temperature == 0:
         return ""
+
     if seeded and sampling.min_p > 0:
         return (
             "min_p with seeds would end the server: use top_k or top_p, or set "
             "engine.options.seeded=false"
         )
+
     if sampling.top_k and sampling.top_p < 1:
         return (
             "top_k with top_p: it takes top_p of the whole distribution, and not of what top_k "
             "leaves: give one of them"
         )
+
     if sampling.top_k > facts.mask_tokens:
         return (
             f"top_k={sampling.top_k}: log-probs of what was drawn from are told for at most "
             f"{facts.mask_tokens} tokens: start it with --sampling-mask-max-tokens"
         )
+
     return ""
 
 
@@ -140,12 +144,14 @@ def generate_body(
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         }
+
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.stop_strings:
         params["stop"] = list(sampling.stop_strings)
     if seeded:
         params["sampling_seed"] = (sampling.seed + 2**63) % 2**64 - 2**63
+
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": ids,
@@ -160,6 +166,7 @@ def generate_body(
             "return_sampling_mask": True,
             "sampling_logprobs_mode": "support" if sampling.top_logprobs else "selected",
         }
+
     return body
 
 
@@ -179,6 +186,7 @@ def read_answer(
         ids = [int(one) for one in answer["output_ids"]]
         if finish is not None and finish["type"] == "abort" and not ids:
             return Drawn([], [], [], [], finish)
+
         logprobs, top = _numbers(meta, ids, sampling, facts, vocabulary)
         labels: list[str] = []
         if finish is not None:
@@ -186,6 +194,7 @@ def read_answer(
                 if span["start"] != len(labels):
                     raise ValueError("spans of versions with a gap")
                 labels += [str(span["version"])] * (span["end"] - span["start"])
+
         if len(logprobs) != len(ids) or not all(-math.inf < one < 1e-3 for one in logprobs):
             raise ValueError("log-probs that are not one finite number per token")
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -193,6 +202,7 @@ def read_answer(
             f"SGLang's answer can't be read ({type(error).__name__}: {error}): use version "
             f"{'.'.join(map(str, OLDEST))} or newer"
         ) from error
+
     return Drawn(ids[done:], logprobs[done:], top[done:], labels, finish)
 
 
@@ -207,6 +217,7 @@ def _numbers(
     count = sampling.top_logprobs
     if sampling.temperature == 0:
         return [0.0] * len(ids), [[(one, 0.0)] for one in ids] if count else []
+
     if not _is_cut(sampling):
         entries = meta["output_token_logprobs"]
         if [entry[1] for entry in entries] != ids:
@@ -214,15 +225,20 @@ def _numbers(
         rows = meta["output_top_logprobs"] if count else []
         top = [[(int(one[1]), float(one[0])) for one in row[:count]] for row in rows]
         return [float(entry[0]) for entry in entries], top
-    masks, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+
+    masks = meta["output_token_sampling_mask"]
+    values = meta["output_token_sampling_logprobs"]
+
     whole = min(vocabulary, facts.mask_tokens)
     if not sampling.top_k and whole < vocabulary and any(len(mask) >= whole for mask in masks):
         raise EngineError(
             f"top_p or min_p keeps more than {whole} tokens somewhere, and SGLang tells log-probs "
             "for no more: give top_k, or start it with a higher --sampling-mask-max-tokens"
         )
+
     if not count:
         return [float(one) for one in values], []
+
     top = [
         sorted(zip(mask, row, strict=True), key=lambda one: -one[1])[:count]
         for mask, row in zip(masks, values, strict=True)
@@ -264,6 +280,7 @@ class SglangClient:
                     f"{self.url} is SGLang {info['version']}: tokens are stamped with their "
                     f"weights from {'.'.join(map(str, OLDEST))} on: install that"
                 )
+
             longest_prompt = int(info["max_req_input_len"])
             return ServerFacts(
                 longest=longest_prompt + 4,
@@ -304,6 +321,7 @@ class SglangClient:
                     async for line in response.aiter_lines():
                         if line.startswith("data:") and line[5:].strip() != "[DONE]":
                             yield _content(line[5:].strip().encode(), 200, "/generate")
+
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 if asyncio.get_running_loop().time() + AGAIN_S > deadline:
@@ -365,6 +383,7 @@ class SglangClient:
             )
         except httpx.HTTPError as error:
             raise _lost(self.url + path, error) from error
+
         return _content(response.content, response.status_code, path)
 
 
@@ -385,12 +404,15 @@ def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
         raise EngineError(
             f"SGLang's {path} refuses the key: set engine.options.api_key, or admin_api_key"
         )
+
     try:
         found = json.loads(text) if text.strip() else {}
     except ValueError:
         found = {"text": text}
+
     found = found if isinstance(found, dict) else {"content": found}
     if status == 200 and "error" not in found:
         return found
+
     message = f"SGLang's {path} has answered {status}: {text[:SHOWN]}"
     raise EngineUnavailableError(message) if status in (502, 503, 504) else EngineError(message)

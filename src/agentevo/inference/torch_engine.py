@@ -77,6 +77,7 @@ class TorchEngine:
         self.model = model
         self._earlier = EarlierWeights(model)
         self.tokenizer = tokenizer
+
         self.config = config or EngineSection()
         if self.config.batch_invariant and (why := company_matters(model)) is not None:
             raise EngineError(
@@ -84,13 +85,15 @@ class TorchEngine:
                 f"computed beside it, because {why}: use float32 on an x86 CPU (model.device=cpu "
                 "model.dtype=float32) and a decoder without experts, or leave the key out"
             )
+
         kv_tokens = self.config.kv_cache_tokens or int(
             self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model)
         )
         records = self.config.routed_experts
         self._routing = RoutingMemory.of(model, kv_tokens, self.version_for) if records else None
         self._routers = None if self._routing is None else self._routing.routers
-        length, advice = context_length(model.config), length_advice(model.config)
+        length = context_length(model.config)
+        advice = length_advice(model.config)
         self.scheduler = Scheduler(self.config, length, kv_tokens, advice, self._routing)
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
@@ -141,12 +144,14 @@ class TorchEngine:
             raise EngineError(
                 "the prompt is empty: an engine needs at least one token to predict from"
             )
+
         last = sampling.penalties.last_token if sampling.penalties else 0
         check_tokens((*prompt_ids, max(last, 0)), self._vocabulary)
         if sampling.stop_strings and self.tokenizer is None:
             raise EngineError(
                 "stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids"
             )
+
         began = time.monotonic(), self.slept_s
         grammar = await self._grammars.begin(sampling, deadline_s)
         given = sampling.penalties
@@ -177,9 +182,11 @@ class TorchEngine:
     ) -> Completion:
         """Queues the request and waits for its answer. `began`: when the deadline began to run, by
         the monotonic clock, and how long the engine had slept then."""
-        ends, slept_s = began[0] + deadline_s, began[1]
+        ends = began[0] + deadline_s
+        slept_s = began[1]
         future = request.future
         assert future is not None
+
         self.scheduler.submit(request)
         self._start_pump()
         try:
@@ -263,6 +270,7 @@ class TorchEngine:
                     verified.swap_in()
                 if adapter is not None:
                     use_adapter(self.model, adapter)
+
                 self._version = version
                 self._weights_changed()
                 self._publishes += 1
@@ -371,6 +379,7 @@ class TorchEngine:
                     f"{what}: requests were still running after {deadline_s:g} s; the old "
                     "weights go on serving"
                 ) from None
+
             yield
         finally:
             if holding:
@@ -393,6 +402,7 @@ class TorchEngine:
                     self._admit()
                 if not scheduler.running:
                     break
+
                 finished = self._step()
                 self.failed_steps = 0
                 for _ in range(4 if finished else 1):  # let answered agents ask for their next turn
@@ -400,7 +410,8 @@ class TorchEngine:
         except Exception as error:  # noqa: BLE001 (whatever a step raises, every open request has to be answered)
             failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self.failed_steps, self.failure = self.failed_steps + 1, failure
+            self.failed_steps += 1
+            self.failure = failure
             for request in scheduler.abort():
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)
@@ -421,6 +432,7 @@ class TorchEngine:
             wanted = None if sequence.request is None else sequence.request.version
             version, _ = self._earlier.served(wanted, self._version)
             by_version.setdefault(version, []).append(sequence)
+
         finished = sum(self._pass(version, running) for version, running in by_version.items())
         self._steps += 1
         self._busy_s += time.perf_counter() - started
@@ -441,14 +453,18 @@ class TorchEngine:
             plan=batch.plan,
             logits_to_keep=batch.logit_rows,
         ).logits[0]  # [sampled + scored, V]
+
         if recording is not None:
             record(batch, recording)
+
         for sequence, count in batch.work:
             sequence.cached += count
+
         finished = self._emit(batch, logits[: len(batch.sampled)], version)
         for sequence, request in take_scores(batch, logits[len(batch.sampled) :], version):
             finished += 1
             self._answer(sequence, request, scored_completion(request))
+
         for sequence, _ in batch.work:
             if (
                 sequence.request is not None
@@ -457,6 +473,7 @@ class TorchEngine:
             ):
                 self.scheduler.finish_prefix(sequence)
                 finished += 1
+
         self._computed += batch.input_ids.shape[1]
         return finished
 
@@ -464,6 +481,7 @@ class TorchEngine:
         """Draws a token for each sequence that is up to date; answers those that end."""
         if not batch.sampled:
             return 0
+
         requests = [s.request for s in batch.sampled if s.request is not None]
         masks = [r.allowed() for r in requests] if any(r.grammar for r in requests) else []
         changes = [None if r.penalties is None else r.penalties.changes() for r in requests]
@@ -480,16 +498,19 @@ class TorchEngine:
         ):
             if request.params.top_logprobs:
                 request.top_logprobs.append(top)
+
             request.completion.append(token)
             request.logprobs.append(logprob)
             request.versions.append(version)
             sequence.ids.append(token)
+
             request.tell(token, logprob)
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
                 routed = told(sequence, request, self._routers)
                 self._answer(sequence, request, request.drawn(reason, routed))
+
         self._generated += len(tokens)
         return finished
 

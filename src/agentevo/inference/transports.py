@@ -44,7 +44,8 @@ class SharedWeights:
                 f"rollout.transport=shared: the engine {config.engine.type!r} does not compute "
                 "with the trainer's own model: use rollout.transport=copy"
             )
-        self._engine, self._config = engine, config
+        self._engine = engine
+        self._config = config
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""
@@ -78,7 +79,10 @@ class CopiedWeights:
                 "rollout.transport=copy: the engine computes with the trainer's own model, so a "
                 "copy would change nothing: use rollout.transport=shared"
             )
-        self._model, self._engine, self._config = model, engine, config
+
+        self._model = model
+        self._engine = engine
+        self._config = config
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""
@@ -154,6 +158,7 @@ def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
             "rollout.transport=object_store needs an address: set rollout.weights.url, such as "
             "s3://BUCKET/FOLDER"
         )
+
     return ObjectStoreWeights(url, full_every=_full_every(recipe), **given)
 
 
@@ -231,6 +236,7 @@ def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
             f"rollout.transport={name} does not reach engines in other processes: leave it out, "
             "or set rollout.samplers=0 and use agentevo train"
         )
+
     return transport.sender, transport.source
 
 
@@ -240,6 +246,7 @@ def check_transport(config: RunConfig, *, apart: bool) -> None:
         _, source = _remote(config)
         if source is _download:
             source(config)  # its address and package, before anything is created
+
         if source is _asking and not (
             distributed.is_available() and distributed.is_gloo_available()
         ):
@@ -247,13 +254,16 @@ def check_transport(config: RunConfig, *, apart: bool) -> None:
                 "rollout.transport=broadcast needs gloo, and this PyTorch was built without it: "
                 "install another build, or leave rollout.transport out"
             )
+
         return
+
     name = local_transport(config, apart=False)
     if transports.get(name).source is not None:
         raise ConfigError(
             f"rollout.transport={name} is for engines in other processes, and this run has none: "
             "leave it out, or set rollout.samplers"
         )
+
     if name == "shared" and config.rollout.staleness and config.rollout.sharing == "overlap":
         raise ConfigError(
             "rollout.sharing=overlap trains while the engine serves, so the engine needs weights "

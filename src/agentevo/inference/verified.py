@@ -53,6 +53,7 @@ def check_publish(
         raise EngineError(
             f"weights version {version} is not newer than {serving}: versions only grow"
         )
+
     if weights is not None and weights.model is not model:
         raise EngineError(
             "weights refused, nothing changed: they were verified for another engine's model: "
@@ -65,11 +66,13 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
     other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters
     that are not trained may be missing. Changes nothing; any thread may call it."""
     check_shapes(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    own, fitted = dict(model.named_parameters()), dict[str, torch.Tensor]()
+    own = dict(model.named_parameters())
+    fitted = dict[str, torch.Tensor]()
     for name, tensor in weights.items():
         fitted[name] = tensor.detach().to(own[name])
         if not torch.isfinite(fitted[name]).all():
             raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
+
     return VerifiedWeights(model, fitted)
 
 
@@ -85,6 +88,7 @@ def check_shapes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) 
             f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: "
             "publish the model's own parameter names"
         )
+
     for name, shape in shapes.items():
         if shape != own[name].shape:
             raise EngineError(

@@ -106,8 +106,10 @@ class VllmEngine:
                 f"engine.type=vllm can't serve {refusal} (model.lora): leave that out, or use "
                 "engine.type=torch"
             )
+
         self._vllm = load_vllm(options.start_timeout_s)
-        self._like, self._tokenizer = model, tokenizer
+        self._like = model
+        self._tokenizer = tokenizer
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._context = options.max_model_len or context_length(model.config)
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
@@ -163,12 +165,15 @@ class VllmEngine:
         check_sampling(sampling)
         last = sampling.penalties.last_token if sampling.penalties else 0
         self._check_room(prompt_ids, sampling.max_new_tokens, (max(last, 0),))
+
         if sampling.stop_strings and self._tokenizer is None:
             raise EngineError(
                 "stop strings need a tokenizer: build VllmEngine with one, or use stop_token_ids"
             )
+
         streams = listen is not None or bool(sampling.stop_strings)
-        drawn, stopped = Drawn(), False
+        drawn = Drawn()
+        stopped = False
         params = drawing(sampling, self._vocabulary, streams=streams)
         async with self._asked(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
@@ -176,17 +181,21 @@ class VllmEngine:
                 if stopped:  # what vLLM draws until it hears of that
                     drawn.end(output)
                     continue
+
                 before = len(drawn.ids)
                 self._generated += drawn.add(output, sampling)
                 if stopped := self._cut_at_stop_string(drawn, before, sampling):
                     await self._llm.abort(name)
                 if listen is not None and len(drawn.ids) > before:
                     tell(listen, drawn.ids[before:], drawn.logprobs[before:])
+
             self._count_context(len(prompt_ids), answer.num_cached_tokens or 0)
+
         if drawn.finish_reason not in ("stop", "length") and not stopped:
             raise self._failure or EngineError(
                 f"vLLM has ended the request ({drawn.finish_reason}): ask again"
             )
+
         reason: FinishReason = "stop" if stopped or drawn.finish_reason == "stop" else "length"
         return Completion(
             ids=drawn.ids,
@@ -222,17 +231,22 @@ class VllmEngine:
                 f"score: temperature={temperature:g}: vLLM tells log-probs of given tokens at "
                 "temperature 1 only: ask for that, or use engine.type=torch"
             )
+
         whole = [*context_ids, *ids]
         self._check_room(whole, 1)
+
         ends = time.monotonic() + deadline_s
         while True:  # once more when new weights have come in the middle
-            began, one = self._version, Drawn()
+            began = self._version
+            one = Drawn()
             async with self._asked(whole, scoring(), ends - time.monotonic()) as (_, outputs):
                 async for answer in outputs:
                     (output,) = answer.outputs
                     one.add(output, SamplingParams())
+
             if one.finish_reason == "abort":
                 raise self._failure or EngineError("vLLM has ended the request: ask again")
+
             self._count_context(len(whole), 0)
             if one.versions() == [began]:
                 told = answer.prompt_logprobs
@@ -289,6 +303,7 @@ class VllmEngine:
             raise EngineError(
                 "vLLM has weights of its own, which nobody changes in place: publish the weights"
             )
+
         verified = (
             weights
             if isinstance(weights, VerifiedWeights)
@@ -317,6 +332,7 @@ class VllmEngine:
         try:
             with self._changing_nothing(f"receive version {version}"):
                 await receive_in_workers(self._llm.collective_rpc, incoming, self._base)
+
             async with self._publishing:
                 check_publish(version, self._version, None, self._like)
                 self.check()
@@ -347,6 +363,7 @@ class VllmEngine:
                     async with asyncio.timeout(LOAD_S):
                         files = (str(path), str(self._base))
                         await self._llm.collective_rpc("read_agentevo_weights", args=files)
+
             await self._pause(in_flight, deadline_s)
             await to_its_end(self._take_over(version, path, came=path is not None))
         finally:
@@ -405,6 +422,7 @@ class VllmEngine:
             )
             await self._llm.abort(list(self._running))
             raise self._failure from error
+
         self._version = version
         await self._llm.resume_generation()
         self._swap_s += time.perf_counter() - started
@@ -442,6 +460,7 @@ class VllmEngine:
             raise EngineError(
                 "the prompt is empty: an engine needs at least one token to predict from"
             )
+
         check_tokens((*prompt_ids, *others), self._vocabulary)
         if len(prompt_ids) + max_new_tokens > self._context:
             raise RequestTooLongError(
@@ -462,9 +481,12 @@ class VllmEngine:
         ends the request."""
         self.check()
         name = str(next(self._numbers))
-        prompt, adapter = prompt_of(prompt_ids), self._adapter
+        prompt = prompt_of(prompt_ids)
+
+        adapter = self._adapter
         if adapter is not None:
             adapter = adapter_of(Path(adapter.lora_path), fresh=False)
+
         self._running.add(name)
         try:
             async with (

@@ -41,16 +41,19 @@ def read_options(section: EngineSection) -> VllmOptions:
             "engine.batch_invariant: vLLM's numbers may depend on what is computed beside a "
             "request: leave the key out, or use engine.type=torch"
         )
+
     try:
         return VllmOptions.model_validate(section.options)
     except pydantic.ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         known = list(VllmOptions.model_fields)
+
         if wrong["type"] != "extra_forbidden":
             raise ConfigError(
                 f"engine.options.{key}: got {wrong['input']!r}: {wrong['msg']}"
             ) from error
+
         guess = nearest(key, known)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(

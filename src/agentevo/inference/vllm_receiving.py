@@ -46,12 +46,14 @@ async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None
     given = (msgspec.json.encode(incoming).decode(), str(base))
     async with asyncio.timeout(CALL_S):
         await call("begin_agentevo_weights", args=given)
+
     while True:
         async with asyncio.timeout(CALL_S):
             found = await call("end_agentevo_weights")
         if None not in found:
             break
         await asyncio.sleep(POLL_S)
+
     for kind, failure in (("refused", EngineError), ("lost", WeightsLostError)):
         for one in found:
             if one[0] == kind:

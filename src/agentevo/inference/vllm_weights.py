@@ -40,6 +40,7 @@ def write_base(model: PreTrainedModel, folder: Path) -> None:
         if not is_adapted(model):
             model.save_pretrained(folder)
             return
+
         whole: Any = model.get_base_model()  # type: ignore[operator]
         kept = {
             name.replace(".base_layer.", "."): tensor
@@ -53,6 +54,7 @@ def adapter_refusal(model: Any) -> str | None:
     """Why vLLM can't compute with the adapter of a model; None if it can, or there is none."""
     if not is_adapted(model):
         return None
+
     config = model.peft_config[model.active_adapter]
     reasons = {
         "a base in 8 or 4 bits": getattr(model.config, "quantization_config", None) is not None,
@@ -140,10 +142,12 @@ class WeightLoader:
         coming = WeightLoader.agentevo_receiving
         if coming is None or not coming.done():
             return None
+
         error = coming.exception()
         if error is not None:
             kind = "lost" if isinstance(error, WeightsLostError) else "refused"
             return [kind, f"{type(error).__name__}: {error}"]
+
         WeightLoader.agentevo_weights = coming.result()
         return ["here"]
 
@@ -155,22 +159,26 @@ class WeightLoader:
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
 
     def _forget_agentevo_weights(self) -> None:
-        WeightLoader.agentevo_weights, WeightLoader.agentevo_receiving = {}, None
+        WeightLoader.agentevo_weights = {}
+        WeightLoader.agentevo_receiving = None
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """These and, for what is not among them, those of the folder. Raises ValueError for what has no
     place there."""
-    tensors, known = dict(changed), dict[str, list[int]]()
+    tensors = dict(changed)
+    known = dict[str, list[int]]()
     for path in sorted(Path(base).glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 known[name] = file.get_slice(name).get_shape()
                 if name not in changed:
                     tensors[name] = file.get_tensor(name)
+
     for name, tensor in changed.items():
         if known.get(name) != list(tensor.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} is none of the model's tensors")
+
     return tensors
 
 

@@ -33,9 +33,11 @@ weights are younger than 0.30, and what is called here changes between minor rel
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM makes room for."""
-LOWEST, HIGHEST = 0.01, 2.0
-"""Temperatures above 0 that vLLM draws at: it raises lower ones without a word to the caller, and
-refuses higher ones."""
+LOWEST = 0.01
+"""The lowest temperature above 0 that vLLM draws at: it raises lower ones without a word to the
+caller."""
+HIGHEST = 2.0
+"""The highest temperature that vLLM draws at: it refuses higher ones."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -47,16 +49,19 @@ def check_sampling(sampling: SamplingParams) -> None:
             "vLLM does not tell which tokens a grammar let it draw from, so a turn under one could "
             "not be trained: use engine.type=torch, or leave the grammar out"
         )
+
     if not (sampling.temperature == 0 or LOWEST <= sampling.temperature <= HIGHEST):
         raise EngineError(
             f"sampling: temperature={sampling.temperature:g}: vLLM draws at 0 and at {LOWEST:g} to "
             f"{HIGHEST:g} only: choose one of these, or engine.type=torch"
         )
+
     if sampling.min_p > 0 and sampling.top_p < 1:
         raise EngineError(
             "sampling: min_p with top_p: vLLM applies min_p first, and every other engine last, "
             "which gives another distribution: set one of them"
         )
+
     if given is not None and given.logit_bias and given.repetition != 1:
         raise EngineError(
             "sampling: penalties: vLLM scales a logit for repetition after it adds the bias, and "
@@ -74,6 +79,7 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s)),
     }.items():
         os.environ.setdefault(name, value)
+
     vllm: Any = load_extra("vllm", "vllm", "engine.type=vllm", ", or set engine.type=torch")
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if not VERSIONS[0] <= release < VERSIONS[1]:
@@ -82,6 +88,7 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
             f"engine.type=vllm needs vLLM from {wanted}, and {vllm.__version__} is installed: "
             "pip install 'agentevo[vllm]'"
         )
+
     return vllm
 
 
@@ -114,9 +121,11 @@ def engine_arguments(
 
     memory: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
     if options.gpu_memory_utilization is None:
-        tokens, a_token = section.kv_cache_tokens, kv_bytes_per_token(model)
+        tokens = section.kv_cache_tokens
+        a_token = kv_bytes_per_token(model)
         limit = tokens * a_token if tokens else section.kv_cache_gb * 2**30
         memory = {"kv_cache_memory_bytes": int(limit)}
+
     steps: dict[str, Any] = {"max_num_batched_tokens": section.prefill_tokens}
     if current_platform.is_cpu():
         # On a CPU vLLM can't take a seeded draw back, which it does after every piece of a prompt:
@@ -124,12 +133,14 @@ def engine_arguments(
         longest = options.max_model_len or context_length(model.config)
         most = max(section.prefill_tokens or 4096, longest, section.max_running)
         steps = {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
+
     adapters: dict[str, Any] = {}
     if is_adapted(model):
         adapted: Any = model
         rank = adapted.peft_config[adapted.active_adapter].r
         room = min(known for known in LORA_RANKS if known >= rank)
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
     eager = options.enforce_eager
     return {
         "dtype": options.dtype or str(model.dtype).removeprefix("torch."),
@@ -210,21 +221,25 @@ class Drawn:
         """Takes down the next tokens of a vLLM output; returns how many."""
         told = output.logprobs
         for place, token in enumerate(output.token_ids):
-            begin, end = told.start_indices[place], told.end_indices[place]
+            begin = told.start_indices[place]
+            end = told.end_indices[place]
             greedy = sampling.temperature == 0
             self.ids.append(token)
             self.logprobs.append(0.0 if greedy else told.logprobs[begin])
+
             if sampling.top_logprobs:
                 known = dict(zip(told.token_ids[begin:end], told.logprobs[begin:end], strict=True))
                 self.top_logprobs.append(
                     [(token, 0.0)] if greedy else _likeliest(known, sampling.top_logprobs)
                 )
+
         self.end(output)
         return len(output.token_ids)
 
     def end(self, output: Any) -> None:
         """Takes down why nothing follows a vLLM output, if nothing does."""
-        self.finish_reason, self.spans = output.finish_reason, output.weight_versions or []
+        self.finish_reason = output.finish_reason
+        self.spans = output.weight_versions or []
 
     def cut(self, count: int) -> None:
         """Keeps so many tokens."""

@@ -64,14 +64,17 @@ def applied(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> tor
     """A new tensor; `base` stays as it is. Raises EngineError for what can't be of this tensor."""
     if gaps.dtype not in (torch.uint8, torch.uint16) or gaps.ndim != 1:
         raise EngineError(f"gaps of dtype {gaps.dtype} and shape {tuple(gaps.shape)}")
+
     if values.dtype != base.dtype or values.shape != gaps.shape:
         raise EngineError(
             f"values of dtype {values.dtype} and shape {tuple(values.shape)} for {len(gaps)} "
             f"elements of {base.dtype}"
         )
+
     indices = (gaps.to(torch.int64) + 1).cumsum(0) - 1
     if len(indices) and int(indices[-1]) >= base.numel():
         raise EngineError(f"element {int(indices[-1])} of a tensor of {base.numel()}")
+
     new = base.detach().clone(memory_format=torch.contiguous_format)
     new.view(-1)[indices] = values
     return new
@@ -135,6 +138,7 @@ def with_delta(
             raise EngineError(f"an entry {entry!r}")
         if kind == "values":
             continue
+
         name, box = places[key]
         old = base[name] if box is None else base[name][box.slices]
         if kind == "whole":
@@ -146,12 +150,16 @@ def with_delta(
             if values is None:
                 raise EngineError(f"no values for {key}")
             made = applied(old, tensor, values)
+
         if box is None:
             new[name] = made
             continue
+
         if new[name] is base[name]:
             new[name] = base[name].clone(memory_format=torch.contiguous_format)
+
         new[name][box.slices] = made
+
     return new
 
 
@@ -173,6 +181,7 @@ def _places(
         places |= {
             key: (name, box) for key, box in zip(box_keys(name, len(boxes)), boxes, strict=True)
         }
+
     return places
 
 
@@ -194,6 +203,7 @@ def _bridged(indices: torch.Tensor, reach: int) -> torch.Tensor:
     total = int(extra.sum())
     if not total:
         return indices
+
     starts = (indices - steps).repeat_interleave(extra)
     first = (extra.cumsum(0) - extra).repeat_interleave(extra)
     number = torch.arange(1, total + 1, dtype=torch.int64) - first

@@ -151,9 +151,11 @@ class WeightVersions(ABC):
         A model that lies in parts on several processes is gathered tensor by tensor, or, for a
         delta, what each of them finds changed.
         """
-        self.advice, how = "", in_parts(model)
+        self.advice = ""
+        how = in_parts(model)
         if how is not None:
             return self._write_parts(version, how, keep, in_full=in_full)
+
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
@@ -161,6 +163,7 @@ class WeightVersions(ABC):
         base, change = (None, {}) if held is None else (held.base, delta_of(held.tensors, trained))
         if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
             base = None
+
         if base is None:
             made = self._put(
                 version, _split("weights", trained), full_manifest(version, len(trained))
@@ -168,22 +171,28 @@ class WeightVersions(ABC):
         else:
             sums = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
             made = self._put(version, _split("delta", change), delta_manifest(version, base, sums))
+
         latest = self._written(version, made, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
             self._held = Held(base_of(latest, made), snapshot)
+
         return latest.sha256
 
     def _write_parts(self, version: int, how: InParts, keep: int, *, in_full: bool) -> str:
         """`write` of what no process has whole. The others compare, give and keep with this one."""
         if self._parts is None:
             self._parts = PublishedParts(partial(how.own, True), how.group)
-        specs, base, delta = how.specs(only_trained=True), self._parts_base, None
+
+        specs = how.specs(only_trained=True)
+        base = self._parts_base
+        delta = None
         if base is not None and not in_full and self._may_follow(base, version):
             how.tell("compare")
             delta = self._parts.compare()
             if delta is not None and not self._pays(base, delta.num_bytes, specs):
                 delta = None
+
         if base is None or delta is None:
             files = split_files("weights", specs, PART_BYTES)
             manifest = full_manifest(version, len(specs))
@@ -195,11 +204,13 @@ class WeightVersions(ABC):
             how.tell("give_changes")
             with delta.taken() as changes:
                 made = self._put_gathered(version, files, changes, manifest)
+
         latest = self._written(version, made, keep)
         if self._full_every > 1:
             how.tell("keep")
             self._parts.keep()
             self._parts_base = base_of(latest, made)
+
         return latest.sha256
 
     def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
@@ -235,12 +246,14 @@ class WeightVersions(ABC):
             known = [older for older in self.versions() if older <= version]
         except OSError:
             return  # the version is published; they go with the next one
+
         kept = set(known[-keep:])
         for one in list(kept):
             try:
                 kept.update(link.version for link in self._manifest(one, None).chain)
             except EngineError:
                 continue  # it is torn and builds on nothing any more
+
         for old in known:
             if old not in kept:
                 self._delete(old)
@@ -271,19 +284,26 @@ class WeightVersions(ABC):
         """
         raw = self._raw_manifest(version, sha256)
         manifest = self._decoded(version, raw)
+
         latest = Latest(version, hashlib.sha256(raw).hexdigest())
         if self._held is not None and self._held.base.latest == latest:
             return dict(self._held.tensors)
+
         tensors = self._follow(latest, manifest) if manifest.chain else self._load(manifest)
         if self._full_every > 1:
             self._held = Held(Base(latest, manifest), tensors)
+
         return dict(tensors)
 
     def _follow(self, latest: Latest, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta: from what is held, or from the full version."""
-        links, held, self._held = manifest.chain, self._held, None
+        links = manifest.chain
+        held = self._held
+        self._held = None
+
         if held is not None and held.base.latest in links:
-            begin, tensors = links.index(held.base.latest) + 1, held.tensors
+            begin = links.index(held.base.latest) + 1
+            tensors = held.tensors
         else:
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
@@ -291,7 +311,10 @@ class WeightVersions(ABC):
                     f"{self._name(latest.version)} builds on version {full.version}, which is no "
                     "full one: not served"
                 )
-            begin, tensors = 1, self._load(full)
+
+            begin = 1
+            tensors = self._load(full)
+
         for number in range(begin, len(links) + 1):
             is_last = number == len(links)
             link = latest if is_last else links[number]
@@ -301,6 +324,7 @@ class WeightVersions(ABC):
                     f"{self._name(link.version)} builds on other versions than "
                     f"{self._name(latest.version)} says: not served"
                 )
+
             try:
                 tensors = with_delta(tensors, self._load(step), step.grids)
             except EngineError as error:
@@ -308,6 +332,7 @@ class WeightVersions(ABC):
                     f"{self._name(link.version)} does not fit the version before it ({error}): not "
                     "served"
                 ) from error
+
         checksums = side_by_side(
             lambda name: checksum(tensors[name], manifest.grids.get(name)), tensors
         )
@@ -322,6 +347,7 @@ class WeightVersions(ABC):
                 f"{self._name(latest.version)} does not give the weights that were written "
                 f"({len(wrong)} tensors differ, {wrong[0]} first): not served"
             )
+
         return tensors
 
     def check(self, wanted: Latest) -> None:
@@ -333,6 +359,7 @@ class WeightVersions(ABC):
                 f"{self.place}/{LATEST_FILE} "
                 + ("is gone" if latest is None else f"names {latest} and not {wanted}")
             )
+
         manifest = self._manifest(wanted.version, wanted.sha256)
         for link in [*manifest.chain, wanted]:
             for part in self._manifest(link.version, link.sha256).parts:
@@ -355,6 +382,7 @@ class WeightVersions(ABC):
         tensors: dict[str, torch.Tensor] = {}
         for found in side_by_side(one, manifest.parts):
             tensors.update(found)
+
         return tensors
 
     def _manifest(self, version: int, sha256: str | None) -> Manifest:
@@ -372,6 +400,7 @@ class WeightVersions(ABC):
             manifest = msgspec.json.decode(raw, type=Manifest)
         except msgspec.MsgspecError as error:
             raise self._unreadable(version, error) from error
+
         strange = [part.file for part in manifest.parts if not re.fullmatch(r"[\w.-]+", part.file)]
         if manifest.version != version or strange:
             raise EngineError(
@@ -379,6 +408,7 @@ class WeightVersions(ABC):
                 + (f"(a file {strange[0]!r})" if strange else f"(version {manifest.version})")
                 + ": torn or changed, not served"
             )
+
         return manifest
 
     def _compare(self, version: int, part: Part, sha256: str) -> None:
@@ -406,10 +436,12 @@ class WeightVersions(ABC):
                 f"{self._name(version)} can't be read ({error}): the version is torn, and not "
                 "served"
             )
+
         try:
             at_hand = ", ".join(map(str, self.versions())) or "none"
         except OSError as problem:
             at_hand = f"unknown, {problem}"
+
         return EngineError(
             f"{self._name(version)} is gone (versions at hand: {at_hand}): raise "
             "rollout.keep_versions to keep more"

@@ -60,9 +60,11 @@ class WeightsFolder(WeightVersions):
             chain = [link.version for link in self._manifest(version, None).chain]
         except EngineError:
             chain = []
+
         files = [self.folder / LATEST_FILE]
         for one in (*chain, version):
             files += sorted(self.path(one).glob("*"))
+
         states = []
         for file in files:
             try:
@@ -71,6 +73,7 @@ class WeightsFolder(WeightVersions):
                 continue
             name = str(file.relative_to(self.folder))
             states.append((name, info.st_ino, info.st_mtime_ns, info.st_size))
+
         return tuple(states)
 
     def _get(self, version: int | None, file: str) -> bytes:
@@ -95,6 +98,7 @@ class WeightsFolder(WeightVersions):
 
             made = manifest(side_by_side(save, contents))
             _write_manifest(staging, made)
+
         sync_to_disk(self.folder)
         return made
 

@@ -78,6 +78,7 @@ class ChatPolicy(BaseChatModel):
                 "the model is called by invoke in a coroutine of the sampler: call ainvoke, or "
                 "make the agent's function a plain one, which runs on a thread of its own"
             )
+
         return reply
 
     async def _agenerate(
@@ -100,13 +101,16 @@ class ChatPolicy(BaseChatModel):
                 f"the model is called with {', '.join(unknown)}, which the policy does not take: "
                 "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are drawn"
             )
-        prompt, tools = convert_to_openai_messages(messages), options.get("tools")
+
+        prompt = convert_to_openai_messages(messages)
+        tools = options.get("tools")
 
         def question(policy: Policy) -> Coroutine[Any, Any, ChatResult]:
             return _replied(policy, prompt, tools, self.sampling, stop)
 
         if isinstance(self.policy, BlockingPolicy):
             return self.policy.ask(question)
+
         return question(self.policy)
 
 
@@ -123,12 +127,14 @@ async def _replied(
     turn = conversation.turns[said.turn]
     if policy.remote_model is not None:
         return _result(said.message, turn, policy.num_tokens(said.turn))
+
     given = tools_of(tools) if tools else None
     answer = Answer(
         ModelRequest(prompt=messages, tools=given, model="policy"), conversation.chat, said.opening
     )
     answer.finish(turn)
     conversation.recognise(said.turn, answer.message)
+
     return _result(answer.message, turn, policy.num_tokens(said.turn))
 
 
@@ -192,4 +198,5 @@ class ReactAgent:
                 state = values
         except GraphRecursionError:
             pass
+
         return await self.reward(task, state)

@@ -12,7 +12,8 @@ from agentevo.launch.node import GRACE_S
 from agentevo.launch.plan import NODES_FILE, Launch
 
 FILE = "compose.yaml"
-LAUNCH, RUNS = "/launch", "/runs"
+LAUNCH = "/launch"
+RUNS = "/runs"
 
 
 class ComposeFleet(Fleet):
@@ -37,6 +38,7 @@ def compose(launch: Launch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
             f"that is {len(launch.nodes)} nodes, and compose runs on one machine: use slurm, "
             "kubernetes or skypilot"
         )
+
     mounts = [f"{fleet.runs}:{RUNS}", f".:{LAUNCH}:ro"]
     run: dict[str, Any] = {
         "image": fleet.image,
@@ -51,9 +53,11 @@ def compose(launch: Launch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
         run["environment"] = {
             name: f"${{{name}:?set it where you call docker compose}}" for name in launch.variables
         }
+
     if fleet.gpus:
         devices = {"driver": "nvidia", "count": fleet.gpus, "capabilities": ["gpu"]}
         run["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
+
     ui = {
         "image": fleet.image,
         "command": ["agentevo", "ui", RUNS, "--port", str(fleet.ui_port)],

@@ -86,12 +86,15 @@ def placed(fleet: Fleet) -> tuple[Node, ...]:
                 node = len(room)
                 room.append(list(range(fleet.gpus)))
                 engines.append([])
+
             engines[node].append(tuple(room[node][: fleet.gpus_per_engine]))
             room[node] = room[node][fleet.gpus_per_engine :]
+
     if len(engines) > MAX_NODES:
         raise ConfigError(
             f"engines={fleet.engines}: that is {len(engines):,} nodes, {MAX_NODES:,} at most"
         )
+
     samplers = [len(range(n, fleet.samplers, len(engines))) for n in range(len(engines))]
     trains = [n < fleet.trainer_nodes for n in range(len(engines))]
     return tuple(
@@ -143,5 +146,6 @@ def _check(fleet: Fleet) -> None:
         problem = f"trainer_gpus={fleet.trainer_gpus}: a node has gpus={fleet.gpus}"
     elif fleet.gpus and fleet.trainer_gpus == 0:
         problem = "trainer_gpus=0: the trainer needs a device where gpus is above 0"
+
     if problem:
         raise ConfigError(problem)

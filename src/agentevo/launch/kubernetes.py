@@ -18,7 +18,8 @@ from agentevo.launch.node import GRACE_S
 from agentevo.launch.plan import NODES_FILE, Launch
 
 MANIFEST = "manifest.yaml"
-LAUNCH, RUNS = "/launch", "/runs"
+LAUNCH = "/launch"
+RUNS = "/runs"
 USER = 1000
 """Whose group may write to the volume: the image's user."""
 LARGEST_CONFIG = 1_000_000
@@ -85,6 +86,7 @@ def manifest(launch: Launch, fleet: KubernetesFleet, folder: str) -> dict[str, s
             "import: the recipe and the files that it imports are over 1 MB, which a ConfigMap "
             "can't hold: put the code into the image, and import it by its module's name"
         )
+
     meta: dict[str, Any] = {
         "name": launch.name,
         "namespace": fleet.namespace,
@@ -106,6 +108,7 @@ def manifest(launch: Launch, fleet: KubernetesFleet, folder: str) -> dict[str, s
     ]
     if not fleet.claim:
         objects.append(_claim(launch, fleet, meta))
+
     objects.append(
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _job(launch, fleet)}
     )
@@ -120,6 +123,7 @@ def _claim(launch: Launch, fleet: KubernetesFleet, meta: dict[str, Any]) -> dict
     }
     if fleet.storage_class:
         spec["storageClassName"] = fleet.storage_class
+
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -150,6 +154,7 @@ def _job(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
         pod["tolerations"] = list(fleet.tolerations)
     if fleet.service_account:
         pod["serviceAccountName"] = fleet.service_account
+
     wrong_configuration = {
         "action": "FailJob",
         "onExitCodes": {"containerName": "agentevo", "operator": "In", "values": [2]},
@@ -171,6 +176,7 @@ def _container(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
         {"name": name, "valueFrom": {"secretKeyRef": {"name": fleet.secret, "key": name}}}
         for name in launch.variables
     ]
+
     return {
         "name": "agentevo",
         "image": fleet.image,

@@ -86,11 +86,14 @@ def run_node(
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, from 0")
     if not re.fullmatch(r"[\w.-]{1,200}", id):
         raise ConfigError(f"--id {id[:40]!r} becomes the name of a file: use letters, digits and -")
+
     words = [str(path.parent / plan.recipe), *plan.overrides]
     config = load_config(words[0], words[1:])
     run_dir = config.run_dir
     beat = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
-    node, watch, trainer = plan.nodes[rank], HeadWatch(beat), None
+    node = plan.nodes[rank]
+    watch = HeadWatch(beat)
+    trainer = None
 
     def ended() -> int | None:
         of_head = watch.poll() if rank else None
@@ -100,12 +103,14 @@ def run_node(
         heart = stack.enter_context(Heart(beat)) if rank == 0 else None
         if node.trainer:
             trainer = stack.enter_context(_Trainer(plan, rank, head, words, run_dir))
+
         _look_after(node, words, config, len(plan.nodes) > 1, ended, stop, note)
         code = trainer.end() if trainer is not None else None
         if not code and rank != 0:
             code = _end_of_head(watch.poll)
         if heart is not None:
             heart.code = code
+
         return STOPPED if code is None else code
 
 
@@ -126,7 +131,8 @@ def _look_after(
         time.sleep(LOOK_S)
         return ended() is None and not stop()
 
-    began, is_told = time.monotonic(), False
+    began = time.monotonic()
+    is_told = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
         if is_there and time.monotonic() - began > RECIPE_S:
             break  # who is started now says what differs, and ends
@@ -135,6 +141,7 @@ def _look_after(
             is_told = True
         if not goes_on():
             return
+
     with Children(_children(node, words, run_dir, is_shared), note, run_dir / "logs") as children:
         while goes_on():
             children.check()
@@ -152,8 +159,10 @@ def _end_of_head(ended: Callable[[], int | None]) -> int | None:
 def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> list[Child]:
     """`is_shared`: other machines ask these engines too."""
     announced = EngineDirectory(run_dir / "engines")
-    agentevo, parent = [sys.executable, "-m", "agentevo"], ["--parent", str(os.getpid())]
-    machine, logs = socket.gethostname(), run_dir / "logs"
+    agentevo = [sys.executable, "-m", "agentevo"]
+    parent = ["--parent", str(os.getpid())]
+    machine = socket.gethostname()
+    logs = run_dir / "logs"
     host = ["--host", "0.0.0.0"] if is_shared else []
 
     def child(
@@ -228,15 +237,18 @@ class _Trainer:
         what is left then. Returns the exit code of the first one, or of the one that failed."""
         if self.poll() is None:
             self._processes[0].terminate()
+
         failed = self.poll()
         deadline = time.monotonic() + (GRACE_S if not failed else SOON_S)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.01))
+
         for process in self._processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
         codes = [_exit_code(process.wait()) for process in self._processes]
         first = failed or (codes[0] if self._leads else next((c for c in codes if c), 0))
         assert first is not None
@@ -258,7 +270,8 @@ class Heart:
     """Node 0's: says that it lives, and at its end the trainer's exit code."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._done = path, threading.Event()
+        self._path = path
+        self._done = threading.Event()
         self.code: int | None = STOPPED
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
 
@@ -272,7 +285,8 @@ class Heart:
         self._thread.join()
 
     def _beat(self) -> None:
-        count, is_last = 0, False
+        count = 0
+        is_last = False
         while not is_last:
             is_last = self._done.is_set()
             beat = Beat(count, self.code if is_last else None)
@@ -286,7 +300,9 @@ class HeadWatch:
     """What other nodes know of node 0."""
 
     def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
-        self._path, self._lost_s, self._old_s = path, lost_s, old_s
+        self._path = path
+        self._lost_s = lost_s
+        self._old_s = old_s
         self._seen: Beat | None = None
         self._old: Beat | None = None
         """How node 0 had ended when this node began: perhaps it is about to begin again."""
@@ -298,14 +314,19 @@ class HeadWatch:
             beat = msgspec.json.decode(self._path.read_bytes(), type=Beat)
             if self._seen is None and beat.code is not None:
                 self._old = beat
+
             if beat != self._seen:
-                self._seen, self._changed = beat, time.monotonic()
+                self._seen = beat
+                self._changed = time.monotonic()
+
             is_old = beat == self._old and time.monotonic() - self._changed < self._old_s
             if beat.code is not None and not is_old:
                 return beat.code
+
         if time.monotonic() - self._changed > self._lost_s:
             raise LostNodeError(
                 f"node 0 has not been heard of for {self._lost_s:g} s ({self._path}): look at its "
                 "log, and whether all machines see the same folder"
             )
+
         return None

@@ -20,7 +20,8 @@ from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, Node, placed
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
-NODES_FILE, RECIPE_FILE = "nodes.yaml", "recipe.yaml"
+NODES_FILE = "nodes.yaml"
+RECIPE_FILE = "recipe.yaml"
 LONGEST_NAME = 50
 """Characters of a job's name: what Kubernetes adds to it must fit into a DNS label of 63."""
 
@@ -76,25 +77,31 @@ class Launch:
     def files(self) -> dict[str, str]:
         """Contents of the folder by name: the recipe with the files that it imports beside it, and
         nodes.yaml. Raises ConfigError for two files of one name, or what can't be read."""
-        found, tree = {}, parse_yaml(to_yaml(self.config))
+        found = {}
+        tree = parse_yaml(to_yaml(self.config))
+
         imports = []
         for entry in self.config.imports:
             path = Path(entry)
             if not path.is_absolute():
                 imports.append(entry)  # a module, which the machines have installed
                 continue
+
             if path.is_dir():
                 raise ConfigError(
                     f"import: {path.name} is a folder: install it as a package on the machines, "
                     "and import it by its name"
                 )
+
             if path.name in found:
                 raise ConfigError(
                     f"import: two files are called {path.name}: rename one of them, they go into "
                     "one folder"
                 )
+
             found[path.name] = read_text(path)
             imports.append(f"./{path.name}")
+
         tree["import"] = imports
         recipe = dump_yaml(tree)
         return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found}
@@ -126,16 +133,19 @@ def _check(config: RunConfig, fleet: Fleet, nodes: tuple[Node, ...]) -> None:
         raise ConfigError(
             "run.overwrite deletes the run's folder whenever a job starts again: leave it out"
         )
+
     if config.rollout.samplers:
         raise ConfigError(
             f"rollout.samplers={config.rollout.samplers}: who launches says how many samplers "
             "there are: leave it out, and use --set samplers=... engines=..."
         )
+
     if fleet.is_apart and config.rollout.staleness == 0 and config.rollout.policy != "wait":
         raise ConfigError(
             "rollout.staleness=0 with engines and samplers of their own: set rollout.staleness=1 "
             "or more, or rollout.policy=wait"
         )
+
     users = sum(bool(node.samplers) or n == 0 for n, node in enumerate(nodes))
     url = config.store.url or "sqlite:"
     if users > 1 and url.startswith("sqlite:"):

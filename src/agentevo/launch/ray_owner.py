@@ -89,7 +89,9 @@ def own(
     """Runs the launch to its end; blocks. `address` of the cluster, by default RAY_ADDRESS or the
     one on this machine. Returns the trainer's exit code. Raises RayError, ConfigError."""
     ray: Any = load_extra("ray", "ray", "agentevo launch own")
-    plan, fleet = read_plan(path), _fleet(path.parent / SETTINGS)
+    plan = read_plan(path)
+    fleet = _fleet(path.parent / SETTINGS)
+
     try:
         ray.init(
             address=address or os.environ.get("RAY_ADDRESS") or "auto",
@@ -102,6 +104,7 @@ def own(
             f"no Ray cluster at {address or 'RAY_ADDRESS'} ({str(error).splitlines()[0]}): start "
             "one with `ray start --head`, or give --address"
         ) from error
+
     try:
         with asked_to_stop() as stop:
             return _Owner(ray, plan, fleet, path, id or f"ray-{int(time.time())}", note).run(stop)
@@ -131,8 +134,12 @@ class _Owner:
         id: str,
         note: Callable[[str], None],
     ) -> None:
-        self._ray, self._plan, self._fleet, self._path = ray, plan, fleet, path
-        self._id, self._note = id, note
+        self._ray = ray
+        self._plan = plan
+        self._fleet = fleet
+        self._path = path
+        self._id = id
+        self._note = note
         self._group: Any = None
         self._keepers: dict[int, Any] = {}
         self._placing: dict[int, Any] = {}
@@ -153,9 +160,11 @@ class _Owner:
                     return code
                 if stop():
                     return STOPPED
+
                 left = self._fleet.restarts - start
                 how = "was lost" if code is None else f"ended with exit code {code}"
                 self._note(f"the trainer {how}; {left} restarts are left")
+
             raise RayError(
                 f"the trainer was lost {self._fleet.restarts + 1} times: see {self._logs}"
             )
@@ -168,26 +177,33 @@ class _Owner:
         head = self._start(0, None, id, self._fleet.placed_s)
         for number in range(1, len(self._plan.nodes)):
             self._make(number)
+
         asked = False
         deadline = float("inf")
         while time.monotonic() < deadline:
             if stop() and not asked:
-                asked, deadline = True, time.monotonic() + GRACE_S + SILENT_S
+                asked = True
+                deadline = time.monotonic() + GRACE_S + SILENT_S
                 with suppress(self._ray.exceptions.RayError):  # the next look says what it is
                     self._call(0, "stop")
+
             for number in list(self._keepers):
                 code = self._look(number, head, id)
                 if number == 0 and code != "goes on":
                     self._drop_all()
                     return None if code == "lost" else int(code)
+
                 if code == "goes on":
                     continue
+
                 self._drop(number)
                 if code != "0" and not asked:
                     if code != "lost":
                         self._note(f"node {number}: ended with exit code {code}; it is begun again")
                     self._make(number)
+
             time.sleep(LOOK_S)
+
         self._drop_all()
         return None
 
@@ -196,6 +212,7 @@ class _Owner:
         placing = self._placing.get(number)
         if placing is None:
             return self._poll(number)
+
         if self._ray.wait([placing], timeout=0)[0]:
             try:
                 self._start(number, head, id, CALL_S)
@@ -205,6 +222,7 @@ class _Owner:
         elif time.monotonic() - self._heard[number] > self._fleet.placed_s:
             self._note(f"node {number}: no room for {self._fleet.placed_s:g} s; still waiting")
             self._heard[number] = time.monotonic()
+
         return "goes on"
 
     def _poll(self, number: int) -> str:
@@ -219,6 +237,7 @@ class _Owner:
             return "lost"
         except self._ray.exceptions.GetTimeoutError:
             return self._silent(number, f"no answer within {CALL_S:g} s")
+
         self._heard[number] = time.monotonic()
         return "goes on" if code is None else str(code)
 
@@ -265,6 +284,7 @@ class _Owner:
                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): look at "
                 "`ray status`, and raise --set placed_s=..."
             ) from error
+
         self._heard[number] = time.monotonic()
         self._note(f"node {number}: on {address}, process {process}, {log}")
         return address
@@ -274,6 +294,7 @@ class _Owner:
         one = {"CPU": float(self._fleet.cpus_per_node), **self._fleet.resources}
         if self._fleet.gpus:
             one["GPU"] = float(self._fleet.gpus)
+
         bundles = [one] * len(self._plan.nodes)
         strategy = "STRICT_SPREAD" if self._fleet.spread else "PACK"
         self._group = self._ray.util.placement_group(bundles, strategy=strategy)

@@ -53,11 +53,13 @@ def task(launch: Launch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
     """The task by its file's name. Raises ConfigError for what SkyPilot can't be asked."""
     if fleet.gpus and not fleet.accelerator:
         raise ConfigError("accelerator: say which device, such as --set accelerator=H100")
+
     if len(launch.nodes) > 1 and not fleet.volume:
         raise ConfigError(
             f"volume: {len(launch.nodes)} nodes share the run's folder: make a volume that several "
             "nodes mount (`sky volumes apply`), and name it with --set volume=NAME"
         )
+
     resources: dict[str, Any] = {
         "cpus": fleet.cpus,
         "memory": fleet.memory,
@@ -71,6 +73,7 @@ def task(launch: Launch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
         resources["use_spot"] = True
     if fleet.image_id:
         resources["image_id"] = fleet.image_id
+
     tree: dict[str, Any] = {
         "name": launch.name,
         "num_nodes": len(launch.nodes),
@@ -81,6 +84,7 @@ def task(launch: Launch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
         tree["volumes"] = {RUNS: fleet.volume}
     if launch.variables:
         tree["secrets"] = dict.fromkeys(launch.variables)
+
     return {TASK: yaml.safe_dump({**tree, "setup": fleet.setup, "run": RUN}, sort_keys=False)}
 
 

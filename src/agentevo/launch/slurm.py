@@ -56,6 +56,7 @@ def script(launch: Launch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
     Raises ConfigError for a folder that no line of sbatch can name."""
     if re.search(r"[\s%]", folder):
         raise ConfigError(f"--out {folder!r}: sbatch's own lines take no blank and no %")
+
     options = {
         "job-name": launch.name,
         "nodes": str(len(launch.nodes)),
@@ -83,6 +84,7 @@ def script(launch: Launch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
         if fleet.requeue
         else ""
     )
+
     # since Slurm 22.05 srun does not take over what sbatch was told
     cpus = [f"export SRUN_CPUS_PER_TASK={fleet.cpus_per_node}"] if fleet.cpus_per_node else []
     text = "\n".join(["#!/bin/bash", *lines, fleet.setup, "set -uo pipefail", *checks, *cpus])

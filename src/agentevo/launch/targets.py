@@ -79,6 +79,7 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             write_atomic(folder / file, text)
+
     return Made(folder, kind.command(launch, str(folder)))
 
 
@@ -90,17 +91,20 @@ def submitted(made: Made) -> str:
             f"{made.command[0]} is not installed here: copy {made.folder} to where it is, and run "
             f"`{' '.join(made.command)}` there"
         )
+
     try:
         done = subprocess.run(
             [program, *made.command[1:]], capture_output=True, text=True, timeout=SUBMIT_S
         )
     except subprocess.TimeoutExpired as error:
         raise SubmitError(f"{made.command[0]} has not answered for {SUBMIT_S:g} s") from error
+
     if done.returncode:
         raise SubmitError(
             f"`{' '.join(made.command)}` failed (exit code {done.returncode}): "
             f"{(done.stderr or done.stdout).strip()[-2000:]}"
         )
+
     return done.stdout.strip()
 
 

@@ -73,11 +73,13 @@ class _UnderWay:
     """One attempt."""
 
     def __init__(self, new: NewAttempt, policy: Policy) -> None:
-        self.new, self.policy = new, policy
+        self.new = new
+        self.policy = policy
         self.asks: dict[str, asyncio.Task[Answers]] = {}
         self.seen_at = time.monotonic()
         self.num_seen = 0
         self.opened: Opened | None = None
+
         self.calls: list[RunningCall] = [
             one.calls.attempt("loop") for one in policy.conversations.values()
         ]
@@ -107,7 +109,8 @@ class _UnderWay:
         """Whether nothing has been asked for `limit_s`, nor by a client of its own."""
         turns = sum(len(one.turns) for one in self.policy.conversations.values())
         if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
-            self.num_seen, self.seen_at = turns, time.monotonic()
+            self.num_seen = turns
+            self.seen_at = time.monotonic()
         return time.monotonic() - self.seen_at > limit_s
 
 
@@ -124,8 +127,10 @@ class Attempts:
     ) -> None:
         """`make_policy(attempt, name)`; at most `limit` attempts at once; `timeout_s` is the time
         that one may take."""
-        self._make_policy, self._sealer = make_policy, sealer
-        self._limit, self._timeout_s = limit, timeout_s
+        self._make_policy = make_policy
+        self._sealer = sealer
+        self._limit = limit
+        self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(limit)
         self._open: dict[str, _UnderWay] = {}
         self._handles: dict[str, str] = {}
@@ -147,6 +152,7 @@ class Attempts:
             except BaseException:
                 self._slots.release()
                 raise
+
         attempt = self._open[self._handles[new.id]]
         if attempt.new != new:
             raise BadRequestError(f"the attempt {new.id!r} is another one: give a new one a new id")
@@ -156,20 +162,25 @@ class Attempts:
     def _begin(self, new: NewAttempt, has_session: bool) -> None:
         if self._is_closed:
             raise EngineUnavailableError("the run has ended: no attempt begins")
+
         if new.id in self._handles:  # asked for twice while all had to wait
             self._slots.release()
             return
+
         policy = self._make_policy(new, f"{new.group_id}#{new.number}")
         if new.elsewhere:
             policy.remote = cast("RemoteConversations", _Elsewhere(new.elsewhere))
+
         attempt = _UnderWay(new, policy)
         names = {agent: one.name for agent, one in policy.conversations.items()}
         keys = {}
         if has_session:
             keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
+
         handle = secrets.token_urlsafe(24)
         attempt.opened = Opened(handle=handle, names=names, keys=keys)
-        self._open[handle], self._handles[new.id] = attempt, handle
+        self._open[handle] = attempt
+        self._handles[new.id] = handle
 
     def session(self, handle: str, agent: str) -> DoorSession:
         """The attempt's session at the gateway, or that of one of several agents alone."""
@@ -188,16 +199,19 @@ class Attempts:
                 raise BadRequestError(f"an attempt makes {MAX_ASKS} calls at most")
             conversation = attempt.conversation(ask.agent)
             attempt.asks[ask.id] = attempt.start(self._generate(conversation, ask))
+
         task = attempt.asks[ask.id]
         await asyncio.wait([task])
         if task.cancelled():
             raise UnknownAttemptError("this attempt was ended while it asked: begin it again")
+
         return task.result()
 
     async def _generate(self, conversation: Conversation, ask: Ask) -> Answers:
         prompt: Any = ask.messages if ask.ids is None else ask.ids
         if not prompt:
             raise BadRequestError("messages is empty: give the whole history")
+
         turns = await conversation.complete(
             prompt, tools=ask.tools, overrides=ask.overrides, form=ask.form, n=ask.n
         )
@@ -238,10 +252,12 @@ class Attempts:
     async def _end(self, attempt: _UnderWay) -> Ended:
         for task in attempt.asks.values():
             task.cancel()
+
         await asyncio.gather(*attempt.asks.values(), return_exceptions=True)
         await attempt.policy.close()
         for call in attempt.calls:
             call.end("completed", None)
+
         return Ended(
             agents={
                 agent: self._recorded(attempt.new, agent, conversation)
@@ -259,6 +275,7 @@ class Attempts:
             turns=turns,
         )
         broken = conversation.broken
+
         return EndedAgent(
             turns=turns,
             numbers={index: number for number, index in enumerate(conversation.received)},
@@ -289,5 +306,6 @@ class Attempts:
                 "this attempt is not under way: it has ended, nothing was asked of it for long, or "
                 "the server was started anew; begin it again"
             )
+
         attempt.seen_at = time.monotonic()
         return attempt

@@ -39,8 +39,10 @@ class Calls:
         """That event loop is closed."""
         with self._lock:
             self._loop = None
-            left, self._open = self._open, {}
+            left = self._open
+            self._open = {}
             self._tasks = {}
+
         for future, work in left.items():
             with suppress(RuntimeError):  # its task has swallowed its cancellation
                 work.close()
@@ -56,7 +58,8 @@ class Calls:
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of something that is done on that event loop. Cancelled, it is cancelled
         there."""
-        here, answered = asyncio.get_running_loop(), asyncio.Event()
+        here = asyncio.get_running_loop()
+        answered = asyncio.Event()
 
         def tell(_: object) -> None:
             with suppress(RuntimeError):  # who asked has ended with its loop
@@ -69,6 +72,7 @@ class Calls:
         except asyncio.CancelledError:
             self.soon(lambda: self._cancel(future))
             raise
+
         return future.result()
 
     def call_now(self, work: Callable[[], T], within_s: float) -> T:
@@ -95,9 +99,11 @@ class Calls:
             is_open = self._loop is not None and not self.is_closed
             if is_open:
                 self._open[future] = work
+
         if not is_open:
             work.close()
             raise self._ended()
+
         self.soon(lambda: self._start(future))
         return future
 

@@ -64,7 +64,8 @@ PATIENCE_S = 60.0
 """How long a server that can't be reached is waited for."""
 ANSWER_S = 120.0
 """How long one answer may take: the server sends one in time, if only that it is not there yet."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 NAMED_SECTIONS = ("model", "algorithm")
 
 
@@ -80,6 +81,7 @@ class Client:
             raise ConfigError(
                 "this is not a key: give the content of the file that `agentevo server` named"
             )
+
         self._headers = {"Authorization": f"Bearer {key.strip()}"}
         self._patience_s = patience_s
         self._http: httpx.AsyncClient | None = None
@@ -90,6 +92,7 @@ class Client:
         if self._address.certificate:
             verify = await in_thread(pinned_context, self._address)
             self._tunnel = Tunnel(self._address, verify)
+
         self._http = httpx.AsyncClient(
             base_url=self._address.url,
             headers=self._headers,
@@ -131,6 +134,7 @@ class Client:
             raise ConfigError(
                 f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
             )
+
         options = {
             key: plain_option(value, named=key in NAMED_SECTIONS)
             for key, value in sections.items()
@@ -139,6 +143,7 @@ class Client:
         program = ProgramParts.read(rewards, remote_models, agents or {})
         if agents is not None:
             options["agents"] = program.agents
+
         connection = _ServedModel(self, name, options, program)
         try:
             yield TrainableModel(connection, await connection.open_model(), program.rewards)
@@ -157,15 +162,19 @@ class Client:
         """One answer, however long it takes. Raises what the server raised, and
         EngineUnavailableError where it can't be reached."""
         content = None if body is None else await in_thread(encode, body)
-        ends, pause = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        ends = time.monotonic() + self._patience_s
+        pause = FIRST_PAUSE_S
         while True:
             try:
                 answer = await self.http.request(method, PREFIX + path, content=content)
                 if answer.status_code == ASK_AGAIN:
-                    ends, pause = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+                    ends = time.monotonic() + self._patience_s
+                    pause = FIRST_PAUSE_S
                     continue
+
                 if answer.is_success:
                     return await in_thread(decode, answer.content, kind)
+
                 raise _failure(answer)
             except httpx.TransportError as error:
                 if time.monotonic() + pause >= ends:
@@ -173,6 +182,7 @@ class Client:
                         f"{self._address.url} does not answer ({type(error).__name__} {error}): "
                         "is `agentevo server` running there?"
                     ) from error
+
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -197,7 +207,9 @@ class _Session:
     """An attempt's session at the server's gateway (DoorSession)."""
 
     def __init__(self, base: str, key: str) -> None:
-        self.base, self.key, self.base_url = base, key, f"{base}/v1"
+        self.base = base
+        self.key = key
+        self.base_url = f"{base}/v1"
         self.reward_url = f"{base}/s/{key}/reward"
         self.posted: list[Any] = []
 
@@ -208,8 +220,10 @@ class _ServedModel:
     def __init__(
         self, client: Client, name: str, sections: Mapping[str, Any], program: ProgramParts
     ) -> None:
-        self._client, self._path = client, f"/{quote(name, safe='')}"
-        self._sections, self._program = dict(sections), program
+        self._client = client
+        self._path = f"/{quote(name, safe='')}"
+        self._sections = dict(sections)
+        self._program = program
         self._seed = 0
 
     async def open_model(self) -> ModelState:

@@ -43,25 +43,30 @@ def check_sections(sections: Mapping[str, Any]) -> None:
                 f"{key}: a server takes {', '.join(SECTIONS)} and run.seed: it keeps the run "
                 "in its own folder, and runs no code of a client's"
             )
+
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(
                 f"{place}: a server fills in no ${{...}} of a client's: give the value itself"
             )
+
     agent = sections.get("agent")
     if isinstance(agent, Mapping) and (others := agent.keys() - {*AGENT}):
         raise ConfigError(
             f"agent.{min(others)}: the agent is the client's own function: a server takes "
             f"agent.{' and agent.'.join(AGENT)}"
         )
+
     tracking = sections.get("tracking")
     if isinstance(tracking, Mapping) and tracking.get("backends"):
         raise ConfigError(
             "tracking.backends: a server sends nothing where a client says: log what `train` "
             "returns in your own program, or ask who runs the server"
         )
+
     _check_model("model", sections.get("model"))
     _check_model("reward_model", sections.get("reward_model"))
+
     agents = sections.get("agents")
     for name, one in agents.items() if isinstance(agents, Mapping) else ():
         if isinstance(one, Mapping):
@@ -75,6 +80,7 @@ def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("model", "reward_model"):
         if key in given:
             given[key] = _hub_model(given[key])
+
     agents = given.get("agents")
     if isinstance(agents, Mapping):
         given["agents"] = {
@@ -83,6 +89,7 @@ def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
             else one
             for name, one in agents.items()
         }
+
     return given
 
 
@@ -116,15 +123,18 @@ def _check_model(place: str, section: Any) -> None:
     lora = options.get("lora")
     if isinstance(lora, Mapping) and lora.get("adapter") is not None:
         raise ConfigError(f"{place}.lora.adapter: a server takes no file of a client's choice")
+
     template = options.get("chat_template")
     if isinstance(template, str) and template not in CHAT_TEMPLATES and not _is_template(template):
         raise ConfigError(
             f"{place}.chat_template: a server reads no file of a client's choice: give "
             f"{', '.join(CHAT_TEMPLATES)} or the template itself"
         )
+
     name = options.get("name")
     if name is None or name in ("tiny", *known_models.names()):
         return
+
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
         raise ConfigError(
             f"{place}.name: {shown(name)} is no known model: a server takes "

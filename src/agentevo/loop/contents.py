@@ -21,14 +21,18 @@ def check_outcome(one: Trajectory, *, is_baseline: bool = False) -> None:
         plain_number(one.reward, "its reward")
         plain_numbers(one.reward_parts, "its reward_parts")
         plain_numbers(one.metrics, "its metrics", LARGEST_METRIC)
+
         for turn in one.turns:
             plain_number(turn.reward, f"the reward of its turn {turn.index}")
+
         if one.error is not None and len(one.error) > 2 * LONGEST:
             raise ValueError(f"its error has {len(one.error)} characters")
+
         outcome = msgspec.structs.replace(one, turns=[], remote_turns=[])
         decode(encode(outcome), Trajectory)  # a program's own objects have no types so far
     except Exception as error:
         raise ConfigError(f"train: the attempt {shown(one.id)}: {error}") from error
+
     if not is_baseline and any(
         turn.overrides is None and turn.temperature == 0 for turn in one.turns
     ):

@@ -24,7 +24,8 @@ class RemoteAttempt:
     """What its conversations have in common: one attempt that is under way."""
 
     def __init__(self, connection: Connection, opened: Opened) -> None:
-        self.connection, self.opened = connection, opened
+        self.connection = connection
+        self.opened = opened
         self.settled: Settled | None = None
         """What clients of its own have done; None where there are none."""
         self.ended: Ended | None = None
@@ -47,7 +48,8 @@ class RemoteConversation:
     """What a Policy and an Attempt need of a Conversation."""
 
     def __init__(self, attempt: RemoteAttempt, agent: str) -> None:
-        self.attempt, self.agent = attempt, agent
+        self.attempt = attempt
+        self.agent = agent
         self.calls = AttemptCalls(None, self.name)
         self.broken: BaseException | None = None
         self.slept_s = 0.0
@@ -96,10 +98,12 @@ class RemoteConversation:
         except EngineUnavailableError as error:
             self.broken = self.broken or error
             raise
+
         self.slept_s = answers.slept_s
         self.take(answers.turns)
         for turn, opening in zip(answers.turns, answers.openings, strict=True):
             self._openings[turn.index] = opening
+
         return answers.turns
 
     def take(self, turns: Sequence[Turn]) -> None:
@@ -114,12 +118,14 @@ class RemoteConversation:
         """Ends the attempt; what is recorded of it is known from now on."""
         if self._is_closed:
             return
+
         self._is_closed = True
         try:
             ended = (await self.attempt.end()).agents[self.agent]
         except EngineUnavailableError as error:
             self.broken = self.broken or error
             return
+
         self._turns = {
             index: msgspec.structs.replace(ended.turns[number], index=index)
             for index, number in ended.numbers.items()
@@ -137,6 +143,7 @@ class RemoteConversation:
         """See Conversation.recorded."""
         if self.ended is None:
             return []
+
         numbers = self.ended.numbers
         given = {numbers[index]: reward for index, reward in rewards.items() if index in numbers}
         return [
@@ -153,7 +160,9 @@ class RemoteSession:
     """A door's session whose posted rewards are known once the attempt is settled."""
 
     def __init__(self, session: DoorSession, attempt: RemoteAttempt) -> None:
-        self.base, self.base_url, self.key = session.base, session.base_url, session.key
+        self.base = session.base
+        self.base_url = session.base_url
+        self.key = session.key
         self.reward_url = session.reward_url
         self._attempt = attempt
 
@@ -197,7 +206,8 @@ class RemotePolicy(Policy):
             {} if "" in own else own,
             attempt.connection.remote_agents,
         )
-        self._attempt, self._used = attempt, door
+        self._attempt = attempt
+        self._used = door
 
     async def settle(self) -> None:
         """See Policy.settle."""

@@ -48,10 +48,14 @@ from agentevo.loop.wire import (
 if TYPE_CHECKING:
     from agentevo.loop.server import Server
 
-MAX_BODY, MAX_GROUPS = 16 * 2**20, 1024 * 2**20
-"""Longest body, and longest one of groups to train on, in bytes."""
-BODY_S, GROUPS_S = 30.0, 600.0
-"""How long they may take to come."""
+MAX_BODY = 16 * 2**20
+"""Longest body, in bytes."""
+MAX_GROUPS = 1024 * 2**20
+"""Longest body of groups to train on, in bytes."""
+BODY_S = 30.0
+"""How long a body may take to come."""
+GROUPS_S = 600.0
+"""How long a body of groups to train on may take to come."""
 QUICK_S = 60.0
 """How long what does not wait for the engine or the trainer may take."""
 _JSON = "application/json"
@@ -62,15 +66,19 @@ class Door:
 
     def __init__(self, server: Server, folder: Path, gateway: Routes) -> None:
         """`folder` holds the key."""
-        self._server, self.secret, self._gateway = server, RunSecret(folder), gateway
+        self._server = server
+        self.secret = RunSecret(folder)
+        self._gateway = gateway
 
     async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py)."""
         if scope["type"] != "http":
             return
+
         if not (scope["path"] + "/").startswith(PREFIX + "/"):
             await self._gateway.guarded(scope, receive, send)
             return
+
         connection: Connection = scope["state"]["connection"]
         request = Request(scope, receive)
         if not await in_thread(self.secret.is_in, request.headers.get("authorization")):
@@ -78,10 +86,12 @@ class Door:
             response = _failed(401, Failure(type="ConfigError", message=message))
             await response(scope, receive, send)
             return
+
         if not connection.admit():
             busy = Failure(type="EngineUnavailableError", message="too many connections")
             await _failed(503, busy)(scope, receive, send)
             return
+
         try:
             response = await self._answered(request)
             await response(scope, receive, send)
@@ -105,7 +115,9 @@ class Door:
         except Exception as error:  # noqa: BLE001 (whatever it is, the server goes on)
             return _failed(*failure_of(error))
 
-    async def _routed(self, request: Request, method: str, parts: list[str]) -> Response:
+    async def _routed(  # noqa: PLR0911 (a table of routes)
+        self, request: Request, method: str, parts: list[str]
+    ) -> Response:
         server = self._server
         match (method, *parts):
             case ("GET",):
@@ -148,6 +160,7 @@ class Door:
                 file = "/".join(rest)
                 number = int(step) if step.isdecimal() and len(step) < 10 else -1
                 return FileResponse(await in_thread(service.checkpoint_file, number, file))
+
         raise BadRequestError(f"nothing is at {method} {request.url.path}")
 
     async def _state(self, name: str) -> Response:
@@ -170,6 +183,7 @@ class Door:
                 return _json(await _quick(service.call(service.attempts.settle(handle))))
             case [handle, "end"]:
                 return _json(await _quick(service.call(service.attempts.end(handle))))
+
         raise BadRequestError(f"nothing is at {request.url.path}")
 
 
@@ -184,7 +198,8 @@ async def _quick(work: Awaitable[Any]) -> Any:
 
 async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BODY_S) -> bytes:
     """The whole body. Raises BadRequestError for one that is too long or too slow."""
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     try:
         async with asyncio.timeout(within_s):
             async for piece in request.stream():
@@ -197,6 +212,7 @@ async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BOD
                 pieces.append(piece)
     except TimeoutError as error:
         raise BadRequestError(f"the body did not come within {within_s:g} s") from error
+
     return b"".join(pieces)
 
 

@@ -56,6 +56,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
                 f"{min(unknown)!r} is no agent of the group {self.id}: "
                 f"{', '.join(filter(None, self.agents)) or 'it has but one, without a name'}"
             )
+
         return msgspec.structs.replace(
             self, trajectories=[one for one in self.trajectories if one.agent in agents]
         )
@@ -72,12 +73,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
                     "give one for each, failed ones too, or a mapping by their ids"
                 )
             rewards = dict(zip(ids, rewards, strict=True))
+
         if unknown := rewards.keys() - set(ids):
             raise ConfigError(f"{min(unknown)!r} is no attempt of the group {self.id}")
+
         try:
             given = {name: plain_number(value, "the reward") for name, value in rewards.items()}
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the group {self.id}: {error}") from error
+
         return self._of_each(lambda one: _rewarded(one, given[one.id]) if one.id in given else one)
 
     def without(self, *ids: str) -> Group:

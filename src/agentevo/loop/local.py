@@ -44,7 +44,8 @@ class _OnTheRunsLoop:
     """An attempt's RemoteConversations, asked from the program's loop."""
 
     def __init__(self, service: LoopService, own: RemoteConversations) -> None:
-        self._service, self._own = service, own
+        self._service = service
+        self._own = own
         self.models = own.models
 
     @property
@@ -136,6 +137,7 @@ def loop_config(
     before: dict[str, Any] = {"agent": {"type": "function"}, "trainer": {"steps": UNBOUNDED}}
     if is_run_folder(folder):
         before = sources.read_yaml(folder / "config.yaml")
+
     before = sources.overlay(before, {"run": {"dir": str(folder), "overwrite": False}})
     options = {
         key: sources.plain_option(value, named=key in NAMED)
@@ -172,6 +174,7 @@ async def open_model(
     path = Path(folder)
     if rewards:
         sections["rewards"] = [named_reward(one) for one in rewards]
+
     config = loop_config(path, sections, overrides)
     service = LoopService(config, resume=is_run_folder(path), door=None, note=note)
     try:

@@ -31,7 +31,8 @@ class TrainableModel:
         self, connection: Connection, state: ModelState, rewards: Sequence[RewardConfig] = ()
     ) -> None:
         """`rewards` judge what its rollouts return no reward for."""
-        self.connection, self.rewards = connection, tuple(rewards)
+        self.connection = connection
+        self.rewards = tuple(rewards)
         self._state = state
         self._slots = asyncio.Semaphore(state.max_attempts)
 
@@ -89,11 +90,13 @@ class TrainableModel:
             raise ConfigError(f"{target} is there already: give the name of a new folder")
         if step == "last":
             await self.save()
+
         saved = {one.step: one for one in await self.checkpoints()}
         wanted = max(saved, default=None) if step == "last" else step
         if wanted is None or wanted not in saved:
             steps = ", ".join(map(str, saved)) or "none"
             raise UnusableCheckpointError(f"there is no checkpoint of step {step}: {steps} are")
+
         limit = asyncio.Semaphore(MANY_FILES)
 
         async def fetch(name: str, folder: Path) -> None:
@@ -105,6 +108,7 @@ class TrainableModel:
         with atomic_folder(target) as folder:
             await asyncio.gather(*(fetch(name, folder) for name in saved[wanted].files))
             await in_thread(manifest.verify, folder)
+
         return target
 
     @asynccontextmanager

@@ -48,6 +48,7 @@ class ProgramParts:
                     f"remote_models.{name}.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
                     for wrong in error.errors()
                 ]
+
         problems += name_problems(list(remote_models), "policy")
         problems += [
             f"remote_models.{name}.cache: answers are kept in a run's folder, which is on the "
@@ -76,6 +77,7 @@ class ProgramParts:
         ]
         if problems:
             raise ConfigError("\n".join(f"Client.open_model: {line}" for line in problems))
+
         own = {name: one for name, one in plain.items() if name not in played}
         return cls(configs, RemoteModels(sections), played, own)
 

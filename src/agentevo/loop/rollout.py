@@ -66,6 +66,7 @@ class Rollout:
         size = (1 if greedy else model.state.group_size) if size is None else size
         if size < 1:
             raise ConfigError(f"size is {size}: a group has at least one attempt")
+
         self._scoring(model).check([own], needed=False)
         name = await model.connection.group(own.id, greedy=greedy)
         beside = [] if greedy or not model.state.has_baseline else [baseline_name(name, own.id)]
@@ -73,7 +74,9 @@ class Rollout:
             [self._made(model, own, name, number, greedy) for number in range(size)]
             + [self._made(model, own, one, 0, True) for one in beside]
         )
-        members, greedy_ones = made[:size], made[size:]
+        members = made[:size]
+        greedy_ones = made[size:]
+
         return Group(
             id=name,
             task=own,
@@ -92,7 +95,8 @@ class Rollout:
     ) -> list[Trajectory]:
         """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent
         that is not trained."""
-        trained, scored = model.state.trained_agents, list[Trajectory]()
+        trained = model.state.trained_agents
+        scored = list[Trajectory]()
         unrewarded = set[str]().union(*(one.unrewarded for one in made))
         for of_agent in zip(*(one.trajectories for one in made), strict=True):
             judged = list(of_agent)
@@ -100,6 +104,7 @@ class Rollout:
                 without = [one.id in unrewarded for one in judged]
                 judged = await self._scoring(model).score(judged, without, {}, task=task)
             scored += judged
+
         return scored
 
     async def _made(
@@ -115,6 +120,7 @@ class Rollout:
                     failures += 1
                     if failures == RETRIES.max_failures:
                         raise EngineError(f"given up after {failures} tries: {error}") from error
+
             await asyncio.sleep(RETRIES.delay_s(failures))
 
     async def _attempt(
@@ -155,7 +161,9 @@ class _Made:
         self, trajectories: list[Trajectory], seals: Mapping[str, str], unrewarded: set[str]
     ) -> None:
         """One trajectory for each agent; `unrewarded`: those whose reward is left to a scorer."""
-        self.trajectories, self.seals, self.unrewarded = trajectories, seals, unrewarded
+        self.trajectories = trajectories
+        self.seals = seals
+        self.unrewarded = unrewarded
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:

@@ -43,6 +43,7 @@ class Sealer:
             expected = self.seal(trajectory)
         except StoreError as error:
             raise SealError(f"{error}; submit attempts as they were gathered") from error
+
         is_text = isinstance(seal, str) and seal.isascii()
         if not is_text or not hmac.compare_digest(expected, str(seal)):
             raise SealError(

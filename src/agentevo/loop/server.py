@@ -55,7 +55,10 @@ class Server:
     def __init__(
         self, folder: Path, base: str, *, max_models: int, note: Callable[[str], None]
     ) -> None:
-        self.folder, self.base, self._max_models, self._note = folder, base, max_models, note
+        self.folder = folder
+        self.base = base
+        self._max_models = max_models
+        self._note = note
         self._services: dict[str, LoopService] = {}
         self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
         self.sessions: dict[str, Session] = {}
@@ -68,11 +71,13 @@ class Server:
         if task is None:
             task = self._jobs[key] = asyncio.create_task(work())
             task.add_done_callback(partial(self._forget_later, key))
+
         done, _ = await asyncio.wait([task], timeout=WAIT_S)
         if not done:
             raise TimeoutError
         if self._jobs.get(key) is task:
             del self._jobs[key]
+
         return task.result()
 
     def _forget_later(self, key: tuple[str, ...], task: asyncio.Task[Any]) -> None:
@@ -101,6 +106,7 @@ class Server:
         keeps its settings."""
         config = self._config(name, sections)
         await self._end(name)
+
         service = self._services.get(name)
         if service is not None:
             if service.config != config:
@@ -110,12 +116,14 @@ class Server:
                 )
             await service.start()
             return
+
         is_open = [name for name, one in self._services.items() if not one.is_ending]
         if len(is_open) >= self._max_models:
             raise ConfigError(
                 f"{len(is_open)} models are open ({', '.join(sorted(is_open))}), "
                 "which is --max-models: close one, or start the server with more"
             )
+
         resume = is_run_folder(config.run_dir)
         service = LoopService(config, resume=resume, door=_SessionDoor(self), note=self._note)
         self._services[name] = service
@@ -124,6 +132,7 @@ class Server:
         except BaseException:
             self._services.pop(name, None)
             raise
+
         self._note(f"{name}: open at step {(await service.call(service.state())).step}")
 
     async def _end(self, name: str) -> None:
@@ -139,6 +148,7 @@ class Server:
             if not service.is_over:
                 raise
             self._note(f"{name}: it had failed: {error}")
+
         if self._services.get(name) is service:
             del self._services[name]
 
@@ -170,6 +180,7 @@ class Server:
         """Ends all runs, each with a checkpoint."""
         for task in self._jobs.values():
             task.cancel()
+
         ended = await asyncio.gather(
             *(service.close() for service in self._services.values()), return_exceptions=True
         )
@@ -183,7 +194,8 @@ class _SessionDoor:
 
     def __init__(self, server: Server) -> None:
         """Made on the door's event loop, used on the run's."""
-        self._server, self._loop = server, asyncio.get_running_loop()
+        self._server = server
+        self._loop = asyncio.get_running_loop()
         self._bridge: Bridge | None = None
 
     def open(
@@ -194,6 +206,7 @@ class _SessionDoor:
     ) -> Session:
         if self._bridge is None:
             self._bridge = Bridge(self._loop)
+
         session = Session(
             conversations,
             self._server.base,
@@ -222,6 +235,7 @@ def serve_loops(
     is reached from other machines. Raises ConfigError before anything is created."""
     if max_models < 1:
         raise ConfigError(f"--max-models {max_models}: give 1 or more")
+
     check_new_folder(folder, "folder")
     with asked_to_stop() as stop, client_door(folder, host, port, tls) as door:
         try:
@@ -230,6 +244,7 @@ def serve_loops(
             raise ConfigError(
                 f"{folder} can't be made ({error.strerror}): give another folder"
             ) from error
+
         context = door.server_context()
         fingerprint = RunCertificate(folder / FOLDER).fingerprint() if context else ""
         url = url_of(door.listener, encrypted=context is not None)
@@ -250,6 +265,7 @@ def serve_loops(
                 "timeout_keep_alive": int(IDLE_S),
             }
             door.secret.value()
+
             async with serving(
                 own.guarded,
                 door.listener,
@@ -263,6 +279,7 @@ def serve_loops(
                 while not stop():
                     await asyncio.sleep(LOOK_S)
                 note("stopping: a step that is under way is finished first")
+
             note("stopped")
 
         run_coroutine(work())

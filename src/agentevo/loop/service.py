@@ -107,13 +107,12 @@ class LoopService:
         can't be trained so."""
         check_loop(config, resume=resume)
         self.config = config
-        self._resume, self._door, self._note = (
-            resume and not is_given_up(config.run_dir),
-            door,
-            note,
-        )
+        self._resume = resume and not is_given_up(config.run_dir)
+        self._door = door
+        self._note = note
         self._opened: Future[None] = Future()
-        self._calls, self._is_closing = Calls(self.ended), False
+        self._calls = Calls(self.ended)
+        self._is_closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"agentevo-{config.run.name}", daemon=True
@@ -165,10 +164,12 @@ class LoopService:
         self._calls.soon(lambda: self._submissions.close())
         if self._thread.ident is not None:
             await in_thread(self._thread.join, CLOSE_S)
+
         if self._thread.is_alive():
             raise EngineUnavailableError(
                 f"{self.config.run_dir}: the run did not end within {CLOSE_S:g} s"
             )
+
         if self._failure is not None:
             raise self._failure
 
@@ -193,6 +194,7 @@ class LoopService:
         self._calls.begin()
         if self._is_closing:
             self._submissions.close()
+
         await run_training(
             self.config,
             _Notes(self.config.run.name, self._note),
@@ -212,9 +214,9 @@ class LoopService:
             _Nobody(),
             parts.store,
             context_length(parts.model.config),
-            parts.calls,
-            self._note,
-            players(config, parts.policies),
+            calls=parts.calls,
+            note=self._note,
+            players=players(config, parts.policies),
         )
         secret = await in_thread(RunSecret(config.run_dir / "engines").value)
         self._sealer = Sealer(secret)
@@ -224,8 +226,10 @@ class LoopService:
             limit=config.rollout.max_attempts,
             timeout_s=config.agent.timeout_s,
         )
+
         for record in await parts.store.steps():
             self.committed(str(record.record["source"].get(KEY)), record.step)
+
         self._opened.set_result(None)
 
     async def closing(self, failure: BaseException | None) -> None:
@@ -280,24 +284,29 @@ class LoopService:
         name = await in_thread(submission_id, groups)
         if not self._has(name):
             await in_thread(check_groups, groups, self._sealer)
+
         checked_at = None
         while not self._has(name):
             if checked_at == self._step:
                 trajectories = [one for group in groups for one in group.members]
                 tasks = list({group.task.id: group.task for group in groups}.values())
+
                 steps = self.config.trainer.steps
                 if self._step + self._submissions.num_under_way >= steps:
                     raise ConfigError(
                         f"train: trainer.steps={steps} is reached: open the model with more"
                     )
+
                 self._submissions.submit(Submission(name, tasks, trajectories))
                 break
+
             checked_at = self._step  # a step that is committed meanwhile may have some of them
             try:
                 await self._check_new(groups)
             except ConfigError:
                 if not self._has(name):
                     raise
+
         return name
 
     def _has(self, name: str) -> bool:
@@ -310,6 +319,7 @@ class LoopService:
             if not self._submissions.has(name):
                 raise ModelNotOpenError("this submission is not under way here: submit it again")
             await asyncio.shield(self._submissions.future(name))
+
         (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
         dropped = Plan.of(record.step, record.record).dropped
         return Trained(
@@ -333,12 +343,14 @@ class LoopService:
                             f"({what}): no attempt is trained on twice; trainer.epochs makes "
                             "several passes"
                         )
+
             try:
                 known = (await store.stored_task(group.task.id)).digest
             except StoreUnavailableError:
                 raise
             except StoreError:  # a new one
                 continue
+
             if known != encode_task(group.task).digest:
                 raise ConfigError(
                     f"train: the task {group.task.id!r} is not the one of an earlier step: give "
@@ -362,6 +374,7 @@ class LoopService:
                 names = [*manifest.read(path).files, manifest.NAME]
                 sizes = {name: (path / name).stat().st_size for name in names}
                 found.append(Checkpoint(step=step, files=sizes))
+
         return found
 
     def checkpoint_file(self, step: int, name: str) -> Path:
@@ -395,15 +408,18 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
             raise ConfigError(f"train: the group {group.id} is greedy, which only evaluates")
         if tasks.setdefault(group.task.id, group.task) != group.task:
             raise ConfigError(f"train: two tasks have the id {group.task.id!r}")
+
         check_task(group.task)
         encode_task(group.task)
         if not group.trajectories:
             raise ConfigError(f"train: the group {group.id} has no attempt: leave it out")
+
         if group.baseline is not None and group.task.id in compared:
             raise ConfigError(
                 f"train: two groups of the task {group.task.id!r}, each with a baseline: a step "
                 "compares a task's attempts with one"
             )
+
         compared.add(group.task.id)
         for one in group.members:
             if (one.group_id, one.task_id) != (_group_id(group, one), group.task.id):
@@ -413,7 +429,9 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
             seen.add(one.id)
             sealer.check(one, group.seals.get(one.id))
             check_outcome(one, is_baseline=one is group.baseline)
+
         encode_trajectories(group.members, "train", 0)
+
     errors = [one.error for group in groups for one in group.trajectories]
     if not any(group.completed for group in groups):
         raise ConfigError(f"train: no attempt has completed: {failure_words(errors, len(errors))}")
@@ -441,6 +459,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
     ):
         if given:
             raise ConfigError(f"{key}: {why}: leave it out")
+
     check_alone("a program's own loop")
     check_parts(config, None, resume)
     if resume and not is_given_up(config.run_dir):

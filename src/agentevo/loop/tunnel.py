@@ -34,7 +34,8 @@ def pinned_context(address: EngineAddress) -> ssl.SSLContext:
     parts = urlsplit(address.url)
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     asking.minimum_version = ssl.TLSVersion.TLSv1_3
-    asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
+    asking.check_hostname = False
+    asking.verify_mode = ssl.CERT_NONE
     try:
         place = (parts.hostname or "", parts.port or 443)
         with (
@@ -44,17 +45,20 @@ def pinned_context(address: EngineAddress) -> ssl.SSLContext:
             shown = encrypted.getpeercert(binary_form=True) or b""
     except OSError as error:
         raise EngineUnavailableError(f"{address.url} does not answer: {error}") from error
+
     fingerprint = fingerprint_of(shown)
     if not hmac.compare_digest(fingerprint, address.certificate):
         raise ConfigError(
             f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, by "
             "which it is known: another server, or somebody in between; it was told nothing"
         )
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=shown)
+
     return context
 
 
@@ -63,7 +67,9 @@ class Tunnel:
 
     def __init__(self, address: EngineAddress, context: ssl.SSLContext) -> None:
         parts = urlsplit(address.url)
-        self._host, self._port, self._context = parts.hostname or "", parts.port or 443, context
+        self._host = parts.hostname or ""
+        self._port = parts.port or 443
+        self._context = context
         self._lock = threading.Lock()
         self._base: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,6 +87,7 @@ class Tunnel:
                     daemon=True,
                 ).start()
                 self._base = started.result(CONNECT_S)
+
             return self._base
 
     def close(self) -> None:
@@ -90,12 +97,14 @@ class Tunnel:
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     async def _serve(self, started: Future[str]) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         try:
             server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
         except OSError as error:
             started.set_exception(error)
             return
+
         started.set_result(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         await self._stop.wait()
         server.close()
@@ -108,6 +117,7 @@ class Tunnel:
                 far_reader, far = await asyncio.open_connection(
                     self._host, self._port, ssl=self._context, server_hostname="agentevo"
                 )
+
             ways = [
                 asyncio.ensure_future(_pass_on(reader, far)),
                 asyncio.ensure_future(_pass_on(far_reader, writer)),

@@ -55,7 +55,8 @@ class CheckpointedLayer(PackedWeights):
     """Stands in for the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module, section: MemorySection) -> None:
-        self.layer, self.section = layer, section
+        self.layer = layer
+        self.section = section
         self.inner: PackedWeights | None = vars(layer).get("forward")
         """The callable that stood in its place before (models/fused.py)."""
 
@@ -63,10 +64,12 @@ class CheckpointedLayer(PackedWeights):
         """As the layer's own `forward`: hidden_states [1, T, H] first."""
         if not torch.is_grad_enabled():
             return self._forward(hidden_states, *args, **kwargs)
+
         where = self._on_cpu(kwargs) if self.section.offload_activations else nullcontext()
         with where:
             if self.section.checkpointing == "none":
                 return self._forward(hidden_states, *args, **kwargs)
+
             contexts = (
                 _selective_contexts
                 if self.section.checkpointing == "selective"
@@ -103,6 +106,7 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
     for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
         return model
+
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
@@ -112,13 +116,16 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
             "memory.checkpointing=none and "
             "memory.offload_activations=false"
         )
+
     for layer in layers:
         compiled = isinstance(vars(layer).get("forward"), CompiledLayer)
         if compiled and section.checkpointing == "selective":
             continue  # it keeps products and attention by itself, and computes the rest again
         layer.forward = CheckpointedLayer(layer, section)
+
     if next(model.parameters()).device.type == "cpu":
         give_back_freed_blocks()
+
     return model
 
 
@@ -175,10 +182,12 @@ def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
         place = tensor.untyped_storage().data_ptr()
         if tensor.nbytes < SMALLEST_OFFLOAD or place in storages or not _leaves_device(tensor):
             return None, tensor
+
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in moved:
             copy = torch.empty_like(tensor, device="cpu", pin_memory=can_pin(tensor.device))
             moved[key] = tensor, copy.copy_(tensor, non_blocking=True)
+
         return tensor.device, moved[key][1]
 
     def unpack(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
@@ -187,4 +196,5 @@ def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
     moved.clear()

@@ -78,13 +78,16 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
     """
     if section.adapter is not None:
         return load_adapter(model, section.adapter, trainable=True)
-    library, special = peft(), _special_linears(model)
+
+    library = peft()
+    special = _special_linears(model)
     for name in section.targets:
         if any(layer == name or layer.endswith(f".{name}") for layer in special):
             raise ModelError(
                 f"model.lora: {name} gives more than a product, to which no adapter can be added: "
                 "leave it out of model.lora.targets"
             )
+
     config = library.LoraConfig(
         task_type="CAUSAL_LM",
         r=section.rank,
@@ -111,6 +114,7 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
             adapted = library.get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"model.lora: {_one_line(error)}") from error
+
     _check_names(adapted, section)
     _check_ties(adapted)
     return adapted.eval()
@@ -125,12 +129,15 @@ def load_adapter(
     Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made
     for another base.
     """
-    library, config = peft(), read_adapter_config(folder)
+    library = peft()
+    config = read_adapter_config(folder)
     check_same(folder, _overrides_of(model))
+
     if is_adapted(model) and name in adapter_names(model):
         raise ModelError(
             f"adapter {folder}: the model has one called {name!r} already: give it another name"
         )
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -147,11 +154,13 @@ def load_adapter(
             "what it was made for, "
             f"{config.base_model_name_or_path}"
         ) from error
+
     _check_ties(adapted)
     if any(
         type(module) is FastLinear for module in adapted.modules()
     ):  # prepared already: so are the new matrices
         use_fast_linear(adapted)
+
     use_adapter(adapted, name)
     return adapted.eval()
 
@@ -181,11 +190,14 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
             f"the model has no adapter {name!r} (it has: {', '.join(known) or 'none'}): load it "
             "with load_adapter"
         )
+
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapted: Any = model
     adapted.set_adapter(name)
+
     for parameter, needed in trained:
         parameter.requires_grad_(needed)
+
     drop_packed(model)
 
 
@@ -216,6 +228,7 @@ def write_adapter(
         folder, selected_adapters=[name], save_embedding_layers=False, state_dict=weights
     )
     keep_overrides(folder, _overrides_of(model))
+
     if name != ADAPTER:  # PEFT puts all but its own name into a folder below
         for file in (folder / name).iterdir():
             file.rename(folder / file.name)
@@ -237,16 +250,19 @@ def read_adapter_config(folder: Path) -> Any:
             f"{folder} holds no adapter (no {CONFIG_FILE}): give the folder that PEFT's "
             "save_pretrained wrote"
         )
+
     try:
         config = peft().PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"adapter {folder}: {CONFIG_FILE} can't be read ({_one_line(error)}): save it again"
         ) from error
+
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ModelError(
             f"adapter {folder} is of kind {config.peft_type}, and only LoRA is supported"
         )
+
     if config.init_lora_weights not in FRESH_INITS:
         raise ModelError(
             f"adapter {folder} began with init_lora_weights={config.init_lora_weights!r}, which "
@@ -254,6 +270,7 @@ def read_adapter_config(folder: Path) -> Any:
             "save it by PEFT with path_initial_model_for_weight_conversion, which makes it a "
             "plain LoRA adapter"
         )
+
     return config
 
 
@@ -309,7 +326,8 @@ def _check_ties(model: Any) -> None:
     """An adapter on one of two layers that are one matrix could not be merged, nor computed as it
     is saved."""
     inner = model.get_base_model()
-    embedding, output = inner.get_input_embeddings(), inner.get_output_embeddings()
+    embedding = inner.get_input_embeddings()
+    output = inner.get_output_embeddings()
     wrapped = [layer for layer in (embedding, output) if type(layer).__module__.startswith("peft.")]
     if wrapped and getattr(inner.config.get_text_config(), "tie_word_embeddings", False):
         raise ModelError(

@@ -34,12 +34,14 @@ class Aligned:
         function: Any = type(self.module).forward
         if torch.is_grad_enabled() or x.device.type != "cpu" or not x.numel():
             return function(self.module, x)
+
         rows = x.reshape(-1, x.shape[-1])
         num_rows, width = rows.shape
         more = -width % VECTORS
         total = _even_rows(num_rows, width + more, torch.get_num_threads())
         if not more and total == num_rows:
             return function(self.module, x)
+
         padded = pad(rows, (0, more, 0, total - num_rows))
         return function(self.module, padded)[:num_rows, :width].reshape(x.shape)
 

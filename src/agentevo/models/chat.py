@@ -47,7 +47,10 @@ CACHED_MESSAGES = 8192
 """Encodings of messages that are remembered."""
 LONG_TEXT = 50_000
 """Characters that take some 10 ms to encode. Longer texts are not remembered."""
-_FIRST, _SECOND, _ASKED, _SYSTEM = "probefirst", "probesecond", "probequestion", "probesystem"
+_FIRST = "probefirst"
+_SECOND = "probesecond"
+_ASKED = "probequestion"
+_SYSTEM = "probesystem"
 _USER = Message("user", _ASKED)
 OPENS_THINKING = re.compile(r"<think>\s*$")
 
@@ -128,15 +131,18 @@ class ChatFormat:
             text, end = self._written_with_end(message)
         else:
             text = self._said_header + message.text
+
         if OPENS_THINKING.search(self.opening):
             thought, text = thought_of(text, message.reasoning, self.opening)
             text = thought + text
+
         return [*self._encode(text), end]
 
     def plain(self, text: str, *, begins: bool = True) -> list[int]:
         """Ids of a text outside of any chat. One that `begins` a context gets the token that the
         tokenizer puts there, unless the text has it already."""
-        ids, start = self._encode(text), self.tokenizer.bos_token_id
+        ids = self._encode(text)
+        start = self.tokenizer.bos_token_id
         if begins and start is not None and self.tokenizer.encode("")[:1] == [start] != ids[:1]:
             return [start, *ids]
         return ids
@@ -193,6 +199,7 @@ class ChatFormat:
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
             raise ModelError("a conversation needs at least one message")
+
         problem = self._tools_problem(tools) if tools != NO_TOOLS else None
         if problem is None and any(message.role == "system" for message in messages):
             problem = self._system_problem
@@ -205,6 +212,7 @@ class ChatFormat:
     ) -> list[int]:
         if not messages:
             raise ModelError("a continuation needs at least one new message after the assistant's")
+
         ids = self._after_tool_calls(messages, tools) if messages[0].role == "tool" else None
         if ids is None:
             answered = [_USER, Message("assistant", _FIRST), *messages]
@@ -217,9 +225,12 @@ class ChatFormat:
                         f"{messages[0].role}"
                     )
                 )
+
             if ended_with_stop:
                 return ids[ids.index(self._end_in_history) + 1 :]
+
             return ids
+
         return ids[1:] if ended_with_stop else ids
 
     def _after_tool_calls(
@@ -235,6 +246,7 @@ class ChatFormat:
                 "the chat template writes the name of the tool with its result: give it with the "
                 'message, as in {"role": "tool", "name": "search", "content": "..."}'
             )
+
         return ids
 
     def _after_calls_named(
@@ -253,9 +265,11 @@ class ChatFormat:
             text = self._template.render(conversation, prompt=True, tools=tools)
         except ModelError:
             return None
+
         pieces = text.split(_FIRST, len(calls))
         if len(pieces) <= len(calls):
             return None
+
         ids = self._encode(pieces[-1])
         end = next((place for place, token in enumerate(ids) if token in self.end_ids), None)
         return None if end is None else ids[end:]
@@ -278,12 +292,14 @@ class ChatFormat:
                 "the chat template begins or ends an assistant's message with tool calls or "
                 "reasoning otherwise than its own generation prompt: edit the template"
             )
+
         opens = OPENS_THINKING.search(self.opening) is not None
         if message.reasoning and message.reasoning.strip() not in text and not opens:
             raise ModelError(
                 "the chat template leaves out the reasoning: choose a model whose template has a "
                 "place for it, or write it into the content"
             )
+
         return text, end
 
     def _encode(self, text: str) -> list[int]:
@@ -302,6 +318,7 @@ class ChatFormat:
                 f"{' '.join(map(repr, lost)) or 'part of the text'} in {text[-200:]!r}: "
                 "keep to characters it knows, or use model.tiny.tokenizer=byte"
             )
+
         return ids
 
     def _check_history(self, start: list[Message], tools: ToolSchemas = NO_TOOLS) -> str:
@@ -312,13 +329,17 @@ class ChatFormat:
         def render(messages: list[Message], *, prompt: bool) -> str:
             return self._template.render([*start, *messages], prompt=prompt, tools=tools)
 
-        first, second = Message("assistant", _FIRST), Message("assistant", _SECOND)
-        generation, once = render([], prompt=True), render([first, _USER], prompt=True)
+        first = Message("assistant", _FIRST)
+        second = Message("assistant", _SECOND)
+        generation = render([], prompt=True)
+        once = render([first, _USER], prompt=True)
         twice = render([first, _USER, second, _USER], prompt=True)
+
         header, sentinel, after_first = once.partition(_FIRST)
         if self.parser.name == HARMONY and header.startswith(generation):
             self._said_header = header[len(generation) :]
             header = generation
+
         if not sentinel or not generation.startswith(header):
             raise ModelError(
                 _refusal(
@@ -326,14 +347,17 @@ class ChatFormat:
                     "generation prompt"
                 )
             )
+
         if not twice.startswith(once.removesuffix(generation[len(header) :])):
             raise ModelError(_refusal("a longer conversation does not begin with the shorter one"))
+
         if _after(_SECOND, twice) != after_first:
             raise ModelError(
                 _refusal(
                     "what follows an assistant's message depends on how many turns came before"
                 )
             )
+
         return generation[len(header) :]
 
     def _probe_system(self) -> str | None:
@@ -346,6 +370,7 @@ class ChatFormat:
                 f"with a system message: {error}; put the text into the first user message "
                 "instead (agent.system_prompt=null)"
             )
+
         return None
 
     def _probe_tools(self, tools: ToolSchemas) -> str | None:
@@ -379,7 +404,8 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
         text = template.render([_USER, Message("assistant", _FIRST), *messages], prompt=prompt)
         return list(tokenizer.encode(_after(_FIRST, text), add_special_tokens=False))
 
-    special, last = special_ids(tokenizer), after_answer([], prompt=False)
+    special = special_ids(tokenizer)
+    last = after_answer([], prompt=False)
     end = next((position for position, token in enumerate(last) if token in special), None)
     if end is None:
         raise ModelError(
@@ -388,6 +414,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
                 "tells where a turn ends"
             )
         )
+
     followed = after_answer([_USER], prompt=True)[: end + 1]
     is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
     known = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
@@ -397,6 +424,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
         raise ModelError(
             _refusal("it ends an assistant's message differently once another message follows")
         )
+
     return last[end], followed[end]
 
 
@@ -429,6 +457,7 @@ def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str
         if begun != thinking and opening.endswith("\n"):
             begun = begun.removeprefix("\n")
         return begun + closed, answer
+
     rest = answer.lstrip("\n") if closed else text
     return f"{(reasoning or '').strip(chr(10))}\n</think>\n\n", rest
 

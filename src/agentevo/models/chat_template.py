@@ -26,7 +26,8 @@ from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 """What a template may raise: it may do anything with what it meets."""
-_CALL, _ARGUMENT = "probecall", "probeargument"
+_CALL = "probecall"
+_ARGUMENT = "probeargument"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class ChatTemplate:
         if any(message.tool_calls for message in messages):
             if isinstance(self.call_form, ModelError):
                 raise self.call_form
+
             form = self.call_form
             beside_text = any(message.tool_calls and message.text for message in messages)
             if beside_text and not self._keeps_calls_beside_text:
@@ -84,6 +86,7 @@ class ChatTemplate:
                     "the chat template leaves out tool_calls beside a content: give a message "
                     "the one or the other, or choose a model whose template has a place for both"
                 )
+
         return self._apply([self._mapping(message, form) for message in messages], prompt, tools)
 
     def in_call_form(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -110,6 +113,7 @@ class ChatTemplate:
                 text = self._with_a_call("", form)
                 if text is not None and repr({"a": _ARGUMENT}) not in text:
                     return form
+
         return ModelError(
             "the chat template leaves out tool_calls: set model.chat_template=hermes for a model "
             "that speaks ChatML, or choose a model whose template has a place for them"
@@ -129,6 +133,7 @@ class ChatTemplate:
             text = self._apply(mappings, False, NO_TOOLS)
         except ModelError:
             return None
+
         return text if _CALL in text and _ARGUMENT in text else None
 
     def check_tools(self, tools: ToolSchemas) -> None:
@@ -148,12 +153,14 @@ class ChatTemplate:
             mapping["tool_calls"] = [
                 _call(call, form.arguments_as_text) for call in message.tool_calls
             ]
+
         if message.tool_call_id is not None:
             mapping["tool_call_id"] = message.tool_call_id
         if message.name is not None:
             mapping["name"] = message.name
         if message.reasoning is not None:
             mapping |= dict.fromkeys(self.reasoning_keys, message.reasoning)
+
         return mapping
 
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: ToolSchemas) -> str:
@@ -167,6 +174,7 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template refuses a conversation of {roles}: {error}"
             ) from error
+
         return str(text)
 
 
@@ -178,6 +186,7 @@ def _content(message: Message) -> str:
                 f"a message of role {message.role} holds an image ({image.media_type}, SHA-256 "
                 f"{image.sha256[:12]}...), and the engine reads text alone: leave images out"
             )
+
     return message.text
 
 
@@ -186,6 +195,7 @@ def _call(call: ToolCall, as_text: bool) -> dict[str, Any]:
         arguments = None if as_text else json.loads(call.arguments or "{}")
     except ValueError:
         arguments = None
+
     return {
         **({"id": call.id} if call.id else {}),
         "type": "function",

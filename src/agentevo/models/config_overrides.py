@@ -79,7 +79,9 @@ def _made(
 ) -> PretrainedConfig:
     kind = type(saved)
     _check_keys(saved, overrides, where)
-    changed, rope = dict(tree), None
+
+    changed = dict(tree)
+    rope = None
     for key, value in overrides.items():
         name = kind.attribute_map.get(key, key)
         own = getattr(saved, name, None)
@@ -92,10 +94,12 @@ def _made(
         else:
             changed.pop(key, None)
             changed[name] = value
+
     if rope is not None:
         for name in (*ROPE, *_KEPT):
             changed.pop(name, None)
         changed["rope_parameters"] = rope
+
     with _remarks() as remarks:
         try:
             made = kind.from_dict(changed)
@@ -103,8 +107,10 @@ def _made(
         except Exception as error:  # of a class's own checks anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ModelError(f"{where}: {kind.__name__} does not take it ({reason})") from error
+
     if remarks:
         raise ModelError(f"{where}: {kind.__name__} says: {remarks[0][:300]}")
+
     _check_effect(made, overrides, where)
     return made
 
@@ -118,6 +124,7 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
     for key in overrides:
         if key in known:
             continue
+
         if key in _KEPT:
             hint = f"it is one of {where}.rope_parameters"
         elif key in _FIXED:
@@ -125,7 +132,9 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
         else:
             guess = nearest(key[:100], sorted(known))
             hint = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(known))}"
+
         raise ModelError(f"{where}.{key[:100]}: no key of {kind.__name__} to override: {hint}")
+
     if all(name in overrides for name in ROPE):
         raise ModelError(f"{where}: rope_scaling and rope_parameters are one: give one of them")
 
@@ -135,16 +144,19 @@ def _rope(saved: PretrainedConfig, given: Any, where: str) -> dict[str, Any]:
     `rope_type`, other values for its own kind."""
     if not isinstance(given, dict):
         raise ModelError(f"{where}: give a mapping, such as {{rope_type: yarn, factor: 4.0}}")
+
     own: dict[str, Any] = saved.rope_parameters or {}
     layers = saved.nested_rope_parameter_keys(own)
     if not layers:
         return _one_rope(own, given)
+
     wrong = [name for name in given if name not in layers]
     if wrong or not all(isinstance(one, dict) for one in given.values()):
         raise ModelError(
             f"{where}: this model has a RoPE for each kind of layer: give a mapping for one of "
             f"{', '.join(sorted(layers))}"
         )
+
     return {name: _one_rope(own[name] or {}, given.get(name, {})) for name in layers}
 
 
@@ -176,9 +188,11 @@ def _remarks() -> Iterator[list[str]]:
             if _RATIO not in (text := record.getMessage()):
                 told.append(text)
 
-    logger, listener = logging.getLogger("transformers.modeling_rope_utils"), Listener()
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    listener = Listener()
     listener.setLevel(logging.WARNING)
-    level, propagates = logger.level, logger.propagate
+    level = logger.level
+    propagates = logger.propagate
     logger.addHandler(listener)
     logger.setLevel(logging.WARNING)
     logger.propagate = False

@@ -38,16 +38,19 @@ def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
             f"converting {known.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
             "install 'agentevo[train]'"
         )
+
     # One of the reader's progress bars obeys no switch, only the stream.
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):
         source = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+
     rope = {"rope_type": "default", "rope_theta": known.rope_theta}
     config = LlamaConfig.from_dict({**known.llama, "rope_parameters": rope, "dtype": "float32"})
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config)
+
     try:
         model.load_state_dict(source.state_dict())
     except RuntimeError as error:
@@ -56,6 +59,7 @@ def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
             f"{gguf.name}: the weights don't fit {known.name} ({reason}): report it with your "
             "transformers version"
         ) from error
+
     restore_tokenizer(tokenizer, known)
     check_tokenizer(tokenizer, known)
     write_model(model, tokenizer, folder)
@@ -79,8 +83,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> No
             f"{known.name}: the converted tokenizer has {len(tokenizer)} tokens instead of "
             f"{size}: report it"
         )
+
     if not tokenizer.chat_template:
         raise ModelError(f"{known.name}: the converted tokenizer has no chat template: report it")
+
     for text, wanted in known.encodings.items():
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         if ids != wanted:

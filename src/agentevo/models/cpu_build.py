@@ -32,7 +32,12 @@ SETTING = "AGENTEVO_CPU_KERNELS"
 """Environment variable; `off` leaves the kernels out."""
 COMPILERS = ("cc", "gcc", "clang")
 OPTIONS = (
-    *("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"),
+    "-std=gnu11",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
     "-Wl,-Bsymbolic",  # its functions call one another, not those of the same name elsewhere
 )
 INSTRUCTIONS = {
@@ -61,14 +66,17 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
         raise KernelsUnavailableError(f"{SETTING}=off")
     if platform.system() != "Linux" or platform.machine() not in {"x86_64", "AMD64"}:
         raise KernelsUnavailableError("they are for Linux on x86 processors")
+
     instructions = INSTRUCTIONS.get(capability or torch.backends.cpu.get_cpu_capability())
     if instructions is None:
         raise KernelsUnavailableError("the processor has neither AVX2 nor AVX-512")
+
     openmp = _openmp()
     try:
         library = ctypes.CDLL(str(_built((*OPTIONS, *instructions))))
     except OSError as error:  # a disk that is full, only read, or whose files may not be run
         raise KernelsUnavailableError(f"they can't be kept or loaded: {error}", ANOTHER) from error
+
     library.use_openmp.restype = None
     library.use_openmp(*(ctypes.cast(function, ctypes.c_void_p) for function in openmp))
     return library
@@ -91,11 +99,13 @@ def _built(options: tuple[str, ...]) -> Path:
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
+
     key = digest.hexdigest()[:20]
     folder = _own_folder()
     for file in folder.glob(f"{key}-*.so"):
         if _is_ours(file) and file.name == _name(key, file):
             return file
+
     return _build([str(one) for one in sources if one.suffix == ".c"], options, folder, key)
 
 
@@ -105,6 +115,7 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         raise KernelsUnavailableError(
             "no C compiler was found", "install gcc or clang, or set CC to one"
         )
+
     _drop_old_partials(folder)
     handle, unfinished = tempfile.mkstemp(suffix=PARTIAL, dir=folder)
     os.close(handle)
@@ -115,6 +126,7 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
             said = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
             remedy = ANOTHER if os.strerror(errno.ENOSPC) in said else OTHER
             raise KernelsUnavailableError(f"{compiler} can't build them: {said}", remedy)
+
         os.chmod(unfinished, 0o700)
         target = folder / _name(key, Path(unfinished))
         os.replace(unfinished, target)
@@ -146,16 +158,19 @@ def _own_folder() -> Path:
         folder = cache_root() / "cpu_kernels"
     except RuntimeError as error:  # a user without an account, and no $HOME
         raise KernelsUnavailableError(str(error), "set AGENTEVO_CACHE to a folder") from error
+
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise KernelsUnavailableError(
             f"{folder} can't be made ({error.strerror})", "set AGENTEVO_CACHE to a folder of yours"
         ) from error
+
     if not _is_ours(folder):
         raise KernelsUnavailableError(
             f"others can write into {folder}, and what lies there is run", f"chmod 700 {folder}"
         )
+
     return folder
 
 

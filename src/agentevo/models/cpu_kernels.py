@@ -34,7 +34,9 @@ TOLERANCE = 2e-6
 
 logger = logging.getLogger(__name__)
 
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_long
+_FLOAT = ctypes.c_float
 
 
 class Matrix(ctypes.Structure):
@@ -113,7 +115,8 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes = arguments
+            function.restype = None
         self._library: Any = library
 
     def product(
@@ -132,6 +135,7 @@ class CpuKernels:
             out.data_ptr(),
             torch.get_num_threads(),
         )
+
         return out
 
     def rms_norm(self, x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -166,9 +170,12 @@ class CpuKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query heads [T, num_q, D] and key heads [T, num_k, D], the first of heads [T, more, D],
         with their rotary positions (arXiv 2104.09864); cos and sin [T, D]."""
-        heads, cos, sin = heads.contiguous(), cos.contiguous(), sin.contiguous()
+        heads = heads.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         tokens, _, dim = heads.shape
-        q, k = heads.new_empty(tokens, num_q, dim), heads.new_empty(tokens, num_k, dim)
+        q = heads.new_empty(tokens, num_q, dim)
+        k = heads.new_empty(tokens, num_k, dim)
         self._library.rotate(
             heads.data_ptr(),
             tokens,
@@ -182,6 +189,7 @@ class CpuKernels:
             k.data_ptr(),
             torch.get_num_threads(),
         )
+
         return q, k
 
     def keep(
@@ -207,7 +215,7 @@ class CpuKernels:
             torch.get_num_threads(),
         )
 
-    def attend(
+    def attend(  # noqa: PLR0917 (in the order of the C function)
         self,
         cache: Cache,
         q: torch.Tensor,
@@ -226,6 +234,7 @@ class CpuKernels:
         prefix if there is one; of its Q places the first counts [B] are its last tokens, the rest
         pad. All int64; D is a multiple of WHOLE."""
         assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
+
         batch, queries = tokens.shape
         self._library.attend(
             cache,
@@ -276,7 +285,9 @@ def _compare(kernels: CpuKernels) -> None:
     epsilon = 1e-5
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     q, k = kernels.rotated(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])
-    heads, cos, sin = x.view(5, 3, 32), y[:, None, :32], y[:, None, 32:64]
+    heads = x.view(5, 3, 32)
+    cos = y[:, None, :32]
+    sin = y[:, None, 32:64]
     low, high = heads.chunk(2, -1)
     turned = heads * cos + torch.cat([-high, low], -1) * sin
     found = {
@@ -296,11 +307,17 @@ def _attended(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of five tokens in slot 1 to themselves, by the kernels and by PyTorch: numbers and
     queries [5, 16]."""
-    keys, values = numbers.new_zeros(2, 1, 1, 16, 32), numbers.new_zeros(2, 1, 32, 16)
-    cache, k, v = Cache.of(keys, values), numbers[:, None], numbers.flip(0)[:, None]
-    one, places = torch.ones(5, dtype=torch.int64), torch.arange(5)
+    keys = numbers.new_zeros(2, 1, 1, 16, 32)
+    values = numbers.new_zeros(2, 1, 32, 16)
+    cache = Cache.of(keys, values)
+    k = numbers[:, None]
+    v = numbers.flip(0)[:, None]
+    one = torch.ones(5, dtype=torch.int64)
+    places = torch.arange(5)
     kernels.keep(cache, k, v, one, places)
-    q, out = queries[:, None].contiguous(), numbers.new_empty(5, 1, 16)
+
+    q = queries[:, None].contiguous()
+    out = numbers.new_empty(5, 1, 16)
     length = torch.tensor([5])
     kernels.attend(cache, q, places[None], one[:1], length, length, None, 0.25, None, out)
     weights = torch.where(places[:, None] >= places, q[:, 0] @ k[:, 0].t() / 4, -torch.inf)

@@ -51,8 +51,10 @@ H200, H100, A100, A40, A10, L40S, L40 and L4, halved where they are given with s
 Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
-SIDE_ON_CPU, SIDE = 512, 8192
-"""The side of the square matrices that are multiplied."""
+SIDE_ON_CPU = 512
+"""The side of the square matrices that are multiplied on a CPU."""
+SIDE = 8192
+"""The side of the square matrices that are multiplied on other devices."""
 
 
 class Peak(NamedTuple):
@@ -91,6 +93,7 @@ def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak
     products: list[Callable[[], torch.Tensor]] = [lambda: left @ right]
     if device == "cpu" and dtype == torch.float32 and linear.available():
         products.append(lambda: linear.product(left, right))
+
     fastest = min(_seconds(product, device) for product in products)
     where = f"cpu, {threads} threads" if device == "cpu" else name_of(torch.device(device))
     return Peak(2 * side**3 / fastest, f"{where}, {str(dtype).removeprefix('torch.')}, measured")
@@ -106,4 +109,5 @@ def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
         product()
         synchronize(torch.device(device))
         seconds.append(time.perf_counter() - begun)
+
     return min(seconds[1:])

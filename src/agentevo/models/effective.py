@@ -24,8 +24,10 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
     if type(linear) is FastLinear:
         parameters = linear._parameters.values()  # quicker than by name
         return None if _listened(linear) else [one for one in parameters if one is not None]
+
     if not _is_lora(linear):
         return None
+
     layer: Any = linear
     if (
         type(layer.base_layer) is not FastLinear
@@ -35,6 +37,7 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
         or _listened(layer.base_layer)
     ):
         return None
+
     base = layer.base_layer
     tensors: list[torch.Tensor | float] = [base.weight]
     tensors += [] if base.bias is None else [base.bias]
@@ -43,14 +46,18 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
         variant = layer.lora_variant.get(name)
         dora = type(variant).__name__ == "DoraLinearVariant"
         dropout = layer.lora_dropout[name]
+
         if (variant is not None and not (dora and len(names) == 1)) or layer.lora_B[
             name
         ].bias is not None:
             return None
+
         if not isinstance(dropout, nn.Identity) and (dropout.training or layer.training):
             return None
+
         tensors += [layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]]
         tensors += [layer.lora_magnitude_vector[name].weight] if dora else []
+
     return tensors
 
 
@@ -59,6 +66,7 @@ def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     layer: Any = linear
     if type(linear) is FastLinear:
         return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+
     weight, bias = effective(layer.base_layer)
     for name in active_names(layer):
         weight = torch.addmm(
@@ -70,6 +78,7 @@ def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         if name in layer.lora_variant:
             magnitude = layer.lora_magnitude_vector[name].weight.detach()
             weight = weight * (magnitude / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
+
     return weight, bias
 
 

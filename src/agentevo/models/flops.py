@@ -109,8 +109,10 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     inner: Any = model
     if hasattr(model, "get_base_model"):
         inner = inner.get_base_model()
+
     config = inner.config.get_text_config()
     output: nn.Module | None = inner.get_output_embeddings()
+
     flops = ModelFlops(0, 0, 0, 0, _per_pair(config), _layers(config))
     in_output = set() if output is None else set(output.modules())
     share = _share_of_experts(config)
@@ -119,10 +121,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
             name, getattr(model, "active_adapters", [])
         ):
             continue
+
         for weights, of_experts, trained in _weights(name, module, config):
             count = weights * (share if of_experts else 1)
             key = f"{'output_' if module in in_output else ''}{'trained' if trained else 'frozen'}"
             flops = replace(flops, **{key: getattr(flops, key) + count})
+
     return flops
 
 
@@ -133,6 +137,7 @@ def _weights(name: str, module: nn.Module, config: Any) -> Iterable[tuple[int, b
     if isinstance(module, nn.Linear):  # a quantised one does not hold its weights as a matrix
         yield module.in_features * module.out_features, below_experts, module.weight.requires_grad
         return
+
     for parameter in module.parameters(recurse=False):
         if parameter.dim() >= 2:
             stacked = parameter.dim() == 3 and parameter.shape[0] == _num_experts(config)
@@ -145,6 +150,7 @@ def _is_idle(name: str, active: Any) -> bool:
     parts = name.split(".")
     if "original_module" in parts:
         return True
+
     kinds = (
         "lora_A",
         "lora_B",

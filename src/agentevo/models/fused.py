@@ -50,10 +50,13 @@ class FusedLayer(PackedWeights):
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_rotated = self.num_heads + attention.k_proj.out_features // self.head_dim
         self.scaling = float(attention.scaling)
+
         self.window: int | None = getattr(attention, "sliding_window", None)
         if isinstance(layer, MistralDecoderLayer):
             self.window = getattr(attention.config, "sliding_window", None)
-        self.attention, self.has_head_norms = attention, hasattr(attention, "q_norm")
+
+        self.attention = attention
+        self.has_head_norms = hasattr(attention, "q_norm")
         self.epsilon = float(layer.input_layernorm.variance_epsilon)  # type: ignore[union-attr, arg-type]
         self.epsilon_tensor = torch.tensor(self.epsilon)
         self.norm_class = type(layer.input_layernorm)
@@ -81,6 +84,7 @@ class FusedLayer(PackedWeights):
         if weights is None:
             self.drop()
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+
         return self.of_tokens(hidden_states[0], weights, plan, rotation).unsqueeze(0)
 
     @property
@@ -143,19 +147,26 @@ class FusedLayer(PackedWeights):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads, of heads [T, all, D], with their rotary position (arXiv 2104.09864);
         cos and sin [1, T, D]."""
-        num_q, num_k = self.num_heads, self.num_rotated - self.num_heads
+        num_q = self.num_heads
+        num_k = self.num_rotated - self.num_heads
         if self.has_head_norms:
-            query, key = heads[:, :num_q], heads[:, num_q : self.num_rotated]
+            query = heads[:, :num_q]
+            key = heads[:, num_q : self.num_rotated]
             heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
+
         if (kernels := cpu_kernels()) is not None:
             return kernels.rotated(heads, num_q, num_k, cos[0], sin[0])
+
         heads = heads[:, : self.num_rotated]
-        cos, sin = cos.transpose(0, 1), sin.transpose(0, 1)  # [T, 1, D]
+        cos = cos.transpose(0, 1)  # [T, 1, D]
+        sin = sin.transpose(0, 1)  # [T, 1, D]
         rotated = heads * cos
-        (low, high), (sin_low, sin_high) = heads.chunk(2, -1), sin.chunk(2, -1)
+        low, high = heads.chunk(2, -1)
+        sin_low, sin_high = sin.chunk(2, -1)
         rotated_low, rotated_high = rotated.chunk(2, -1)
         rotated_low.addcmul_(high, sin_low, value=-1)
         rotated_high.addcmul_(low, sin_high)
+
         return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
@@ -167,11 +178,13 @@ class FusedLayer(PackedWeights):
             if of_linear is None:
                 return None
             made_of += of_linear
+
         for name in NORMS:
             norm: Any = self.layer._modules[name]
             if type(norm) is not self.norm_class:
                 return None
             made_of.append(cast(Any, norm).weight)
+
         return made_of
 
     def _packed(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
@@ -196,10 +209,9 @@ class FusedLayer(PackedWeights):
                 PackedMatrix(up * norm_mlp, up_bias),
                 PackedMatrix(*down),
             )
-            self.packed_of, self.packed_state = (
-                made_of,
-                state,
-            )  # the former keeps the ids of the latter from being given away
+            self.packed_of = made_of  # keeps the ids in packed_state from being given away
+            self.packed_state = state
+
         return self.packed
 
 
@@ -214,4 +226,5 @@ def use_fused_layers(model: PreTrainedModel) -> int:
         if plain_norms and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
             layer.forward = FusedLayer(layer)
             fused += 1
+
     return fused

@@ -44,18 +44,22 @@ class FusedDecoder:
         layers = self._layers() if straight else None
         if layers is None:
             return type(self.decoder).forward(self.decoder, *args, **kwargs)
+
         decoder: Any = self.decoder
         embedded = decoder.embed_tokens(kwargs["input_ids"])
         rotation = decoder.rotary_emb(embedded, position_ids=kwargs["position_ids"])
-        x, plan = embedded[0], kwargs["plan"]
+        x = embedded[0]
+        plan = kwargs["plan"]
         for layer, weights in layers:
             x = layer.of_tokens(x, weights, plan, rotation)
+
         return BaseModelOutputWithPast(last_hidden_state=decoder.norm(x).unsqueeze(0))
 
     def _asks_for_states_alone(self, kwargs: dict[str, Any]) -> bool:
         """Of ids that there are, in float32 on a CPU: elsewhere no layer packs its weights."""
         decoder: Any = self.decoder
-        ids, embeddings = kwargs.get("input_ids"), decoder.embed_tokens.weight
+        ids = kwargs.get("input_ids")
+        embeddings = decoder.embed_tokens.weight
         return (
             not torch.is_grad_enabled()
             and ids is not None
@@ -80,6 +84,7 @@ class FusedDecoder:
             if listened or not isinstance(fused, FusedLayer) or (own := fused.weights()) is None:
                 return None
             layers.append((fused, own))
+
         return layers
 
 

@@ -47,7 +47,8 @@ class Grammars:
     of the model's logits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._tokens: dict[tuple[int, ...], LLTokenizer] = {}
         """By the tokens that end a text."""
         self._compiled: OrderedDict[tuple[str, tuple[int, ...]], LLMatcher] = OrderedDict()
@@ -76,12 +77,14 @@ class Grammars:
             matcher = self._compiled.get(key)
             if matcher is not None:
                 self._compiled.move_to_end(key)
+
         if matcher is None:
             matcher = self._compile(*key)
             with self._lock:
                 self._compiled[key] = matcher
                 while len(self._compiled) > KEPT_GRAMMARS:
                     self._compiled.popitem(last=False)
+
         return GrammarState(matcher.deep_copy(), self.num_words)
 
     def masks_of(self, constraint: Constraint, ids: Sequence[int]) -> TokenMasks:
@@ -94,11 +97,13 @@ class Grammars:
         for place, token in enumerate(ids):
             rows[place] = table.setdefault(state.mask().tobytes(), len(table))
             state.take(token)
+
         if state.digest() != constraint.masks:
             raise GrammarError(
                 "the grammar allows other tokens here than where the turn was drawn: install the "
                 "same version of llguidance on both sides"
             )
+
         return TokenMasks([np.frombuffer(mask, dtype=np.uint32) for mask in table], rows)
 
     def _compile(self, grammar: str, end_ids: tuple[int, ...]) -> LLMatcher:
@@ -111,6 +116,7 @@ class Grammars:
         )
         if matcher.is_error():
             raise GrammarError(f"the grammar or schema can't be followed: {_problem(matcher)}")
+
         return matcher
 
     def _tokens_ending_in(self, end_ids: tuple[int, ...]) -> LLTokenizer:
@@ -132,6 +138,7 @@ class Grammars:
             tokens = _library("llguidance").LLTokenizer(
                 plain, n_vocab=self._vocabulary, eos_token=ends
             )
+
         return tokens
 
 
@@ -144,12 +151,14 @@ class _PlainTokens:
         """Raises ModelError where tokens are parts of characters."""
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
+
         texts = [str(tokenizer.decode([token])) for token in range(len(tokenizer))]
         if any("�" in text for text in texts):
             raise ModelError(
                 "llguidance can't read this tokenizer: without response_format and tool_choice it "
                 "works"
             )
+
         self.tokens = [text.encode() for text in texts]
         self.special_token_ids = list(tokenizer.all_special_ids)
 
@@ -163,7 +172,8 @@ class GrammarState:
     """One completion on its way through a grammar."""
 
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
-        self._matcher, self._num_words = matcher, num_words
+        self._matcher = matcher
+        self._num_words = num_words
         self._digest = hashlib.blake2b(digest_size=16)
 
     def mask(self) -> np.ndarray:
@@ -171,9 +181,11 @@ class GrammarState:
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._broken()
+
         mask = np.frombuffer(bits, dtype=np.uint32)[: self._num_words]  # it may have a word more
         if len(mask) < self._num_words or not mask.any():
             raise GrammarError("the grammar allows no token of this model here")
+
         self._digest.update(mask.tobytes())
         return mask
 

@@ -89,6 +89,7 @@ def _write_weights(model: PreTrainedModel, folder: Path, weights: Wholes, file_b
     layers: dict[str, dict[str, Spec]] = {}
     for name, spec in specs.items():
         layers.setdefault(_layer_of(name), {})[name] = spec
+
     saved: dict[str, Spec] = {}
     for layer in layers.values():
         hollow = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in layer.items()}
@@ -96,6 +97,7 @@ def _write_weights(model: PreTrainedModel, folder: Path, weights: Wholes, file_b
             name: Spec(tensor.dtype, tuple(tensor.shape))
             for name, tensor in _as_saved(model, hollow).items()
         }
+
     files = split_files("model", saved, file_bytes)
     write_files(folder, files, _by_layers(model, weights, layers))
     if len(files) > 1:
@@ -119,9 +121,11 @@ def _by_layers(
         layer = _layer_of(name)
         if name not in waiting.get(layer, ()):
             continue
+
         found.setdefault(layer, {})[name] = tensor
         del tensor
         waiting[layer].discard(name)
+
         if not waiting[layer]:
             yield from _as_saved(model, found.pop(layer)).items()
 

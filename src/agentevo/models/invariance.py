@@ -25,6 +25,7 @@ def company_matters(model: nn.Module) -> str | None:
         return "only float32 is summed in one order"
     if not available():
         return "PyTorch's oneDNN does not sum in one order on this processor"
+
     within = {
         id(part)
         for layer in model.modules()
@@ -35,4 +36,5 @@ def company_matters(model: nn.Module) -> str | None:
         known = isinstance(module, FastLinear | nn.Embedding) or id(module) in within
         if not known and any(one.dim() > 1 for one in module.parameters(recurse=False)):
             return f"{name} ({type(module).__name__}) multiplies in a way of its own"
+
     return None

@@ -71,6 +71,7 @@ def _sums_in_order() -> bool:
         one = weighted_sums(weight.t().contiguous(), rows, rows[:1], x[0])
         if any(not torch.equal(one, product(x[:count], weight)[:1]) for count in (2, 17, 67)):
             return False
+
     return True
 
 
@@ -78,10 +79,8 @@ def _sums_in_order() -> bool:
 def _has_one_swish() -> bool:
     """The numbers of a product, whose activation is computed with it, against `_swish` of them."""
     numbers = torch.Generator().manual_seed(0)
-    weight, x = (
-        torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32),
-        torch.randn(67, 64, generator=numbers, dtype=torch.float32),
-    )
+    weight = torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32)
+    x = torch.randn(67, 64, generator=numbers, dtype=torch.float32)
     alone = _swish(product(x, weight).view(1, -1)).view(67, -1)
     return torch.equal(alone, product(x, weight, None, "swish"))
 
@@ -134,11 +133,13 @@ class PackedMatrix:
         self.bias = bias
         self.num_outputs, self.num_inputs = weight.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+
         self._tables = self._as_tables(weight)
         if self._tables is not None:
             self._rows = torch.arange(len(self._tables), dtype=torch.int32)
             self._blocks = weight.new_ones(self.num_outputs // BLOCK_OUT, 1)
             self._find_stretches()
+
         self._few = self._for_few_rows()
 
     def product(
@@ -174,10 +175,12 @@ class PackedMatrix:
         """x @ weight.T + bias for a single row; None for more, or without tables."""
         if x.shape[0] != 1 or self._tables is None:
             return None
+
         # x once for each block; a product with ones is quicker than a copy of an expanded row.
         sums = weighted_sums(self._tables, self._rows, self._starts, x * self._blocks)
         if sums.shape[0] > self._blocks.shape[0]:
             sums = sums.view(self._blocks.shape[0], -1, BLOCK_OUT).sum(1)
+
         out = sums.view(1, -1)
         return out if self.bias is None else out + self.bias
 
@@ -197,12 +200,14 @@ class PackedMatrix:
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None
+
         bias = None if self.bias is None else self.bias.data_ptr()
         shape = self.num_inputs, self.num_outputs, self._stretch
         matrix = Matrix(self._tables.data_ptr(), bias, *shape)
         key = kernels, *shape, bias is None, torch.get_num_threads()
         if key not in _HAS_BITS_OF_ONEDNN:
             _HAS_BITS_OF_ONEDNN[key] = self._has_bits_of_onednn(kernels, matrix)
+
         return matrix if _HAS_BITS_OF_ONEDNN[key] else None
 
     def _has_bits_of_onednn(self, kernels: CpuKernels, matrix: Matrix) -> bool:
@@ -219,6 +224,7 @@ class PackedMatrix:
         """Sets where sums start so that a single row is summed in oneDNN's order; drops the tables
         where no known order is."""
         assert self._tables is not None
+
         numbers = torch.Generator().manual_seed(0)
         x = torch.randn(2, self.num_inputs, generator=numbers, dtype=torch.float32)
         wanted = self._multiplied(x, "none")[:1]
@@ -229,6 +235,7 @@ class PackedMatrix:
             self._starts = (blocks[:, None] + starts).to(torch.int32).view(-1)
             if torch.equal(cast(torch.Tensor, self._of_one_row(x[:1])), wanted):
                 return
+
         self._tables = None
 
     def _as_tables(self, weight: torch.Tensor) -> torch.Tensor | None:
@@ -244,6 +251,7 @@ class PackedMatrix:
             or torch.ops.mkldnn._nbytes(self._packed) != 4 * weight.numel()
         ):
             return None
+
         numbers = (ctypes.c_float * weight.numel()).from_address(
             torch.ops.mkldnn.data_ptr(self._packed)
         )
@@ -253,6 +261,7 @@ class PackedMatrix:
                 tables[block], weight[block * BLOCK_OUT : (block + 1) * BLOCK_OUT].t()
             ):
                 return None
+
         return tables.view(-1, BLOCK_OUT)
 
 
@@ -304,10 +313,13 @@ class FastLinear(nn.Linear, PackedWeights):
         """A layer over the very parameters of `linear`."""
         fast = cls.__new__(cls)
         nn.Module.__init__(fast)
-        fast.in_features, fast.out_features = linear.in_features, linear.out_features
-        fast.weight, fast.bias = linear.weight, linear.bias
+        fast.in_features = linear.in_features
+        fast.out_features = linear.out_features
+        fast.weight = linear.weight
+        fast.bias = linear.bias
         fast.training = linear.training
-        fast._packed, fast._packed_of = None, []
+        fast._packed = None
+        fast._packed_of = []
         return fast
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -318,6 +330,7 @@ class FastLinear(nn.Linear, PackedWeights):
             or input.numel() == 0
         ):
             return super().forward(input)
+
         rows = input.reshape(-1, self.in_features)
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if torch.is_grad_enabled() and (rows.requires_grad or trained):
@@ -325,6 +338,7 @@ class FastLinear(nn.Linear, PackedWeights):
             out = _LinearFunction.apply(rows, self.weight, self.bias)
         else:
             out = self._packed_weight().product(rows)
+
         return out.view(*input.shape[:-1], self.out_features)
 
     def drop(self) -> None:
@@ -359,10 +373,12 @@ def use_fast_linear(model: nn.Module) -> int:
     `available()` is false."""
     if not available():
         return 0
+
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, FastLinear.sharing(child))
                 replaced += 1
+
     return replaced

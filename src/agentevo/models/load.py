@@ -91,6 +91,7 @@ def _load(
     device = find(section.device)
     if device.type == "cpu":
         check_threads(torch.get_num_threads())
+
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":
@@ -98,10 +99,13 @@ def _load(
                 "model.tiny.tokenizer=word takes its words from an environment or a file of tasks, "
                 "and this run has neither: set model.tiny.tokenizer=byte"
             )
+
         model, tokenizer = make_tiny(section.tiny, corpus() if corpus else (), seed)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+
         return LoadedModel(_placed(model, device), tokenizer, section.name)
+
     quantized = (
         {} if section.lora.quantize == "none" else _quantized(section.lora.quantize, dtype, device)
     )
@@ -115,6 +119,7 @@ def _load(
     )
     if not section.lora.enabled:
         return loaded
+
     return replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
 
 
@@ -167,8 +172,10 @@ def _from_pretrained(
             f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "
             "they don't belong together"
         )
+
     if quantized:  # placed already; such weights can't be moved or converted
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
+
     return LoadedModel(_placed(model, device), tokenizer, name)
 
 
@@ -211,11 +218,13 @@ def load_reward_model(
             f"reward_model.name={name} has {model.config.num_labels} outputs per token, a reward "
             "is one: train it with one"
         )
+
     if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
             f"reward_model.name={name} has another vocabulary than the policy: it would read "
             "other words than were said"
         )
+
     return _placed(model, policy.device)
 
 
@@ -231,6 +240,7 @@ def _read_folder(
         raise ModelError(
             f"{key}: {folder} can't be read as {kind} ({_reason(error)}): save or fetch it again"
         ) from error
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # of a damaged tokenizer.json anything
@@ -238,12 +248,14 @@ def _read_folder(
             f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
             "own there with tokenizer.save_pretrained"
         ) from error
+
     if info["missing_keys"] or info["mismatched_keys"]:
         lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ModelError(
             f"{key}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save "
             "or fetch it again"
         )
+
     return model, tokenizer
 
 

@@ -24,10 +24,13 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     name = base or config.base_model_name_or_path
     if not name:
         raise ModelError(f"adapter {folder} does not say what its base is: give it with --base")
+
     loaded = load_base(str(name), adapter_overrides(folder))
     merged = load_adapter(loaded.model, folder)
     whole: Any = merged
+
     tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder)
+
     return save_model(whole.merge_and_unload(safe_merge=True), tokenizer, out)

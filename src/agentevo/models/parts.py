@@ -66,10 +66,12 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
     what is no grid of it."""
     if len(grid) != len(shape):
         raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
+
     for starts, length in zip(grid, shape, strict=True):
         ascends = all(one < other for one, other in itertools.pairwise([*starts, length]))
         if not starts or starts[0] != 0 or not ascends:
             raise ValueError(f"boxes that begin at {list(starts)} of {length}")
+
     sizes = [
         [end - begin for begin, end in itertools.pairwise([*starts, length])]
         for starts, length in zip(grid, shape, strict=True)
@@ -109,12 +111,16 @@ class Part:
         place = tensor if parameter is None else parameter
         local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
-        shape, offset = list(place.shape), [0] * place.dim()
+        shape = list(place.shape)
+
+        offset = [0] * place.dim()
         if isinstance(place, DTensor):
             offset = list(place.__create_chunk_list__()[0].offsets)
+
         if cut is not None:
             shape[cut.dim] = cut.length
             offset[cut.dim] += cut.first
+
         return cls(local, tuple(shape), tuple(offset))
 
     @property
@@ -163,14 +169,17 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
     tensor of another shape, where a part of it is asked for."""
     if not isinstance(parameter, DTensor) and cut is None:
         return saved.to(parameter.device) if isinstance(saved, torch.Tensor) else saved.read()
+
     part = Part.of(parameter, cut=cut)
     if tuple(saved.shape) != part.shape:
         raise ValueError(f"a tensor {tuple(saved.shape)} for one of {part.shape}")
+
     box = part.box
     local = saved.read(box) if not isinstance(saved, torch.Tensor) else saved[box.slices].clone()
     local = local.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return local
+
     return DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -191,7 +200,8 @@ class Wholes:
         self, parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None
     ) -> None:
         """`group`: of all processes and for tensors on the CPU. They all have the same names."""
-        self._parts, self._group = parts, group
+        self._parts = parts
+        self._group = group
         self._boxes = boxes_of_all(parts, group)
         self._waiting = iter(parts)
         self.specs = {name: part.spec for name, part in parts.items()}
@@ -202,15 +212,19 @@ class Wholes:
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         name = next(self._waiting)
-        part, givers = self._parts[name], self._givers(name)
+        part = self._parts[name]
+        givers = self._givers(name)
         whole = _begun(part)
         self._take(whole, givers)
-        found, wanted = sum(math.prod(box.sizes) for box in givers.values()), whole.numel()
+
+        found = sum(math.prod(box.sizes) for box in givers.values())
+        wanted = whole.numel()
         if found != wanted:
             raise ModelError(
                 f"{name}: processes have parts of {found} elements of a tensor of {wanted}: this "
                 "is a defect, please report it"
             )
+
         return name, whole
 
     def close(self) -> None:
@@ -240,7 +254,8 @@ class Wholes:
 
 def give(parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None) -> None:
     """What the other processes do while the first one iterates over `Wholes` of its own parts."""
-    boxes, me = boxes_of_all(parts, group), distributed.get_rank(group)
+    boxes = boxes_of_all(parts, group)
+    me = distributed.get_rank(group)
     for name, part in parts.items():
         if me in givers_of([of_one[name] for of_one in boxes]):
             distributed.send(as_bytes(part.given), group=group, group_dst=0)

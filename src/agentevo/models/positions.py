@@ -67,6 +67,7 @@ def _borders(text: Any) -> Iterator[int]:
     for rope in (parameters, *parameters.values()):
         if not isinstance(rope, dict):
             continue
+
         kind = str(rope.get("rope_type", ""))
         if "dynamic" in kind:
             yield int(text.max_position_embeddings)

@@ -45,18 +45,22 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     if name.startswith(MODELSCOPE):
         modelscope.check_name(name)
         return name
+
     if name.startswith(HUB):
         if not HUB_NAME.fullmatch(name.removeprefix(HUB)):
             raise ModelError(f"model {name[:100]!r}: a hub model is written {HUB}org/name")
         return name.removeprefix(HUB)
+
     folder = _folder_of(name)
     if os.path.isfile(folder / "config.json"):
         _check_files(name, folder)
         return folder
+
     if os.path.isfile(folder / "checkpoints" / "index.json"):
         return best_checkpoint(folder)
     if name in known_models.names():
         return cached(known_models.get(name), progress)
+
     if os.path.isfile(folder / "adapter_config.json"):
         raise ModelError(
             f"model {name!r}: this folder holds an adapter and not the model it is for: set "
@@ -64,20 +68,24 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
             f"model.lora.adapter={name}, or make one model of the two with `agentevo merge "
             f"{name} OUT`"
         )
+
     if name and os.path.isdir(folder):
         raise ModelError(
             f"model {name!r}: this folder has no config.json, so it holds no Hugging Face model; "
             "give the folder that has one"
         )
+
     if name and (name.lower().endswith(".gguf") or os.path.lexists(folder)):
         raise ModelError(f"model {name!r}: {_no_folder(name, folder)}")
     if HUB_NAME.fullmatch(name) and not (folder.parent / "config.yaml").is_file():
         return name
+
     if _PATH.match(name) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent)):
         raise ModelError(
             f"model {name!r}: there is no such folder (looked for {folder.absolute()}): correct "
             "the path; a hub model is written org/name"
         )
+
     names = [*known_models.names(), "tiny"]
     guess = nearest(name[:100].lower(), names)
     hint = f"did you mean {guess!r}? " if guess else ""
@@ -94,16 +102,19 @@ def missing_model(name: str) -> str:
         return ""
     if name.startswith(MODELSCOPE):
         return "" if modelscope.saved_folder(name) is not None else _to_get(name)
+
     folder = _folder_of(name.removeprefix(HUB))
     if not name.startswith(HUB) and any(
         os.path.isfile(folder / file) for file in ("config.json", "checkpoints/index.json")
     ):
         return ""
+
     if name in known_models.names():
         known = known_models.get(name)
         if is_complete(known, cache_folder(name)):
             return ""
         return _to_get(name)
+
     hub_name = name.removeprefix(HUB)
     if HUB_NAME.fullmatch(hub_name):
         from huggingface_hub import try_to_load_from_cache
@@ -112,6 +123,7 @@ def missing_model(name: str) -> str:
             if isinstance(try_to_load_from_cache(hub_name, "config.json"), str):
                 return ""
         return _to_get(hub_name)
+
     return f"the model {name[:200]} is not at that place on this machine: put it there"
 
 
@@ -140,8 +152,10 @@ def _no_folder(name: str, path: Path) -> str:
             f"{there}, and training needs the Hugging Face folder that it was made from "
             "(config.json, *.safetensors, tokenizer.json): give that folder"
         )
+
     if os.path.isfile(path):
         return "this is a file: give the folder with its config.json, weights and tokenizer"
+
     return "this is no folder: give one with config.json, weights and tokenizer"
 
 
@@ -153,6 +167,7 @@ def _check_files(name: str, folder: Path) -> None:
             f"model {name!r}: {folder} has a config.json and no weights (*.safetensors): save the "
             "model there, or give another folder"
         )
+
     if not any(file.startswith(_TOKENIZER) or file.endswith(".model") for file in files):
         raise ModelError(
             f"model {name!r}: {folder} has no tokenizer (tokenizer.json): save the model's own "
@@ -166,7 +181,8 @@ def best_checkpoint(run_folder: Path) -> Path:
     folder = run_folder / "checkpoints"
     try:
         index = read_json_object(folder / "index.json")
-        best, steps = index["best"], index["steps"]
+        best = index["best"]
+        steps = index["steps"]
         step = best["step"] if best is not None else max(steps, default=None)
         path = folder / f"step-{step:06d}" if step is not None else folder
     except (ConfigError, ValueError, KeyError, TypeError) as error:
@@ -175,11 +191,13 @@ def best_checkpoint(run_folder: Path) -> Path:
             "of the checkpoints beside it, or resume the "
             "run, which writes it anew"
         ) from error
+
     if not (path / "config.json").is_file():
         raise ModelError(
             f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or "
             "give another model"
         )
+
     return path
 
 
@@ -192,9 +210,11 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     source = resolve(name, progress)
     if isinstance(source, Path):
         return source
+
     if source.startswith(MODELSCOPE):
         (progress or logger.info)(f"{source}: fetching from ModelScope")
         return modelscope.download(source, _OTHER_FORMATS)
+
     import huggingface_hub  # takes longer to import than the whole of this package's command line
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import (
@@ -206,6 +226,7 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
     bars_shown = not are_progress_bars_disabled()
     disable_progress_bars()  # the terminal belongs to the live view
+
     try:
         return Path(huggingface_hub.snapshot_download(source, ignore_patterns=_OTHER_FORMATS))
     except (HfHubHTTPError, OSError, ValueError) as error:
@@ -227,6 +248,7 @@ def _hub_failure(name: str, error: Exception) -> str:
         else f"known models need no hub: {', '.join(known_models.names())}"
     )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+
     return (
         f"model {name!r}: no such local folder, and the Hugging Face hub did not give it "
         f"({reason}): check name and network; {instead}"

@@ -91,7 +91,8 @@ class Recording(Chooser):
     """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
 
     def __init__(self, routers: Routers, replay: Replay | None = None) -> None:
-        self.routers, self.replay = routers, replay
+        self.routers = routers
+        self.replay = replay
         self._chosen: dict[int, torch.Tensor] = {}
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
@@ -114,7 +115,8 @@ class Replay(Chooser):
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
         """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
         everywhere."""
-        self.rows, self.apply = rows, apply
+        self.rows = rows
+        self.apply = apply
         self._differs: dict[int, torch.Tensor] = {}
         self._is_divided = False
 
@@ -128,6 +130,7 @@ class Replay(Chooser):
                 f"and {recorded.shape[1]} for {recorded.shape[0]} are recorded: this is a defect "
                 f"of AgentEvo; set {KEY}=none until it is mended"
             )
+
         chosen = torch.where(recorded == OWN, own, recorded)
         self._differs[layer] = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
         return chosen if self.apply else own
@@ -161,20 +164,25 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
         super().__init__()
-        self.chooser, self.layer, self.number = chooser, layer, number
+        self.chooser = chooser
+        self.layer = layer
+        self.number = number
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _TOPK:
             return func(*args, **kwargs)
+
         self.calls += 1
         found = func(*args, **kwargs)
         if self.calls - 1 != self.number:
             return found
+
         chosen = self.chooser.choose(self.layer, found.indices)
         if chosen is found.indices:
             return found
+
         scores = args[0] if args else kwargs["input"]
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
@@ -183,7 +191,8 @@ class _Router:
     """Stands in for the `forward` of one router."""
 
     def __init__(self, router: nn.Module, layer: int) -> None:
-        self.router, self.layer = router, layer
+        self.router = router
+        self.layer = layer
         self.number = 0
         """Which of its calls of topk chooses, from 0; as of `routers`, known once it was tried."""
         self.routers: Routers | None = None
@@ -231,8 +240,10 @@ def routed(model: PreTrainedModel) -> PreTrainedModel:
     taken = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
     if taken is not None:
         raise _refusal(model, f"something stands in the place of its {type(taken).__name__}")
+
     for module, stand_in in stand_ins:
         module.forward = stand_in
+
     trial = _Trial()
     try:
         with _Counting() as counted:
@@ -244,8 +255,10 @@ def routed(model: PreTrainedModel) -> PreTrainedModel:
         for module, _ in stand_ins:
             del module.forward
         raise
+
     for one in routers:
         one.routers = facts
+
     return model
 
 
@@ -258,8 +271,10 @@ def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
                 names = [name for name in NAMES if isinstance(block._modules.get(name), nn.Module)]
                 if "experts" in block._modules and len(names) == 1:
                     found[block.get_submodule(names[0])] = layer
+
     if not found:
         raise _refusal(model, "it has no experts with a router beside them")
+
     return found
 
 
@@ -320,6 +335,7 @@ class _Trial:
             return f"only {len(self._found)} of its {layers} routers are asked"
         if calls != self.calls:
             return "it chooses experts elsewhere than in its routers, too"
+
         kinds = {found._replace(layers=layers) for found in self._found.values()}
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
 
@@ -327,6 +343,7 @@ class _Trial:
         """See Routing.asked: the router's own answer."""
         with _Counting() as own:
             answer = router.alone(args, kwargs)
+
         given = _tensors(answer)
         places = [
             place
@@ -337,11 +354,13 @@ class _Trial:
         if not places:
             self.problem = f"its {name} returns no experts that topk has chosen"
             return answer
+
         router.number = places[-1]
         scores, found = own.given[router.number]
         wrong = _unforced(router, args, kwargs, found.indices, scores.shape[-1], given)
         if wrong:
             self.problem = f"its {name} {wrong}"
+
         self.calls += (1 + len(_SHIFTS)) * own.calls
         self._found[router.layer] = Routers(1, found.indices.shape[1], scores.shape[-1])
         return answer
@@ -364,6 +383,7 @@ def _unforced(
     weights = _weights(given, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"
+
     for shift in _SHIFTS:
         wanted = ((chosen + shift) % num_experts).flip(-1)
         again = _tensors(_Forced(wanted).asked(one, args, kwargs))
@@ -372,9 +392,11 @@ def _unforced(
             return "chooses again among what topk gave it"
         if not (torch.isfinite(theirs) & (theirs != 0)).all():
             return "gives no weight to experts of groups that it would not have chosen"
+
         near = 1e-5 if theirs.dtype == torch.float32 else 2e-2
         if shift == 0 and not torch.allclose(theirs.flip(-1), weights, rtol=near):
             return "has other weights than those of the scores of the experts that it chooses"
+
     return ""
 
 

@@ -31,8 +31,10 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
             f"{folder} exists and holds no model, so it is not replaced by one: choose another "
             "folder"
         )
+
     with atomic_folder(folder) as staging:
         write_model(model, tokenizer, staging)
+
     return folder
 
 
@@ -60,6 +62,7 @@ def write_model(
             write_from_parts(how, folder, weights)
         else:
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+
         tokenizer.save_pretrained(folder)
 
 

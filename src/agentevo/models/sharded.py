@@ -82,6 +82,7 @@ def check_shard(model: PreTrainedModel) -> None:
             "trainer.parallel.shard: a base in 8 or 4 bits (model.lora.quantize) does not lie in "
             "parts: set model.lora.quantize=none, or leave trainer.parallel.shard out"
         )
+
     if not _layers(model):
         raise ModelError(
             f"{type(model).__name__} has no decoder layers that can be sharded one by one: leave "
@@ -104,14 +105,17 @@ def copy_sharded(
 ) -> PreTrainedModel:
     """A copy of a sharded model as it is now, sharded alike: each process copies its own part.
     `change` may give it other layers before it has weights; those that the policy has not are 0."""
-    sharding, device = _SHARDED[policy], next(policy.parameters()).device
+    sharding = _SHARDED[policy]
+    device = next(policy.parameters()).device
     twin = copy.deepcopy(sharding.skeleton)
     change(twin)
     buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     _apply(twin, sharding)
     cast(nn.Module, twin).to_empty(device=device)
+
     for name, buffer in twin.named_buffers():
         buffer.copy_(buffers[name])
+
     theirs = dict(policy.named_parameters())
     for name, ours in twin.named_parameters():
         other = theirs.get(name)
@@ -119,6 +123,7 @@ def copy_sharded(
             ours.copy_(other)
         else:
             ours.zero_()
+
     return twin
 
 
@@ -150,14 +155,17 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
     groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.apart.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
     for module, mesh in groups:
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
     for module, _ in groups:
         group = cast(FSDPModule, module)
         group.set_force_sum_reduction_for_comms(True)
         group.set_gradient_divide_factor(1.0)
+
     _SHARDED[model] = sharding
     return model
 
@@ -175,9 +183,12 @@ def make_plain(model: nn.Module) -> None:
             del parent.forward
         elif isinstance(stand_in, CheckpointedLayer) and isinstance(stand_in.inner, FusedLayer):
             stand_in.inner = None
+
         for name, child in list(parent.named_children()):
             if type(child) is FastLinear:
                 plain = nn.Linear(1, 1, bias=child.bias is not None, device="meta")
-                plain.in_features, plain.out_features = child.in_features, child.out_features
-                plain.weight, plain.bias = child.weight, child.bias
+                plain.in_features = child.in_features
+                plain.out_features = child.out_features
+                plain.weight = child.weight
+                plain.bias = child.bias
                 setattr(parent, name, plain)

@@ -53,6 +53,7 @@ class TensorFile:
                 "data_offsets": [end, end + spec.num_bytes],
             }
             end += spec.num_bytes
+
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         self._begin = 8 + len(header)
@@ -66,6 +67,7 @@ class TensorFile:
             raise ValueError(
                 f"{name}: {tensor.dtype} {tuple(tensor.shape)}, not {spec.dtype} {spec.shape}"
             )
+
         self._file.seek(self._begin + self._places[name])
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._file.write(flat.numpy().data)
@@ -104,6 +106,7 @@ def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, di
             size = 0
         groups[-1][name] = spec
         size += spec.num_bytes
+
     return dict(zip(file_names(stem, len(groups)), groups, strict=True))
 
 

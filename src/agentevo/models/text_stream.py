@@ -49,7 +49,8 @@ class TextStream:
         whole: Callable[[Sequence[int]], str],
     ) -> None:
         self._whole = whole
-        self._end_ids, self._stop_strings = frozenset(end_ids), tuple(stop_strings)
+        self._end_ids = frozenset(end_ids)
+        self._stop_strings = tuple(stop_strings)
         self._in_pieces = _decodes_in_pieces(tokenizer)
         self._backend: Any = tokenizer.backend_tokenizer if self._in_pieces else None
         self._ids: list[int] = []
@@ -86,6 +87,7 @@ class TextStream:
                 f"the tokenizer decodes tokens otherwise one by one ({told[-80:]!r}) than all at "
                 f"once ({text[-80:]!r}): ask for the completion without streaming"
             )
+
         self._pieces = [text]
         return text[len(told) :]
 
@@ -98,15 +100,19 @@ class TextStream:
             if name is not None:  # an id beyond the vocabulary has no text
                 self._window.append(token)
                 self._in_run = _BYTE.fullmatch(name) is not None
+
         self._decoded = max(self._decoded, last)
         if not self._window or self._in_run:
             return ""
+
         text = self._text()
         certain = len(text) - text.endswith(UNDECODED)
         new = text[self._known : certain]
+
         self._known = max(self._known, certain)
         if len(self._window) > WINDOW:
             self._shorten(len(text) - self._known)
+
         return new
 
     def _shorten(self, uncertain: int) -> None:
@@ -123,12 +129,16 @@ class TextStream:
         """What can be told of the waiting text and this one."""
         if not self._stop_strings:
             return new
+
         text = self._waiting + new
-        end, self._stopped = len(text), False
+        end = len(text)
+        self._stopped = False
         for stop in self._stop_strings:
             start = _first_beginning(text, stop)
             if start < end:
-                end, self._stopped = start, text.startswith(stop, start)
+                end = start
+                self._stopped = text.startswith(stop, start)
+
         self._waiting = text[end:]
         return text[:end]
 

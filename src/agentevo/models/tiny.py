@@ -28,6 +28,7 @@ def make_tiny(
     """
     tokenizer = tiny_tokenizer(tiny, corpus)
     _check_memory(tiny.num_parameters + 2 * len(tokenizer) * tiny.hidden_size)
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=tiny.hidden_size,
@@ -53,7 +54,8 @@ def make_tiny(
 
 def _check_memory(num_parameters: int) -> None:
     """Before anything is allocated."""
-    needed, free = num_parameters * 4, psutil.virtual_memory().available
+    needed = num_parameters * 4
+    free = psutil.virtual_memory().available
     if needed > free:
         raise ModelError(
             f"model 'tiny': {num_parameters:,} parameters take {needed / 2**30:.1f} GiB, and "

@@ -70,6 +70,7 @@ def word_tokenizer(corpus: Iterable[str], context_length: int) -> PreTrainedToke
         for token in (*SPECIAL_TOKENS, *TAGS):
             text = text.replace(token, "\n")  # cut out first, as in encoding
         pieces.update(piece for piece, _ in split.pre_tokenize_str(text))
+
     words = {piece.lstrip(" ") for piece in pieces if len(piece) > 1}
     pieces |= words | {f" {word}" for word in words}
     vocabulary = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *sorted(pieces - set(CHARACTERS))]

@@ -30,15 +30,19 @@ recurrences and convolutions, or choose what a token sees by a rule that no plan
 indexes)."""
 EAGER = "eager"
 """The model's own attention, by the formula."""
-TEXT, OTHER = 14, 9
-"""Tokens of the text, and of each one beside it."""
+TEXT = 14
+"""Tokens of the text."""
+OTHER = 9
+"""Tokens of each other text of the trial."""
 CACHED = 6
 """Tokens of the text that the second pass finds in its cache."""
 FARTHEST = 1 << 16
 """The last position tried in a model that knows no limit."""
-TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1
-"""Most root mean square difference of log-probs, relative to how much they vary: in float32, and in
-half precision or quantized, where rounding alone may send a token to another expert."""
+TOLERANCE = 1e-3
+"""Most root mean square difference of log-probs, relative to how much they vary, in float32."""
+ROUGH_TOLERANCE = 0.1
+"""The same in half precision or quantized, where rounding alone may send a token to another
+expert."""
 REMEDY = (
     "choose a Llama, Qwen2, Qwen3, Mistral, Gemma or similar decoder whose layers are "
     "attention and feed-forward"
@@ -84,7 +88,8 @@ class _SideBySide:
     `before`."""
 
     def __init__(self, tokens: Sequence[_Token], before: _SideBySide | None = None) -> None:
-        self.tokens, self.before = tokens, before
+        self.tokens = tokens
+        self.before = before
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attend(
@@ -100,12 +105,15 @@ class _SideBySide:
         sources = list(self.tokens)
         if self.before is not None:
             old_k, old_v = self.before.kept[len(self.kept) - 1]
-            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
+            k = torch.cat([old_k, k])
+            v = torch.cat([old_v, v])
             sources = [*self.before.tokens, *sources]
+
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
+
         hidden = [[not query.sees(key, window) for key in sources] for query in self.tokens]
         scores = scores.masked_fill(torch.tensor(hidden, device=q.device), float("-inf"))
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1).to(v.dtype), v)
@@ -159,6 +167,7 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
     if next(model.parameters()).is_meta:
         model.set_attn_implementation(implementation)
         return
+
     text, *others = _texts(model)
     with _evaluating(model):
         alone = _own_logits(model, text)
@@ -190,20 +199,24 @@ def _cause(
             "attention (convolution, recurrence, shifted tokens, or experts that drop tokens), so "
             "packed sequences would mix"
         )
+
     if _difference(_packed_logits(model, text, others, None), alone) <= tolerance:
         return "what it predicts depends on the longest sequence of a pass"
+
     changed = _own_logits(model, [*text[:-1], others[0][0]])
     if not _difference(changed[:-1], alone[:-1]) <= tolerance:
         return (
             "a token sees those after it (is_decoder in its config.json is false, or it is no "
             "causal language model)"
         )
+
     given = _own_logits(model, text, position_ids=list(range(TEXT)))
     if not _difference(given, alone) <= tolerance:
         return (
             "its positions do not begin at 0, so it would meet other ones in training and in the "
             "engine than in transformers"
         )
+
     return None
 
 
@@ -273,6 +286,7 @@ def _logits(
             f"{_name(model)} gives logits of {len(logits)} tokens where {len(rows)} are asked for "
             f"(logits_to_keep): {REMEDY}"
         )
+
     return logits
 
 
@@ -298,7 +312,8 @@ def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> float:
     ones around their mean; of scores, where there is one a token."""
     axis = -1 if logits.shape[-1] > 1 else 0
     if axis == -1:
-        logits, wanted = logits.log_softmax(-1), wanted.log_softmax(-1)
+        logits = logits.log_softmax(-1)
+        wanted = wanted.log_softmax(-1)
     spread = (wanted - wanted.mean(axis, keepdim=True)).square().mean().sqrt()
     return float((logits - wanted).square().mean().sqrt() / spread.clamp_min(1e-12))
 

@@ -31,10 +31,12 @@ def lines_of(attempt: Played) -> list[list[tuple[str, str]]]:
             texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
             for text in filter(None, texts):
                 lines += [(message.role, line) for line in text[:MORE].split("\n")][:left]
+
         turns.append(lines[:left])
         left -= len(turns[-1])
         if left <= 0:
             break
+
     end = "\n".join(piece.text for piece in ending(trajectory, calls))
     return [*turns, [("world", line) for line in end.split("\n") if end]]
 
@@ -59,7 +61,8 @@ class DiffRow(NamedTuple):
 def diff(left: Played, right: Played) -> list[DiffRow]:
     """What two attempts said, turn beside turn and line beside line; long stretches that are the
     same are skipped. Turns behind MAX_LINES of either are not compared, which the last row says."""
-    (*ones, one_end), (*twos, two_end) = lines_of(left), lines_of(right)
+    *ones, one_end = lines_of(left)
+    *twos, two_end = lines_of(right)
     sides = ((left[0], ones), (right[0], twos))
     cut = [len(turns) for trajectory, turns in sides if len(turns) < len(trajectory.turns)]
     rows: list[DiffRow] = []
@@ -69,11 +72,14 @@ def diff(left: Played, right: Played) -> list[DiffRow]:
         two = twos[number] if number < len(twos) else []
         for own, other in _pairs(one, two):
             rows += _beside(own, other)
+
     if cut:
         rest = f"Turns from {min(cut)} on are too long to be compared"
         rows.append(DiffRow("turn", rest, "", ""))
+
     if one_end or two_end:
         rows += [DiffRow("turn", "At the end", "", ""), *_beside(one_end, two_end)]
+
     return rows
 
 
@@ -98,12 +104,14 @@ def _beside(one: Lines, two: Lines) -> list[DiffRow]:
         if kind == "equal":
             rows += _same(one[a:b])
             continue
+
         for place in range(max(b - a, d - c)):
             old = one[a + place] if a + place < b else None
             new = two[c + place] if c + place < d else None
             who = (old or new or ("", ""))[0]
             what = "changed" if old and new else "gone" if old else "new"
             rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))
+
     return rows
 
 

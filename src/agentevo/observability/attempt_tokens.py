@@ -87,12 +87,15 @@ def tokens_part(
         first = start[1] if place == start[0] else 0
         if left <= 0:
             return Tokens(blocks, (place, 0))
+
         size = min(left, len(turn.completion_ids) - first)
         before = order[place - 1] if place else None
         blocks.append(block_of(turn, first, size, before, order[place] in shared, decode, training))
         left -= size + 20
+
         if first + size < len(turn.completion_ids):
             return Tokens(blocks, (place, first + size))
+
     return Tokens(blocks, None)
 
 
@@ -106,12 +109,15 @@ def block_of(
     training: Training,
 ) -> Block:
     place = slice(first, first + size)
-    ids, logprobs = list(turn.completion_ids[place]), list(turn.logprobs[place])
+    ids = list(turn.completion_ids[place])
+    logprobs = list(turn.logprobs[place])
     versions = list(turn.versions[place])
     is_greedy = turn.temperature == 0
+
     note = ""
     if turn.parent != before:
         note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+
     prompt = "" if first else _text(list(turn.prompt_ids[: 4 * PROMPT]), decode)
     return Block(
         turn.index,

@@ -98,11 +98,13 @@ def selected(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[in
     """The turns to show, and those of them that an earlier branch has, too."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
+
     path = path_to(turns, leaf)
     earlier: set[int] = set()
     for other in leaves(turns):
         if other < leaf:
             earlier.update(path_to(turns, other))
+
     return path, earlier & set(path)
 
 
@@ -116,7 +118,8 @@ def part_of(
 ) -> Part:
     """`most` turns from the `start`-th of those to show."""
     shown, shared = selected(trajectory.turns, leaf)
-    uses, legend = _uses(trajectory, calls), world_of(trajectory.turns)
+    uses = _uses(trajectory, calls)
+    legend = world_of(trajectory.turns)
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
     views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
@@ -137,10 +140,13 @@ def turn_view(
     uses: dict[tuple[int, int], StoredCall],
     legend: Legend = NO_LEGEND,
 ) -> TurnView:
-    low, high = min(turn.versions, default=None), max(turn.versions, default=None)
+    low = min(turn.versions, default=None)
+    high = max(turn.versions, default=None)
+
     note = ""
     if turn.parent != before:
         note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+
     place = 0
     messages = []
     for number, message in enumerate(turn.messages):
@@ -151,6 +157,7 @@ def turn_view(
             )
             place += 1
         messages.append(said(message, number, tools, legend))
+
     how = ["greedy" if turn.temperature == 0 else ""]
     how += (
         [f"with {', '.join(turn.overrides.given())} of its own: never trained"]
@@ -159,6 +166,7 @@ def turn_view(
     )
     how += ["under a grammar"] if turn.constraint else []
     how += ["with penalties"] if turn.penalties else []
+
     return TurnView(
         number=turn.index,
         note=note,
@@ -202,6 +210,7 @@ def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) 
     took = None
     if call is not None and call.call.ended_at is not None:
         took = call.call.ended_at - call.call.started_at
+
     return ToolUse(
         name,
         pretty(arguments),
@@ -230,10 +239,12 @@ def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int
         names = [call.name for message in turn.messages for call in message.tool_calls]
         for place, name in enumerate(names):
             asked[name].append((turn.index, place))
+
     made: dict[str, list[StoredCall]] = defaultdict(list)
     for stored in sorted(calls, key=lambda one: one.call.started_at):
         if stored.call.kind == "tool":
             made[stored.call.name].append(stored)
+
     return {
         place: stored
         for name, places in asked.items()
@@ -273,6 +284,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
     ordered = sorted(calls[:MAX_CALLS], key=lambda stored: stored.call.started_at)
     if not ordered:
         return []
+
     begin = ordered[0].call.started_at
     end = max(one.call.ended_at or one.call.started_at for one in ordered)
     span = max(end - begin, 1e-6)
@@ -299,6 +311,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
                 max(0.6, 100 * (took or 0.0) / span),
             )
         )
+
     return rows
 
 
@@ -321,6 +334,7 @@ def slips(trajectory: Trajectory) -> str:
     ):
         if number := round(trajectory.metrics.get(name, 0.0)):
             told.append(f"{number:,} {one if number == 1 else many}")
+
     return ", ".join(told)
 
 
@@ -338,18 +352,23 @@ def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
     else as its last turn shows. Empty where nobody can tell."""
     if not trajectory.truncated or not trajectory.turns:
         return ""
+
     for end, words in _ENDS.items():
         if trajectory.metrics.get(f"ended_by_{end}"):
             return words
-    last, most = trajectory.turns[-1], _number(config, "sampling", "max_new_tokens")
+
+    last = trajectory.turns[-1]
+    most = _number(config, "sampling", "max_new_tokens")
     if last.finish_reason == "length":
         size = len(last.completion_ids)
         if most is None or size < most:
             return f"its last answer filled the context, after {size:,} tokens"
         return f"its last answer was cut at {size:,} tokens (sampling.max_new_tokens)"
+
     most = _number(config, "agent", "max_turns")
     if most is not None and len(trajectory.turns) >= most:
         return f"all {most} turns were used (agent.max_turns)"
+
     return ""
 
 
@@ -377,6 +396,7 @@ def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
             reason = stored.call.attributes.get("reason", "")
             number = float(score) if isinstance(score, int | float) else None
             found.append(Verdict(stored.call.name, number, str(reason or stored.call.error or "")))
+
     return found
 
 
@@ -397,10 +417,12 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
     a picture shows."""
     if not is_branched(turns) or len(turns) > MAX_TREE:
         return []
+
     shown = set(selected(turns, leaf)[0])
     children: dict[int | None, list[int]] = defaultdict(list)
     for turn in turns:
         children[turn.parent].append(turn.index)
+
     places: dict[int, tuple[int, int]] = {}
     firsts: dict[int, int] = {}
     for lane, end in enumerate(leaves(turns)):
@@ -409,6 +431,7 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
                 parent = turns[index].parent
                 places[index] = (0 if parent is None else places[parent][0] + 1, lane)
                 firsts[index] = end
+
     return [
         Node(
             turn.index,

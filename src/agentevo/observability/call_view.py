@@ -40,8 +40,10 @@ def running_lines(calls: Sequence[StoredCall], now: float) -> list[str]:
         since = duration(now - attempt.started_at)
         name = visible(attempt.trajectory_id)
         lines.append(f"{name:<{width}}  {since:<8}  {', '.join(waits) or '-'}")
+
     if len(lines) > MAX_SHOWN:
         lines[MAX_SHOWN:] = [f"and {len(lines) - MAX_SHOWN} more"]
+
     return lines
 
 
@@ -53,6 +55,7 @@ def tree_lines(calls: Iterable[StoredCall], now: float) -> list[str]:
     for stored in by_id.values():
         parent = stored.call.parent if stored.call.parent in by_id else None
         inside.setdefault(parent, []).append(stored)
+
     lines: list[tuple[str, str]] = []
     waiting = [(stored, 0) for stored in reversed(_ordered(inside.get(None, [])))]
     while waiting:
@@ -60,6 +63,7 @@ def tree_lines(calls: Iterable[StoredCall], now: float) -> list[str]:
         lines.append((f"{'  ' * depth}{_title(stored)}", _facts(stored, now)))
         within = _ordered(inside.get(stored.call.id, []))
         waiting += [(child, depth + 1) for child in reversed(within)]
+
     width = max((len(title) for title, _ in lines), default=0)
     return [f"{title:<{width}}  {facts}" for title, facts in lines]
 
@@ -87,7 +91,9 @@ def _facts(stored: StoredCall, now: float) -> str:
         time = f"{duration(now - call.started_at)}, running"
     else:
         time = duration(call.ended_at - call.started_at)
+
     if call.status not in (None, "completed"):
         time += f", {call.status}" + (f": {visible(call.error)}" if call.error else "")
+
     facts = " ".join(f"{name}={_short(value)}" for name, value in call.attributes.items())
     return f"{time}  {visible(facts)}".rstrip()

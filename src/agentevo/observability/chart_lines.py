@@ -50,7 +50,8 @@ def compared(names: Sequence[str]) -> list[str]:
 
 def places(view: Measured, axis: Axis) -> Sequence[float]:
     """Where each row of the table stands on the axis."""
-    table, num = view.table, view.num_rows
+    table = view.table
+    num = view.num_rows
     if axis == "time":
         times = list(table.times[:num])
         gaps = [
@@ -58,6 +59,7 @@ def places(view: Measured, axis: Axis) -> Sequence[float]:
             for earlier, later in pairwise(times)
         ]
         return [seconds / 3600 for seconds in accumulate(gaps, initial=0.0)] if times else []
+
     if axis == "tokens":
         name = next((name for name in TOKENS if name in table.columns), None)
         if name is not None:
@@ -65,6 +67,7 @@ def places(view: Measured, axis: Axis) -> Sequence[float]:
             sums = list(accumulate((v if math.isfinite(v) else 0.0) for v in values))
             counted = [bisect_right(rows, row) for row in range(num)]
             return [sums[place - 1] if place else 0.0 for place in counted]
+
     return [float(step) for step in table.steps[:num]]
 
 
@@ -74,9 +77,12 @@ def line_of(
     """(x, values) of a metric; None where it was never a number."""
     rows, values = view.table.series(metric)
     number = sum(1 for row in rows if row < view.num_rows)
-    rows, values = rows[:number], values[:number]
+    rows = rows[:number]
+
+    values = values[:number]
     if not any(map(math.isfinite, values)):
         return None
+
     where = places(view, axis)
     return thinned([where[row] for row in rows], list(values))
 
@@ -88,6 +94,7 @@ def thinned(
     lost."""
     if len(values) <= most:
         return x, values
+
     stretch = math.ceil(2 * len(values) / most)
     kept: set[int] = {0, len(values) - 1}
     for start in range(0, len(values), stretch):
@@ -98,6 +105,7 @@ def thinned(
         ]
         if finite:
             kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+
     order = sorted(kept)
     return [x[place] for place in order], [values[place] for place in order]
 
@@ -107,6 +115,7 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
     line = line_of(view, metric, axis)
     if line is None:
         return None
+
     return Chart(
         title or metric,
         line[0],
@@ -119,7 +128,8 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
 def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[float]:
     """A line's values at other places; NaN before its first point and behind its last one."""
     known = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
-    xs, values = [x for x, _ in known], [value for _, value in known]
+    xs = [x for x, _ in known]
+    values = [value for _, value in known]
     return np.interp(where, xs, values, left=math.nan, right=math.nan).tolist()
 
 
@@ -136,9 +146,11 @@ def band_chart(
     where = sorted({x for lines in drawn for line in lines for x in line[0]})
     if not where:
         return None
+
     if axis != "step" and any(len(lines) > 1 for lines in drawn):
         where = thinned(where, [0.0] * len(where))[0]
         drawn = [[(where, _between(line, where)) for line in lines] for lines in drawn]
+
     at = {x: place for place, x in enumerate(where)}
     shown = []
     for color, ((name, _), lines) in enumerate(zip(settings, drawn, strict=True)):
@@ -147,6 +159,7 @@ def band_chart(
             for x, value in zip(xs, values, strict=True):
                 if math.isfinite(value):
                     found[at[x]].append(value)
+
         whole = len(lines)
         full = [one if whole and len(one) >= whole else [] for one in found]
         bands = whole > 1
@@ -159,4 +172,5 @@ def band_chart(
                 color=color,
             )
         )
+
     return Chart(metric, where, shown, share=is_share(metric), name_of_x=NAMES[axis])

@@ -20,10 +20,15 @@ import msgspec
 
 from agentevo.errors import CheckpointError
 
-SCORE, SUCCESS = "critic/score/mean", "train/success"
-SPREAD, ZERO_SPREAD = "group/reward_std/mean", "group/zero_std_ratio"
-GRAD_NORM, ENTROPY, LOSS = "actor/grad_norm", "actor/entropy", "actor/pg_loss"
-LENGTH, CLIPPED = "response_length/mean", "response_length/clip_ratio"
+SCORE = "critic/score/mean"
+SUCCESS = "train/success"
+SPREAD = "group/reward_std/mean"
+ZERO_SPREAD = "group/zero_std_ratio"
+GRAD_NORM = "actor/grad_norm"
+ENTROPY = "actor/entropy"
+LOSS = "actor/pg_loss"
+LENGTH = "response_length/mean"
+CLIPPED = "response_length/clip_ratio"
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
@@ -143,6 +148,7 @@ class CollapseMonitor:
             if message is not None and (last is None or step - last >= self.limits.cooldown_steps):
                 self._state.last_warned[code] = step
                 warnings.append(CollapseWarning(code=code, step=step, message=message))
+
         return warnings
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +167,8 @@ class CollapseMonitor:
             ) from error
 
     def _remember(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        state, limits = self._state, self.limits
+        state = self._state
+        limits = self.limits
         state.step = step
         state.usual_gradient = self._believed(GRAD_NORM)
         for key in SMOOTHED:
@@ -170,12 +177,15 @@ class CollapseMonitor:
                 key == GRAD_NORM and value == 0.0
             ):  # a step whose groups were all dropped says nothing of gradients
                 continue
+
             past = state.means.setdefault(key, RunningMean())
             if key == GRAD_NORM and past.count >= limits.warmup_steps:
                 value = min(
                     value, limits.gradient_factor * past.mean
                 )  # a spike must not hide the next one
+
             past.add(value, limits.smoothing)
+
         state.failing_steps = state.failing_steps + 1 if _finite(metrics, SUCCESS) == 0.0 else 0
         score = self._mean(SCORE)
         if score is not None:
@@ -187,7 +197,9 @@ class CollapseMonitor:
                 (state.best_score if state.best_score is not None else score) - state.lowest_score
             )
             if state.best_score is None or score > state.best_score + gain:
-                state.best_score, state.best_score_step = score, step
+                state.best_score = score
+                state.best_score_step = step
+
         state.highest_spread = max(state.highest_spread, self._believed(SPREAD) or 0.0)
         entropy = self._believed(ENTROPY)
         if entropy is not None:
@@ -212,7 +224,8 @@ class CollapseMonitor:
         return self._state.step - self._state.best_score_step >= self.limits.patience_steps
 
     def _success_words(self) -> str:
-        success, score = self._mean(SUCCESS), self._mean(SCORE)
+        success = self._mean(SUCCESS)
+        score = self._mean(SCORE)
         return (
             f"success is {success:.0%}"
             if success is not None
@@ -227,6 +240,7 @@ class CollapseMonitor:
         ]
         if not broken:
             return None
+
         return (
             f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
             "steps can't be trusted. "
@@ -244,6 +258,7 @@ class CollapseMonitor:
         }
         if total == 0 or sum(lost.values()) < self.limits.lost_rollouts * total:
             return None
+
         reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
         kinds = {
             key.removeprefix(FAILED): f"{count:.0f} {key.removeprefix(FAILED)}"
@@ -251,6 +266,7 @@ class CollapseMonitor:
             if key.startswith(FAILED) and (count := _finite(metrics, key))
         }
         late = any(kind.endswith("timeout") for kind in kinds)
+
         return (
             f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the "
             "environment, the agent or the engine is at fault rather than the policy. "
@@ -271,9 +287,11 @@ class CollapseMonitor:
         )
 
     def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
-        value, usual = _finite(metrics, GRAD_NORM), self._state.usual_gradient
+        value = _finite(metrics, GRAD_NORM)
+        usual = self._state.usual_gradient
         if value is None or not usual or value <= self.limits.gradient_factor * usual:
             return None
+
         return (
             f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running "
             f"mean of {usual:.3g}. If it happens again the "
@@ -286,6 +304,7 @@ class CollapseMonitor:
         spread = self._believed(SPREAD)
         ratio = self._believed(ZERO_SPREAD)
         peak = self._state.highest_spread
+
         equal = ratio is not None and ratio >= self.limits.zero_spread_ratio
         shrunk = spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
         if (
@@ -295,6 +314,7 @@ class CollapseMonitor:
             or self._all_failing(metrics)
         ):
             return None
+
         seen = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
         seen += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
         return (
@@ -307,7 +327,8 @@ class CollapseMonitor:
         )
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
-        entropy, start = self._believed(ENTROPY), self._state.start_entropy
+        entropy = self._believed(ENTROPY)
+        start = self._state.start_entropy
         if (
             entropy is None
             or not start
@@ -316,6 +337,7 @@ class CollapseMonitor:
             or not self._stalled()
         ):
             return None
+
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
             f"{entropy / start:.0%} of the {start:.2g} it "
@@ -328,7 +350,8 @@ class CollapseMonitor:
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
-        entropy, low = self._believed(ENTROPY), self._state.lowest_entropy
+        entropy = self._believed(ENTROPY)
+        low = self._state.lowest_entropy
         if (
             entropy is None
             or low is None
@@ -337,6 +360,7 @@ class CollapseMonitor:
             or self._solved()
         ):
             return None
+
         return (
             f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
             f"{entropy:.2g} nats a token. Lower "
@@ -346,9 +370,11 @@ class CollapseMonitor:
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
-        clipped, length = self._believed(CLIPPED), self._mean(LENGTH)
+        clipped = self._believed(CLIPPED)
+        length = self._mean(LENGTH)
         if clipped is None or clipped < self.limits.clip_ratio or self._solved():
             return None
+
         words = "" if length is None else f" (mean length {length:.0f} tokens)"
         return (
             f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before "
@@ -358,10 +384,13 @@ class CollapseMonitor:
         )
 
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
-        state, score = self._state, self._believed(SCORE)
+        state = self._state
+        score = self._believed(SCORE)
         if score is None or state.best_score is None or state.first_score is None:
             return None
-        gained, lost = state.best_score - state.first_score, state.best_score - score
+
+        gained = state.best_score - state.first_score
+        lost = state.best_score - score
         size = max(abs(state.best_score), abs(score), state.highest_spread)
         if (
             gained <= 0
@@ -370,6 +399,7 @@ class CollapseMonitor:
             or lost < self.limits.reward_noise * state.means[SCORE].deviation
         ):
             return None
+
         return (
             f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) "
             f"to {score:.3g}. The best checkpoint is "

@@ -58,11 +58,13 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
     ConfigError for more lines or panels than a picture can show."""
     if not charts or len(charts) > MOST_PANELS:
         raise ConfigError(f"plot: {len(charts)} metrics: a picture has 1 to {MOST_PANELS}")
+
     if len(charts[0].lines) > len(LOOKS):
         raise ConfigError(
             f"plot: {len(charts[0].lines)} settings: a picture tells {len(LOOKS)} apart: give "
             "fewer runs"
         )
+
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -70,6 +72,7 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
         from matplotlib.font_manager import fontManager
     except ImportError as error:
         raise MissingExtraError("plots need matplotlib: pip install matplotlib") from error
+
     names = [line.name for line in charts[0].lines]
     installed = {font.name for font in fontManager.ttflist}
     columns = min(COLUMNS, len(charts))
@@ -77,6 +80,7 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
     with matplotlib.rc_context({**STYLE, "font.family": fonts(installed, names)}):
         figure = Figure(figsize=(8, 3.2 * rows + 0.22 * len(names)), layout="constrained")
         FigureCanvasAgg(figure)
+
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, chart in zip(grid, charts, strict=False):
             for (color, dashes), line in zip(LOOKS, chart.lines, strict=False):
@@ -85,7 +89,8 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
                 x, values = ([of[n] for n in known] for of in (chart.x, line.values))
                 dot = "o" if len(known) < FEW else None
                 axes.plot(
-                    *(x, values),
+                    x,
+                    values,
                     color=color,
                     linestyle=dashes,
                     marker=dot,
@@ -95,18 +100,23 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
                 if line.low is not None and line.high is not None:
                     low, high = ([of[n] for n in known] for of in (line.low, line.high))
                     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
             if chart.share:
                 as_rate(axes)
             else:
                 leave_room(axes)
+
             finish(axes, _plain(chart.title), "", steps=False)
             axes.set_xlabel(chart.name_of_x)
+
         for axes in grid[len(charts) :]:
             axes.remove()
+
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=1)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", metadata={"Software": "agentevo"})
+
     try:
         write_atomic(path, picture.getvalue())
     except OSError as error:

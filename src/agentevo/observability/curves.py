@@ -35,6 +35,7 @@ def smooth(values: Sequence[float]) -> list[float]:
             if math.isfinite(other)
         ]
         smoothed.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
+
     return smoothed
 
 

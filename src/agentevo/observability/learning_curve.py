@@ -33,9 +33,11 @@ def draw_learning_curve(
     success = series(rows, "train/success")
     reward = series(rows, "critic/score/mean")
     evaluations = held_out(rows)
-    rates, rewards = bool(evaluations) or has_numbers(success[1]), has_numbers(reward[1])
+    rates = bool(evaluations) or has_numbers(success[1])
+    rewards = has_numbers(reward[1])
     if not (rates or rewards):
         return False
+
     figure.set_size_inches(8, 4.6 + (1.8 if rates and rewards else 0))
     panels = figure.subplots(
         1 + (rates and rewards),
@@ -48,12 +50,15 @@ def draw_learning_curve(
         top = panels[0][0]
         if has_numbers(success[1]):
             noisy_line(top, success, SKY, "training attempts (sampled)")
+
         for color, (environment, points) in zip(
             (BLUE, GREEN, PURPLE, RED, ORANGE), evaluations.items(), strict=False
         ):
             _draw_held_out(top, points, color, environment if len(evaluations) > 1 else "", summary)
+
         if len(evaluations) == 1:
             _annotate_before_after(top, next(iter(evaluations.values())), summary)
+
         as_rate(top)
         finish(top, _title(summary), "success rate", steps=not rewards)
         top.legend(
@@ -63,13 +68,16 @@ def draw_learning_curve(
             borderaxespad=0,
             handlelength=1.6,
         )
+
     if rewards:
         noisy_line(panels[-1][0], reward, ORANGE, "mean reward of training attempts")
         leave_room(panels[-1][0])
         finish(panels[-1][0], "" if rates else _title(summary), "mean reward")
+
     if evaluations:
         steps = [float(row["step"] or 0) for row in rows]
         _make_room(panels[0][0], min(steps), max(steps))
+
     return True
 
 
@@ -174,6 +182,7 @@ def _annotate_before_after(
     measured = [(step, result.success) for step, result in points if result.success is not None]
     if not measured:
         return
+
     cold = (summary.get("eval") or {}).get("cold_start_before")
     if isinstance(cold, (int, float)):
         axes.plot(
@@ -194,6 +203,7 @@ def _annotate_before_after(
             va="center",
             fontsize=9,
         )
+
     ends = (
         [("before", measured[0]), ("after", measured[-1])]
         if len(measured) > 1
@@ -218,6 +228,7 @@ def _annotate_before_after(
             },
             zorder=6,
         )
+
     number = (summary.get("eval") or {}).get("n")
     if len(measured) > 1:
         tasks = f" on {number} task{'s' * (number != 1)}" if number else ""

@@ -52,6 +52,7 @@ def format_drops(
     came = "" if num_in is None else f"{num_in:.0f} in, "
     if not reasons:
         return f"{came}none dropped{too_old}"
+
     texts = ", ".join(f"{count} {reason.replace('_', '-')}" for count, reason in reasons)
     return f"{came}{sum(dropped.values())} dropped: {texts}{too_old}"
 
@@ -91,6 +92,7 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         if key in metrics:
             value = metrics[key]
             facts[label] = "nan" if value is None or math.isnan(value) else pattern.format(value)
+
     return facts
 
 
@@ -196,6 +198,7 @@ class LiveView:
                 get_renderable=self._panel, console=self._console, refresh_per_second=4
             )
             self._live.start()
+
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
@@ -222,12 +225,14 @@ class LiveView:
 
     def moment(self) -> Moment:
         """What the run does now. For any thread."""
-        state, bar = self._state, self._hidden.newest()
+        state = self._state
+        bar = self._hidden.newest()
         total = None if bar is None else bar.total
         done = None
         if bar is not None and total is not None:
             with suppress(OSError):  # of a file that is gone by now
                 done = bar.counted_now()
+
         return Moment(
             phase=state.phase,
             detail=state.detail,
@@ -258,6 +263,7 @@ class LiveView:
             eta_s=self._time_left(step, total, metrics),
             last_step_at=now,
         )
+
         if self.plain:
             self._print(self._step_line())
 
@@ -286,6 +292,7 @@ class LiveView:
                 )
             else:
                 self._console.print(_evaluation_table(title, result), highlight=False)
+
         for text in notes:
             self.note(f"  {text}")
 
@@ -329,12 +336,14 @@ class LiveView:
                 * (self._step_ends[-1] - self._step_ends[0])
                 / (len(self._step_ends) - 1)
             )
+
         pace = metrics.get("timing_s/step")
         return None if pace is None else (total - step) * pace
 
     def _step_line(self) -> str:
         state = self._state
         facts = step_facts(state.metrics)
+
         parts = [f"step {state.step:>{len(str(state.total))}}/{state.total}"]
         parts += [
             f"{label} {facts[label]}" for label in ("reward", "success", "loss") if label in facts
@@ -343,11 +352,13 @@ class LiveView:
             parts.append(_drops(state))
         if proposals := self_play_words(facts):
             parts.append(proposals)
+
         parts += [
             f"{facts[label]} {label}" for label in ("tok/s", "MFU", "s/step") if label in facts
         ]
         if state.eta_s is not None:
             parts.append(f"eta {format_duration(state.eta_s)}")
+
         parts += [
             f"{label} {facts[label]}"
             for label in (
@@ -370,7 +381,8 @@ def sparkline(values: tuple[float, ...]) -> str:
     equal."""
     if not values:
         return ""
-    low, span = min(values), max(values) - min(values)
+    low = min(values)
+    span = max(values) - min(values)
     if span < LEAST_SPAN * max(map(abs, values)):
         span = 0.0
     return "".join(SPARKS[round((value - low) / span * 7) if span else 0] for value in values)
@@ -390,6 +402,7 @@ def _evaluation_table(title: str, result: Evaluation) -> RenderableType:
         table.add_row(
             player, success, reward, style="bold cyan" if player.startswith("agent") else "dim"
         )
+
     return Group(Text(title, "bold"), table)
 
 
@@ -419,21 +432,28 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
         ProgressBar(total=max(state.total, 1), completed=state.step),
         left,
     )
+
     facts = step_facts(state.metrics)
-    learning, optimisation, speed = Text(), Text(), Text()
+    learning = Text()
+    optimisation = Text()
+    speed = Text()
+
     for label in ("success", "reward", "loss", "entropy", "grad", "kl", "clipped", "length"):
         if label in facts:
             line = learning if label in ("success", "reward", "loss") else optimisation
             line.append(f"{label} ", "dim").append(facts[label], "bold").append("   ")
+
     learning.append(sparkline(state.scores), "green")
     for label in ("tok/s", "trained tok/s", "MFU", "s/step"):
         if label in facts:
             speed.append(facts[label], "bold").append(f" {label}   ", "dim")
+
     if state.metrics and "sft/loss" not in state.metrics:
         speed.append(
             _drops(state),
             "yellow" if any(state.dropped.values()) else "dim",
         )
+
     lines: list[RenderableType] = [
         progress,
         *(line for line in (learning, optimisation, Text(self_play_words(facts)), speed) if line),
@@ -445,6 +465,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
         ]
         scores = "   ".join(f"{player} {success}" for player, success in players if success)
         lines.append(Text.assemble((f"held-out {result.environment}  ", "dim"), scores))
+
     lines += [Text(f"! {text}", "yellow") for text in state.warnings]
     heading = Text.assemble(
         (title, "bold"), "  ", state.phase, (f"  {state.detail}" if state.detail else "", "dim")

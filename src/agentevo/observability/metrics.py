@@ -89,6 +89,7 @@ def not_comparable(before: Sequence[Evaluation], after: Sequence[Evaluation]) ->
     ]
     if max(shares) <= MAX_FAILED_SHARE:
         return ""
+
     return (
         f"Before and after can't be compared: {shares[0]:.0%} of the held-out attempts failed "
         f"before and {shares[1]:.0%} after, and the numbers are those of the others."
@@ -107,7 +108,8 @@ def read_metrics(path: Path | str) -> list[MetricsRow]:
 def digests_by_step(path: Path) -> dict[int, str]:
     """Step -> sha256 of the file's rows up to the last one of that step, in order. Raises as
     `read_metrics`."""
-    digest, digests = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    digests = {}
     for row, line in _read_rows(path):
         digest.update(line + b"\n")
         digests[int(row["step"] or 0)] = digest.hexdigest()
@@ -117,16 +119,19 @@ def digests_by_step(path: Path) -> dict[int, str]:
 def _read_rows(path: Path) -> list[tuple[MetricsRow, bytes]]:
     if not path.exists():
         return []
+
     check_file(path)
     lines = path.read_bytes().split(b"\n")
     rows: list[tuple[MetricsRow, bytes]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+
         try:
             row = parse_json(line)
         except ParseError:
             row = None
+
         if _is_row(row):
             rows.append((row, line))
         elif number < len(lines):
@@ -134,6 +139,7 @@ def _read_rows(path: Path) -> list[tuple[MetricsRow, bytes]]:
                 f"{path}, line {number} is not a metrics row (a JSON object of numbers with an "
                 "integer 'step'): delete that line and try again"
             )
+
     return rows
 
 
@@ -164,8 +170,10 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
         self._last_step = int(rows[-1][0]["step"] or 0) if rows else 0
+
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self._rewrite([line for _, line in rows])
+
         self._begin_at([line for _, line in rows])
 
     @property
@@ -182,11 +190,13 @@ class MetricsLog:
                 f"metrics of step {step}: the name {taken[0]!r} belongs to the row itself; "
                 "rename the metric"
             )
+
         if step < self._last_step:
             raise TrainingError(
                 f"metrics of step {step} come after step {self._last_step} in {self.path}: call "
                 f"resume({step - 1}) first"
             )
+
         now = round(time.time(), 3)
         row = {
             "step": step,
@@ -197,6 +207,7 @@ class MetricsLog:
         with must_write(self.path):
             if self._file.write(line) != len(line):  # the next log mends the torn line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
         self._digest.update(line)
         self._last_step = step
         if self.tracking:
@@ -221,6 +232,7 @@ class MetricsLog:
         kept = [line for _, line in rows]
         self._rewrite(kept)
         self._ahead.clear()
+
         for row in (row for row, _ in rows) if self.tracking else ():
             numbers = {
                 name: math.nan if value is None else value
@@ -229,6 +241,7 @@ class MetricsLog:
             }
             old = Row(step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers)
             self._ahead[old.step] = merged(self._ahead.get(old.step), old)
+
         self.hand_over(step)
         self._begin_at(kept)
         self._last_step = min(self._last_step, step)

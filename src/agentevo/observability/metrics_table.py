@@ -89,19 +89,23 @@ class MetricsTable:
         except FileNotFoundError:
             self.is_replaced = self._inode is not None
             return False
+
         try:
             what = os.fstat(handle)
             if not stat.S_ISREG(what.st_mode):
                 raise OSError(f"{self.path} is no file")
+
             inode = (what.st_dev, what.st_ino)
             if self._inode not in (None, inode) or what.st_size < self._place:
                 self.is_replaced = True
                 return False
+
             self._inode = inode
             os.lseek(handle, self._place, os.SEEK_SET)
             read = os.read(handle, CHUNK_BYTES)
         finally:
             os.close(handle)
+
         self._place += len(read)
         return self._add(read)
 
@@ -110,10 +114,12 @@ class MetricsTable:
         self._rest = lines.pop()
         if len(self._rest) > CHUNK_BYTES:  # its end will be no row either
             self._rest = b"!"
+
         for line in lines:
             self._num_lines += 1
             if line.strip():
                 self._add_line(line)
+
         return bool(read)
 
     def _add_line(self, line: bytes) -> None:
@@ -132,6 +138,7 @@ class MetricsTable:
         """Adds a row that was read elsewhere. Raises OverflowError for a step that no run makes."""
         self.steps.append(step)
         self.times.append(math.nan if time is None else time)
+
         place = len(self.steps) - 1
         for name, value in row.items():
             column = self.columns.get(name)

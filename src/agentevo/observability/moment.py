@@ -130,6 +130,7 @@ def read_moment(path: Path) -> Moment | None:
         return None
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
+
     times = (moment.since, moment.heartbeat_at, moment.started_at)
     counts = (moment.done, moment.total)
     sane = all(0 <= one <= LATEST for one in times) and all(

@@ -16,16 +16,14 @@ from agentevo.observability.curves import Series, smooth
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, INK = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#8A8F98",
-    "#22262B",
-)
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+GREY = "#8A8F98"
+INK = "#22262B"
 
 
 FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
@@ -59,6 +57,7 @@ def fonts(installed: Collection[str], texts: Iterable[str]) -> list[str]:
             "google-noto-sans-cjk-fonts (Fedora), and make them again with `agentevo report`",
             stacklevel=3,
         )
+
     return [*(name for name in FONTS if name in installed), *cjk]
 
 
@@ -118,6 +117,7 @@ def finish(axes: Axes, title: str, unit: str, *, steps: bool = True) -> None:
     left, right = axes.get_xlim()
     if right - left < 1:  # one step only
         axes.set_xlim(left - 1, right + 1)
+
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     if steps:
         axes.set_xlabel("step")

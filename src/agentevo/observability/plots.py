@@ -53,8 +53,10 @@ def write_plots(
         raise MissingExtraError(
             "plots need matplotlib: pip install matplotlib, or set tracking.report=false"
         ) from error
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+
     pictures: dict[str, Callable[[Figure, Sequence[MetricsRow], Mapping[str, Any]], bool]] = {
         "learning_curve": draw_learning_curve,
         "supervised": _supervised,
@@ -73,6 +75,7 @@ def write_plots(
                 path = folder / f"{name}.png"
                 figure.savefig(path, metadata={"Software": "agentevo"})
                 written.append(path)
+
     return written
 
 
@@ -82,8 +85,10 @@ def _supervised(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str
     loss = series(rows, "sft/loss")
     held = series(rows, "sft/eval/loss")
     right = series(rows, "sft/eval/token_accuracy")
+
     if not has_numbers(loss[1]):
         return False
+
     panels = figure.subplots(1, 1 + has_numbers(right[1]), squeeze=False)[0]
     noisy_line(panels[0], loss, SKY, "batches")
     if has_numbers(held[1]):
@@ -96,13 +101,16 @@ def _supervised(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str
             label="held-out conversations",
             zorder=4,
         )
+
     panels[0].set_ylim(bottom=0)
     panels[0].legend(loc="upper right")
     finish(panels[0], "loss", "nats per token")
+
     if has_numbers(right[1]):
         panels[1].plot(*right, color=GREEN, marker="o", markersize=6, markeredgecolor="white")
         as_rate(panels[1])
         finish(panels[1], "held-out tokens that come first", "share of tokens")
+
     return True
 
 
@@ -145,6 +153,7 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
     shown = [panel for panel in shown if has_numbers(series(rows, panel[0])[1])]
     if not shown:
         return False
+
     columns = min(2, len(shown))
     figure.set_size_inches(8, 0.3 + 2.1 * math.ceil(len(shown) / columns))
     grid = figure.subplots(math.ceil(len(shown) / columns), columns, squeeze=False).flatten()
@@ -153,11 +162,14 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
         noisy_line(axes, series(rows, key), color, title)
         leave_room(axes, least)
         finish(axes, title, unit, steps=index >= len(shown) - columns)
+
     for axes in grid[len(shown) :]:
         axes.remove()
+
     limits = [axes.get_xlim() for axes in grid[: len(shown)]]
     for axes in grid[: len(shown)]:  # a step without an update has no gradient, but it is a step
         axes.set_xlim(min(left for left, _ in limits), max(right for _, right in limits))
+
     return True
 
 
@@ -165,6 +177,7 @@ def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, A
     response = series(rows, "response_length/mean")
     if not has_numbers(response[1]):
         return False
+
     others = [
         ("prompt_length/mean", "prompt", "tokens", PURPLE),
         ("num_turns/mean", "turns per attempt", "turns", GREEN),
@@ -176,7 +189,8 @@ def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, A
         [[key for key, *_ in others]] if others else []
     )
     grid = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1] if others else [1])
-    low, high = series(rows, "response_length/min"), series(rows, "response_length/max")
+    low = series(rows, "response_length/min")
+    high = series(rows, "response_length/max")
     if low[0] == high[0] and low[0]:
         grid["main"].fill_between(
             low[0],
@@ -187,14 +201,17 @@ def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, A
             linewidth=0,
             label="shortest to longest",
         )
+
     noisy_line(grid["main"], response, BLUE, "mean")
     grid["main"].set_ylim(bottom=0)
     grid["main"].legend(loc="upper right", ncols=2)
     finish(grid["main"], "response length", "tokens", steps=not others)
+
     for key, title, unit, color in others:
         noisy_line(grid[key], series(rows, key), color, title)
         leave_room(grid[key], 0.01)
         finish(grid[key], title, unit)
+
     return True
 
 
@@ -217,18 +234,22 @@ def _throughput(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str
     speeds = [speed for speed in speeds if has_numbers(series(rows, speed[0])[1])]
     if not (parts or speeds):
         return False
+
     panels = figure.subplots(1, bool(parts) + bool(speeds), squeeze=False)[0]
     if parts:
         _stack_times(panels[0], rows, parts)
+
     if speeds:
         for key, label, color in speeds:
             steps, values = series(rows, key)
             noisy_line(
                 panels[-1], (steps, [value or math.nan for value in values]), color, label
             )  # no work is no speed
+
         panels[-1].set_ylim(bottom=0)
         legend_below(panels[-1])
         finish(panels[-1], "throughput", "tokens per second")
+
     return True
 
 
@@ -239,11 +260,13 @@ def _stack_times(axes: Axes, rows: Sequence[MetricsRow], parts: list[tuple[str, 
     for row in rows:
         for key, total in spent.items():
             total[float(row["step"] or 0)] += row.get(key) or 0.0
+
     steps = sorted({float(row["step"] or 0) for row in rows if any(row.get(key) for key in spent)})
     bottom = [0.0] * len(steps)
     for key, label, color in parts:
         heights = [spent[key][step] for step in steps]
         axes.bar(steps, heights, width=1.0, bottom=bottom, color=color, label=label, linewidth=0)
         bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
+
     legend_below(axes)
     finish(axes, "where the time goes", "seconds per step")

@@ -20,8 +20,10 @@ PROFILE_TABLE = "profile/table.txt"
 """Path of the table in the folder of a run."""
 OTHER = "other"
 """The phase of what no other has. Spans the whole profile."""
-CPU, CUDA = 0, 1
-"""The trace's numbers for kinds of devices."""
+CPU = 0
+"""The trace's number for the CPU as a kind of device."""
+CUDA = 1
+"""The trace's number for CUDA as a kind of device."""
 
 Event = Mapping[str, Any]
 """An event of the trace's `traceEvents`; its times are in microseconds."""
@@ -68,7 +70,8 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
     allocations: list[tuple[float, int]] = []
     calls: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
-        category, name = event.get("cat"), str(event.get("name"))
+        category = event.get("cat")
+        name = str(event.get("name"))
         if category == "user_annotation" and name.startswith(PREFIX):
             spans.append((event["ts"], event["ts"] + event["dur"], name.removeprefix(PREFIX)))
         elif name == "[memory]" and event["args"]["Device Type"] == (CUDA if gpu else CPU):
@@ -77,6 +80,7 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
             calls[event["pid"], event["tid"]].append(
                 (event["ts"], event["ts"] + event["dur"], name)
             )
+
     phases = _phases(spans, allocations, base_bytes)
     return Profile(sum(phase.seconds for phase in phases), phases, _operators(calls.values()))
 
@@ -84,7 +88,8 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
 def _phases(
     spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int
 ) -> tuple[Phase, ...]:
-    own, times = _self_times(spans), Counter(name for _, _, name in spans)
+    own = _self_times(spans)
+    times = Counter(name for _, _, name in spans)
     peaks = _peaks(spans, sorted(allocations), base) if allocations else {}
     whole = sum(own.values()) or 1.0
     phases = [
@@ -101,6 +106,7 @@ def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[O
         for name, spent in _self_times(spans).items():
             own[name] += spent
         calls.update(name for _, _, name in spans)
+
     whole = sum(own.values()) or 1.0
     operators = [
         Operator(name, spent / 1e6, spent / whole, calls[name]) for name, spent in own.items()
@@ -120,6 +126,7 @@ def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
             own[open_spans[-1][1]] -= end - begin
         own[name] += end - begin
         open_spans.append((end, name))
+
     return dict(own)
 
 
@@ -134,6 +141,7 @@ def _peaks(
             (end, 0, -begin, ""),
             (begin, 1, -end, name),
         ]  # at one moment: inner ones end first, outer ones begin first
+
     moments += [(time, 2, 0.0, held) for time, held in allocations]
     peaks: dict[str, int] = {}
     open_phases: list[str] = []
@@ -145,8 +153,10 @@ def _peaks(
             open_phases.append(str(what))
         else:
             open_phases.pop()
+
         if open_phases:
             peaks[open_phases[-1]] = max(peaks.get(open_phases[-1], 0), held + base)
+
     return peaks
 
 
@@ -162,6 +172,7 @@ def table_text(profile: Profile, heading: Sequence[str], *, num_operators: int =
         lines.append(
             f"{phase.name:<14}{phase.seconds:>10.3f}{phase.share:>8.1%}{phase.times:>8}{peak:>14}"
         )
+
     lines += [
         f"{'total':<14}{profile.seconds:>10.3f}",
         "",
@@ -172,6 +183,7 @@ def table_text(profile: Profile, heading: Sequence[str], *, num_operators: int =
         lines.append(
             f"{name:<58}{operator.seconds:>14.3f}{operator.share:>8.1%}{operator.calls:>10}"
         )
+
     return "\n".join(lines) + "\n"
 
 

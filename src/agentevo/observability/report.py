@@ -61,6 +61,7 @@ def write_report(
         for number, (caption, one) in enumerate(trajectories)
     ]
     table_file = run_dir / PROFILE_TABLE
+
     path = run_dir / "report.html"
     page = report_html(
         metrics_rows,
@@ -74,6 +75,7 @@ def write_report(
         write_atomic(path, page)
     with must_write(run_dir / "plots", AGAIN):
         write_plots(metrics_rows, summary, run_dir / "plots")
+
     return path
 
 
@@ -90,15 +92,18 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
             f"{run_dir} is not the folder of a run (it has no config.yaml): give the one that "
             "`agentevo train` printed, such as runs/NAME"
         )
+
     config_yaml, config = _read_config(run_dir / "config.yaml")
     summary_path = run_dir / "summary.json"
     summary: dict[str, Any] = (
         read_summary(summary_path) if summary_path.is_file() else {"name": run_dir.name}
     )
+
     with ThreadPoolExecutor(1) as thread:
         trajectories, calls = thread.submit(
             asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))
         ).result()
+
     rows = read_metrics(run_dir / "metrics.jsonl")
     return write_report(run_dir, rows, summary, config_yaml, trajectories, decode, calls)
 
@@ -125,11 +130,14 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
         config = parse_yaml(text)
     except ParseError as error:
         raise ConfigError(f"{path}: {error}") from error
+
     if not isinstance(config, dict) or not isinstance(config.get("store") or {}, dict):
         raise ConfigError(f"{path}: is no mapping of sections: restore it")
+
     url = (config.get("store") or {}).get("url")
     if url is not None and not isinstance(url, str):
         raise ConfigError(f"{path}: store.url: {str(url)[:100]} is not a text: restore the file")
+
     return text, config
 
 
@@ -142,6 +150,7 @@ async def _read_samples(
 
     if url is None and not (run_dir / "store.sqlite").is_file():
         return [], {}
+
     async with await open_store(
         url or f"sqlite:///{run_dir / 'store.sqlite'}", read_only=True
     ) as store:
@@ -166,10 +175,12 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
             chosen[first[len(first) // 2].id] = f"A typical attempt at step {first_step}"
         for place, which in ((-1, "Best"), (len(last) // 2, "A typical"), (0, "Worst")):
             chosen.setdefault(last[place].id, f"{which} attempt at step {last_step}")
+
     for broken in await store.summaries(status="failed", newest_first=True, limit=MOST_OF_A_STEP):
         if broken.split != "doctor":
             chosen[broken.id] = f"Newest failed attempt (step {broken.step})"
             break
+
     return [
         (caption, await store.trajectory(trajectory_id))
         for trajectory_id, caption in chosen.items()
@@ -184,11 +195,13 @@ async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySu
         end = await store.summaries(split=split, status="completed", limit=1, newest_first=newest)
         if not end:
             return None
+
         step = end[0].step
         those = await store.summaries(
             split=split, status="completed", step=step, limit=MOST_OF_A_STEP
         )
         found.append((step, sorted(those or end, key=_by_reward)))
+
     return found
 
 

@@ -85,6 +85,7 @@ def report_charts(
     ]
     number = (summary.get("eval") or {}).get("n")
     number = float(number) if isinstance(number, (int, float)) else 0.0
+
     return ReportCharts(
         learning=[*_held_out(rows, number), *_singles(run, LEARNING)],
         rewards=[one for one in rewards if one],
@@ -122,6 +123,7 @@ def together(
     ]
     if not drawn:
         return None
+
     rows = sorted({row for name, _ in drawn for row in columns[name]})
     rows = rows[:: max(1, math.ceil(len(rows) / MOST_POINTS))]
 
@@ -178,10 +180,12 @@ def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float
                     high=[high for _, high in ends] if is_first else None,
                 )
             )
+
     for name, color, level in (
         ("random player", 7, points[-1][1].random),
         ("optimal player", 2, points[-1][1].optimal),
     ):
         if level is not None:
             lines.append(Line(name, [level] * len(x), color=color))
+
     return Chart(title, x, lines, share=True)

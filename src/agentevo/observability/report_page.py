@@ -89,6 +89,7 @@ def report_html(
         for one in segments
     ]
     found = _warnings(run, summary)
+
     return render_still(
         "report.html",
         scripts=CHARTS,
@@ -146,9 +147,12 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
     after = _number(scores.get("after"), last.success)
     random = _number(scores.get("random"), last.random)
     optimal = _number(scores.get("optimal"), last.optimal)
-    cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n"), last.n)
+    cold = _number(scores.get("cold_start_before"))
+    number = _number(scores.get("n"), last.n)
+
     if before is None or after is None:
         return Result(before, after, random, optimal, "", [])
+
     low, high = wilson_interval(after, number) if number else (after, after)
     tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
     what = "supervised fine-tuning" if summary.get("command") == "sft" else "RL"
@@ -159,9 +163,11 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
     words += [f"before the cold start it was {cold:.0%}"] if cold is not None else []
     words += [f"a random player reaches {random:.0%}"] if random is not None else []
     words += [f"an optimal player {optimal:.0%}"] if optimal is not None else []
+
     caveats = [not_comparable([first], [last])]
     if random is not None and low <= random:
         caveats.append("The result can't be told from random play.")
+
     return Result(before, after, random, optimal, "; ".join(words), list(filter(None, caveats)))
 
 
@@ -169,7 +175,8 @@ def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[
     """(label, value, unit) of what it took."""
     tokens: Mapping[str, Any] = summary.get("tokens") or {}
     best: Mapping[str, Any] = summary.get("best") or {}
-    wall, best_value = _number(summary.get("wall_s")), _number(best.get("value"))
+    wall = _number(summary.get("wall_s"))
+    best_value = _number(best.get("value"))
     steps = summary.get("steps", max((row["step"] or 0 for row in rows), default=0))
     label = "optimizer steps" if summary.get("command") == "sft" else "RL steps"
     told = [
@@ -197,6 +204,7 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
         return []
+
     body = [[kind, "used", str(counts["used"]), ""] for kind, counts in kinds.items()]
     body += [
         [kind, reason.replace("_", " "), str(left_out["count"]), ", ".join(left_out["first"])]
@@ -216,6 +224,7 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
             *(key.replace("_", " ") for key in held["after"]),
         ]
         tables.append((header, measured))
+
     return tables
 
 
@@ -256,6 +265,7 @@ def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[l
             "failed attempts",
         ][:columns]
         tables.append((environment, header, body))
+
     return tables
 
 
@@ -267,8 +277,10 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
         for key, value in row.items():
             if key.startswith("timing_s/") and value:
                 spent.setdefault(key.removeprefix("timing_s/"), []).append(value)
+
     if not spent:
         return None
+
     whole = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
     body = [
         [
@@ -289,6 +301,7 @@ def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]
     asked: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get("asked") or ()
     if not asked:
         return None
+
     body = [
         [
             row["model"],
@@ -315,12 +328,14 @@ def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]
     total = sum(row.get("rollout/in") or 0.0 for row in rows)
     if not total:
         return None
+
     reasons: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():
             if key.startswith("rollout/dropped/"):
                 reason = key.removeprefix("rollout/dropped/")
                 reasons[reason] = reasons.get(reason, 0.0) + (value or 0.0)
+
     dropped = sorted(((count, reason) for reason, count in reasons.items() if count), reverse=True)
     masked = sum(row.get("staleness/masked_trajectories") or 0.0 for row in rows)
     trained = total - sum(count for count, _ in dropped) - masked
@@ -331,4 +346,5 @@ def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]
     ]
     if masked:
         body.append(["masked: every token too old", f"{masked:,.0f}", f"{masked / total:.1%}"])
+
     return f"{total:,.0f}", ["what became of them", "number", "share"], body

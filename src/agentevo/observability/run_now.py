@@ -70,13 +70,16 @@ def seconds_left(view: UnderWay, now: float | None = None) -> float | None:
     run, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
+
     rows, lasted = view.table.series(OF_A_STEP)
     if not rows:
         return None
+
     ends = [view.table.times[row] for row in rows[-PACE_STEPS:]]
     pace = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else lasted[-1]
     if not math.isfinite(pace) or pace <= 0:
         return None
+
     gone = max((time.time() if now is None else now) - ends[-1], 0.0)
     return max((view.planned - view.step) * pace - gone, 0.0)
 
@@ -94,6 +97,7 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
         last = view.table.value_at(name, newest[-1]) if newest else None
         if total:
             found.append((name.removeprefix(prefix), last or 0.0, total))
+
     return sorted(found, key=lambda one: -one[2])
 
 
@@ -119,6 +123,7 @@ def timeline(view: Measured) -> list[Segment]:
         end = view.table.times[row]
         if not (math.isfinite(end) and math.isfinite(whole)):
             continue
+
         at = end - whole
         for place, (name, words_of_it) in enumerate(PHASES):
             value = view.table.value_at(f"timing_s/{name}", row)
@@ -126,6 +131,7 @@ def timeline(view: Measured) -> list[Segment]:
                 continue
             segments.append(Segment(view.table.steps[row], words_of_it, place, at, value))
             at += value
+
     segments += _evaluations(view, shown)
     first = min((one.start_s for one in segments), default=0.0)
     return [
@@ -137,6 +143,7 @@ def timeline(view: Measured) -> list[Segment]:
 def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[Segment]:
     if not shown:
         return []
+
     begins = view.table.times[shown[0][0]] - shown[0][1]
     rows, lasted = view.table.series("timing_s/testing")
     return [

@@ -28,6 +28,7 @@ def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], .
             continue
         match = _AT_STEP.match(str(one))
         found.append((int(match[1]), match[2]) if match else (None, str(one)))
+
     return tuple(reversed(found))
 
 
@@ -35,7 +36,8 @@ class Signs:
     """What the monitor of a run says of its numbers (collapse.py), read on."""
 
     def __init__(self) -> None:
-        self._monitor, self._seen = CollapseMonitor(), 0
+        self._monitor = CollapseMonitor()
+        self._seen = 0
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable) -> None:
@@ -47,4 +49,5 @@ class Signs:
             values = {name: table.value_at(name, row) for name in names if table.has(name, row)}
             warnings = self._monitor.observe(table.steps[row], values)
             self.found += [(warning.step, warning.message) for warning in warnings]
+
         self._seen = table.num_rows

@@ -32,7 +32,8 @@ class SweepView:
     ) -> None:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
-        self._clock, self._began = clock, clock()
+        self._clock = clock
+        self._began = clock()
         self._ended: set[str] = set()
         self._total = 0
         self._spent: list[float] = []
@@ -55,7 +56,8 @@ class SweepView:
     def plan(self, total: int, finished: Collection[str]) -> None:
         """`total` runs in all; `finished` are the names of those that have finished before. One of
         them that is started again counts when it has ended again."""
-        self._total, self._ended = total, set(finished)
+        self._total = total
+        self._ended = set(finished)
         self.note(
             f"{self.title}: {total} runs"
             + (f", {len(finished)} of them finished already" if finished else "")
@@ -103,6 +105,7 @@ class SweepView:
         table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
         for name, (seconds, line) in runs.items():
             table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
+
         left = self._time_left(runs)
         heading = f"{self.title}  {len(self._ended)} of {self._total} ended" + (
             "" if left is None else f", about {format_duration(left)} left"

@@ -79,6 +79,7 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
     for run in runs:
         own = [*run.words(), *(run.calls if calls else ())]
         lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in own]
+
     return lines
 
 
@@ -100,12 +101,14 @@ def draw(
     num_columns = max(fitting.count(True), 2)
     for number, title in enumerate(heads[:num_columns]):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
+
     room = max(height // 2, 3)
     first = max(0, min(chosen - room // 2, len(runs) - room))
     for number, run in enumerate(runs[first : first + room], start=first):
         style = "reverse" if number == chosen else "" if run.state in LIVING else "dim"
         cells = (*run.cells(), sparkline(run.rewards[-SPARKS_SHOWN:]))
         table.add_row(*(Text(cell) for cell in cells[:num_columns]), style=style)
+
     below: list[RenderableType] = []
     if runs:
         run = runs[chosen]
@@ -116,6 +119,7 @@ def draw(
             below += [Text(), Text(visible(run.name), "bold"), *(Text(one) for one in shown[:left])]
             if len(shown) > left:
                 below.append(Text(f"and {len(shown) - left} more", "dim"))
+
     return Group(table, Text(), *below, Text(), Text(HELP, "dim"))
 
 

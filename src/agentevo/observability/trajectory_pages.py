@@ -53,10 +53,12 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise ConfigError(f"--out {out}: is no folder: give another one")
+
     entries = list(out.iterdir())
     links = [entry for entry in entries if entry.is_symlink() and _STEP.fullmatch(entry.name)]
     if links:
         raise ConfigError(f"--out {out}: {links[0].name} is a link: give another folder")
+
     strange = [
         entry
         for entry in entries
@@ -82,6 +84,7 @@ async def choose(store: Store, *, step: int | None, every: int, per_step: int) -
         found = [*train[: per_step - len(held_out)], *held_out]
         if found:
             chosen.append(Chosen(number, [(one, page_name(one.id)) for one in found]))
+
     return chosen
 
 
@@ -110,6 +113,7 @@ async def write_pages(
         folder = out / f"step_{step}"
         with must_write(folder, ROOM):
             folder.mkdir(parents=True, exist_ok=True)
+
         names = [name for _, name in attempts]
         for place, (summary, name) in enumerate(attempts):
             calls = [call async for call in store.calls(trajectory_id=summary.id, limit=MAX_CALLS)]
@@ -125,8 +129,10 @@ async def write_pages(
             )
             with must_write(folder / name, ROOM):
                 write_atomic(folder / name, page)
+
             written.add(folder / name)
             advance()
+
     index = render_still(
         "trajectories.html",
         run=run,
@@ -136,6 +142,7 @@ async def write_pages(
     with must_write(out / INDEX, ROOM):
         write_atomic(out / INDEX, index)
         _remove_older(out, written)
+
     return len(written)
 
 

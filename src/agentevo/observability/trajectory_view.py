@@ -97,12 +97,15 @@ def outcome(trajectory: Trajectory) -> str:
     result = "success" if trajectory.success else "no success"
     if trajectory.status == "failed":
         result = f"failed: {visible(trajectory.error or 'no reason recorded')}"
-    turns, tokens = len(trajectory.turns), trajectory.num_completion_tokens()
+
+    turns = len(trajectory.turns)
+    tokens = trajectory.num_completion_tokens()
     drawn = [
         logprobs for turn in trajectory.turns if (logprobs := shown_logprobs(turn)) is not None
     ]
     logprob = f"log-prob {sum(map(sum, drawn)):.2f}" if drawn or not turns else "greedy"
     ended = ", ended by a limit" if trajectory.truncated else ""
+
     return (
         f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
         f"{tokens} {'sampled ' * (logprob != 'greedy')}tokens ({logprob}), "
@@ -113,7 +116,8 @@ def outcome(trajectory: Trajectory) -> str:
 def turn_facts(turn: Turn) -> str:
     """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights
     changed in the middle."""
-    low, high = min(turn.versions, default=0), max(turn.versions, default=0)
+    low = min(turn.versions, default=0)
+    high = max(turn.versions, default=0)
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
     greedy = "" if turn.temperature > 0 else " (greedy: without probabilities)"
     return (
@@ -167,15 +171,21 @@ class TokenLines:
         from rich.text import Text
 
         def lines() -> Iterator[tuple[Text, Text]]:
-            top, bottom, used = Text(no_wrap=True), Text(no_wrap=True), 0
+            top = Text(no_wrap=True)
+            bottom = Text(no_wrap=True)
+            used = 0
             for token, logprob, style in self._cells:
                 width = min(max(cell_len(token), len(logprob)) + 1, options.max_width)
                 if used + width > options.max_width:
                     yield top, bottom
-                    top, bottom, used = Text(no_wrap=True), Text(no_wrap=True), 0
+                    top = Text(no_wrap=True)
+                    bottom = Text(no_wrap=True)
+                    used = 0
+
                 top.append(set_cell_size(token, width), style)
                 bottom.append(set_cell_size(logprob, width), "dim")
                 used += width
+
             yield top, bottom
 
         for top, bottom in lines():
@@ -212,6 +222,7 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
         parts.append(Text(visible(", ".join(facts)), "dim"))
     if credit:
         parts.append(Text(credit, "dim"))
+
     for turn in trajectory.turns:
         parts += [Rule(Text(_turn_heading(turn)), align="left", style="dim")]
         for role, text in prompt_texts(turn, decode):
@@ -219,9 +230,11 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             parts.append(
                 Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'blue')}"), lines)
             )
+
         parts.append(Text("policy:", f"bold {ROLE_STYLES['assistant']}"))
         parts.append(TokenLines(turn, decode))
         parts.append(Text(turn_facts(turn), "dim"))
+
     for remote in trajectory.remote_turns:
         parts += [Rule(Text(remote_heading(remote)), align="left", style="dim")]
         for message in remote.messages:
@@ -230,12 +243,15 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             style = f"bold {ROLE_STYLES.get(message.role, 'blue')}"
             parts.append(Text.assemble((f"{message.role}: ", style), lines))
         parts.append(Text(remote_facts(remote), "dim"))
+
     if trajectory.files:
         parts += [Rule(Text("files that were kept"), align="left", style="dim")]
         parts += [Text(line) for line in file_lines(trajectory)]
+
     legend = Text("probability: ", "dim")
     for (lowest, name), style in zip(LEVELS, STYLES, strict=True):
         legend.append(name, style).append(f" from {lowest:g}   ", "dim")
+
     return Group(*parts, Rule(style="dim"), legend)
 
 

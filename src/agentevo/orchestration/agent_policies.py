@@ -90,10 +90,12 @@ def make_policies(
     what is trained."""
     if not config.agents:
         return {}
+
     policies = {trained_policies(config)[0]: main}
     for name, section in config.agents.items():
         if name in policies or section.weights_of is not None or section.remote is not None:
             continue
+
         loaded = load(with_model_of(config, name), checkpoint_of(checkpoint, config, name))
         _share(loaded.model, main.model)
         is_own = transport != "shared" and name in trained_policies(config)
@@ -102,6 +104,7 @@ def make_policies(
             loaded.tokenizer,
             _engine(config, loaded, copy_policy(loaded.model) if is_own else loaded.model),
         )
+
     for name, section in config.agents.items():
         if section.is_earlier and section.weights_of is not None:
             source = policies[section.weights_of]
@@ -109,6 +112,7 @@ def make_policies(
             policies[name] = AgentPolicy(
                 earlier, source.tokenizer, _engine(config, source, earlier)
             )
+
     return policies
 
 
@@ -144,7 +148,8 @@ class EarlierVersions:
     swaps them in."""
 
     def __init__(self, config: RunConfig, policies: Mapping[str, AgentPolicy]) -> None:
-        self._config, self._policies = config, policies
+        self._config = config
+        self._policies = policies
         self._loaded: dict[str, int] = {}
 
     async def advance(self, step: int, *, anew: bool) -> None:
@@ -153,19 +158,23 @@ class EarlierVersions:
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
                 continue
+
             folder = WeightsFolder(self._config.run_dir / EARLIER / name)
             version = section.version_at(step)
             if section.version is None or step <= section.version:
                 self._keep(folder, step, section.weights_of, (section.lag or 0) + SPARE)
             if not anew and self._loaded.get(name) == version:
                 continue
-            engine, weights = self._policies[name].engine, self._weights(folder, name, version)
+
+            engine = self._policies[name].engine
+            weights = self._weights(folder, name, version)
             deadline_s = self._config.engine.timeout_s
             if anew:
                 await engine.begin(version, weights, deadline_s=deadline_s)
             else:
                 in_flight = self._config.rollout.in_flight
                 await engine.publish(version, weights, in_flight=in_flight, deadline_s=deadline_s)
+
             self._loaded[name] = version
 
     def _keep(self, folder: WeightsFolder, step: int, source: str, keep: int) -> None:
@@ -191,7 +200,8 @@ class AllWeights:
     """The ways of all trained policies' weights to their engines, as one (WeightSender)."""
 
     def __init__(self, senders: Sequence[WeightSender], earlier: EarlierVersions) -> None:
-        self._senders, self._earlier = senders, earlier
+        self._senders = senders
+        self._earlier = earlier
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin."""
@@ -225,8 +235,10 @@ async def open_weights(
         way = transport if not name or name in trained_policies(config) else "shared"
         senders[name] = open_local(way, policy.model, policy.engine, config, note)
         await senders[name].begin(0)
+
     if not policies:
         return senders[""]
+
     return AllWeights(
         [senders[name] for name in trained_policies(config)], EarlierVersions(config, policies)
     )

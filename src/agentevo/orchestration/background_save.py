@@ -23,7 +23,8 @@ class BackgroundSave:
 
     def __init__(self, saved: Callable[[int, str], None], warn: Callable[[str], None]) -> None:
         """`saved(step, sha256)` is called on the thread of the run, as is `warn`."""
-        self._saved, self._warn = saved, warn
+        self._saved = saved
+        self._warn = warn
         self._thread: threading.Thread | None = None
         self._step = 0
         self._outcome: str | Exception | None = None
@@ -31,6 +32,7 @@ class BackgroundSave:
     def start(self, step: int, write: Callable[[], str]) -> None:
         """`write` returns the checkpoint's sha256. Nothing else may be under way (`settle`)."""
         assert self._thread is None, "one checkpoint at a time"
+
         loop = _running_loop()
 
         def work() -> None:
@@ -41,7 +43,8 @@ class BackgroundSave:
             if loop is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(self._look)
 
-        self._step, self._outcome = step, None
+        self._step = step
+        self._outcome = None
         self._thread = threading.Thread(target=work, name=f"checkpoint {step}", daemon=True)
         self._thread.start()
 
@@ -50,16 +53,23 @@ class BackgroundSave:
         one that could not be."""
         if self._thread is None or not (wait or self._outcome is not None):
             return
+
         self._thread.join()
-        outcome, self._thread, self._outcome = self._outcome, None, None
+        outcome = self._outcome
+        self._thread = None
+        self._outcome = None
+
         if isinstance(outcome, AgentEvoError):
             raise outcome
+
         if isinstance(outcome, Exception):
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written "
                 f"({described(outcome)}): resume from an older one"
             ) from outcome
+
         assert outcome is not None
+
         self._saved(self._step, outcome)
 
     def __enter__(self) -> Self:

@@ -103,8 +103,12 @@ class RolloutBatches(WithoutHeldOutData):
         self.num_steps = config.trainer.steps
         self.collector = Collector(config, rollouts, tasks)
         self._only_samples = config.trainer.epochs == 0
-        self._tasks, self._note, self._stage = tasks, note, ""
-        self._staleness, self._trainer, self._store = config.rollout.staleness, trainer, store
+        self._tasks = tasks
+        self._note = note
+        self._stage = ""
+        self._staleness = config.rollout.staleness
+        self._trainer = trainer
+        self._store = store
 
     async def collect(self, step: int) -> Collected:
         """See Collector.collect. The committed steps say which tasks it has."""

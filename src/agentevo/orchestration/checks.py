@@ -34,6 +34,7 @@ def check_parts(
     `apart`: samplers and engines are other processes, whoever starts them."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+
     check_processes(config)
     check_tracking(config)
     check_play(config, tasks)
@@ -41,13 +42,16 @@ def check_parts(
     apart = apart or config.rollout.samplers > 0
     check_transport(config, apart=apart)
     check_preference(config)
+
     if config.algorithm.credit is not None:
         find_credit(config.algorithm.credit)
+
     check_memory(config)
     check_profile(config)
     if config.model.name != "tiny" and not resume:
         check_overrides(config.model, resolve(config.model.name))
         check_lora(config.model.lora)
+
     if config.reward_model.name is not None:
         resolve(config.reward_model.name)
 
@@ -60,6 +64,7 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
         config.trainer.parallel.replicas(world)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
     several = {
         "several policies (agents)": len(config.agents) > 0,
         "a profile (profile)": config.profile.enabled,
@@ -94,6 +99,7 @@ def check_agent(
     other processes could not have."""
     if agent is not None and tasks is None and not config.tasks.given:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
+
     find_agent(config, agent)
     if (tasks is not None or config.agent.type == "function") and config.rollout.samplers:
         raise ConfigError(
@@ -110,8 +116,10 @@ def check_sft_parts(config: RunConfig, resume: bool) -> None:
     check_sft_data(config)
     check_memory(config)
     check_profile(config)
+
     if config.environment is not None:
         with solo_environment(config):
             pass
+
     if config.model.name != "tiny" and not resume:
         check_overrides(config.model, resolve(config.model.name))

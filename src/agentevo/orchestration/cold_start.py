@@ -54,12 +54,14 @@ def solver_samples(
     for index, shown in played:
         if stop():
             raise StopAskedError("stopped while the solver played")
+
         samples.extend(
             conversation_sample(messages, chat, f"demonstration-{index}")
             for messages in shown.conversations
         )
         if index % 50 == 0:
             view.phase("demonstrating", f"episode {index}/{episodes}")
+
     return samples
 
 
@@ -89,6 +91,7 @@ def cold_start(
             stop=stop,
             make=None if leader is None else partial(leader.make, "cold_start"),
         )
+
     trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
     return (
         {
@@ -112,10 +115,12 @@ async def teach(run: TrainingRun, *, again: bool) -> None:
             )
         except StopAskedError:
             return
+
     try:
         metrics = cold_start(run.parts, run.view, run.is_stopped, run.leader)
     except StopAskedError:
         return
+
     if not again:
         run.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
         run.log.log(0, metrics)

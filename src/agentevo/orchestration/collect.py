@@ -94,7 +94,9 @@ class Collector:
     between them."""
 
     def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: StepTasks) -> None:
-        self._config, self._attempts, self._tasks = config, attempts, tasks
+        self._config = config
+        self._attempts = attempts
+        self._tasks = tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
         self._solved: dict[str, list[int]] = {}
@@ -103,14 +105,18 @@ class Collector:
         """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as
         it needs and may have."""
         algorithm = self._config.algorithm
-        tasks, refill = self._tasks.train(step), self._tasks.refill(step)
+        tasks = self._tasks.train(step)
+
+        refill = self._tasks.refill(step)
         wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None
-        gathered, rounds = _Gathered(), 0
+        gathered = _Gathered()
+        rounds = 0
         while tasks:
             last = await self._round(step, tasks, gathered)
             rounds += 1
             if last:  # these groups have been chosen among others already
                 algorithm = algorithm.model_copy(update={"keep_groups": 1.0})
+
             kept, dropped = select(
                 gathered.sampled, algorithm, before=gathered.dropped, wanted=wanted
             )
@@ -119,8 +125,10 @@ class Collector:
             tasks = []
             if wanted is not None and rounds < algorithm.dynamic_sampling and not last:
                 tasks = list(islice(refill, next_round(wanted, informative, num_groups)))
+
         if self._rlpr is not None:
             self._rlpr.end_step()
+
         collected = self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
         collected.metrics.update(self._tasks.metrics_of(step))
         self._solved = solved_attempts(gathered.sampled) if self._config.tasks.curriculum else {}
@@ -144,12 +152,14 @@ class Collector:
         trajectories = found.trajectories
         sampled = [t for t in trajectories if not is_baseline(t)]
         greedy = [t for t in trajectories if is_baseline(t)]
+
         gathered.dropped |= found.dropped
         gathered.metrics |= found.metrics
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
         if self._config.agents:
             learning = trained_agents(self._config)
             gathered.dropped |= {t.id: NOT_TRAINED for t in sampled if t.agent not in learning}
+
         kept, _ = usable(
             [t for t in sampled if t.id not in gathered.dropped], self._config.algorithm
         )
@@ -157,11 +167,13 @@ class Collector:
             measured = {t.task_id for t in greedy if t.status == "completed"}
             gathered.dropped |= {t.id: "no-baseline" for t in kept if t.task_id not in measured}
             kept = [t for t in kept if t.task_id in measured]
+
         if self._rlpr is not None:
             filtered = self._rlpr.filter([t.reward for t in kept], [t.group_id for t in kept])
             gathered.dropped |= {
                 kept[position].id: "below-usual-spread" for position in filtered.dropped
             }
+
         gathered.sampled += sampled
         gathered.greedy += greedy
         return found.last
@@ -182,7 +194,8 @@ class Collector:
         dropped: dict[str, str],
         rounds: int | None,
     ) -> Collected:
-        algorithm, length_max = self._config.algorithm, self._config.length_max
+        algorithm = self._config.algorithm
+        length_max = self._config.length_max
         shaped = shape_by_length(kept, algorithm, length_max)
         measured = [t for t in gathered.greedy if t.status == "completed"]
         baselines = {t.task_id: t.reward for t in shape_by_length(measured, algorithm, length_max)}
@@ -211,6 +224,7 @@ class Collector:
             metrics["rollout/informative_share"] = informative / max(
                 len({t.group_id for t in gathered.sampled}), 1
             )
+
         return Collected(
             trajectories=[*gathered.sampled, *gathered.greedy],
             kept=shaped,
@@ -251,6 +265,7 @@ def next_round(wanted: int, informative: int, sampled: int) -> int:
 def _rlpr_filter(section: AlgorithmSection) -> RLPRStd | None:
     if section.rlpr_beta is None:
         return None
+
     given: dict[str, Any] = {
         "decay": section.rlpr_decay,
         "record_from": section.rlpr_record_from,

@@ -129,6 +129,7 @@ class Components:
         """Lets the agent attempt tasks."""
         if self.agent is None:
             raise ConfigError("there is nothing to play: give the recipe an environment")
+
         context = context_length(self.model.config)
         return Sampler(
             self.config,
@@ -137,9 +138,9 @@ class Components:
             self.agent,
             self.store,
             context,
-            self.calls,
-            self.note,
-            players(self.config, self.policies),
+            calls=self.calls,
+            note=self.note,
+            players=players(self.config, self.policies),
             given=self.tasks.given,
         )
 
@@ -149,11 +150,13 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     base."""
     if not is_adapter_folder(checkpoint):
         return ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
+
     if section.name == "tiny":
         raise ConfigError(
             f"{checkpoint} is an adapter, and model.name=tiny can't be its base: set model.name "
             "to the model it was made for"
         )
+
     return section.model_copy(
         update={"lora": LoraSection(adapter=checkpoint, quantize=section.lora.quantize)}
     )
@@ -175,6 +178,7 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     routers that can replay."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+
     section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
     has_words = (
         config.environment is not None or config.tasks.given or brings_tasks(config.agent.type)
@@ -186,6 +190,7 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
         model = routed(model)
     if _compiles(config, model.device):
         model = compile_layers(model)
+
     return replace(loaded, model=keep_activations(model, config.memory))
 
 
@@ -201,7 +206,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 @asynccontextmanager
-async def open_components(
+async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     config: RunConfig,
     *,
     agent: AgentFunction | None = None,
@@ -231,12 +236,15 @@ async def open_components(
     async with AsyncExitStack() as stack:
         for one in policies.values() or [main]:
             stack.push_async_callback(one.engine.close)
+
         url = store_url or config.store_url
         store = await stack.enter_async_context(await open_run_store(url))
+
         tracing = None
         if traced:
             opening = open_tracing(config, process="trainer", tell=note, is_remote=False)
             tracing = await stack.enter_async_context(opening)
+
         calls = await stack.enter_async_context(call_log(url, tell=note, tracing=tracing))
         weights = await open_weights(config, main, policies, transport, note)
         parts = Components(
@@ -254,11 +262,14 @@ async def open_components(
             policies=policies,
             elsewhere=others,
         )
+
         if player is not None:
             stack.push_async_callback(player.close)
+
         if parts.plays:
             # Refuses, before anything is computed, what can't be continued.
             stack.callback(parts.sampler.close)
+
         yield parts
 
 

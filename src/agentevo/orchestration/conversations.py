@@ -93,7 +93,8 @@ class ConversationBatches:
     samples_rollouts = False
 
     def __init__(self, config: RunConfig, data: SFTData) -> None:
-        self._config, self._data = config, data
+        self._config = config
+        self._data = data
         self.measure: Callable[..., dict[str, float] | None] | None = None
         """SupervisedTrainer.held_out of whoever trains on them."""
         seed = derive_seed(config.run.seed, "sft-order")
@@ -166,6 +167,7 @@ class ConversationBatches:
                 "the run was started, so it has changed since: restore it, or start again with "
                 "run.overwrite=true"
             )
+
         if state["digest"] != self._digest:
             raise ConfigError(
                 "data: its conversations are not those that the run was started with: restore "
@@ -189,6 +191,7 @@ def check_sft_data(config: RunConfig) -> None:
     for key, sources in (("data.train", data.train), ("data.eval", data.eval)):
         for source in sources:
             check_source(source, key)
+
     given = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
     twice = next((source for source in given if given.count(source) > 1), None)
     if twice is not None:
@@ -196,6 +199,7 @@ def check_sft_data(config: RunConfig) -> None:
             f"data.train, data.eval: {twice} is given twice: its conversations would count "
             "twice, or be held out and trained on"
         )
+
     if data.best_of is not None:
         check_run_folder(data.best_of)
         if data.best_of.resolve() == config.run_dir.resolve():
@@ -203,6 +207,7 @@ def check_sft_data(config: RunConfig) -> None:
                 f"data.best_of: {data.best_of} is this run's own folder: give it another one "
                 "with run.dir"
             )
+
     if data.demonstrations:
         check_solver(config, "data.demonstrations needs: remove data.demonstrations")
 
@@ -215,6 +220,7 @@ def read_sft_data(
     chat = None
     if config.environment is not None:
         chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+
     try:
         return load_sft_data(config, loaded.tokenizer, chat, context, view, stop=stop)
     except StopAskedError:
@@ -232,35 +238,42 @@ def load_sft_data(
 ) -> SFTData:
     """Reads and encodes everything. Raises ConfigError if no row is left to train on, and
     StopAskedError where `stop()` says so meanwhile. `chat` is needed for demonstrations."""
-    section, conversations = config.data, SFTData()
+    section = config.data
+    conversations = SFTData()
     limit = min(section.max_tokens or context_length, context_length)
     if section.train:
         conversations.train |= _from_files(
             config, section.train, "train", tokenizer, limit, conversations.reports, view, stop
         )
+
     if section.demonstrations:
         assert chat is not None
         samples = solver_samples(
             config, chat, section.demonstrations, section.random_action_rate, view, stop
         )
         conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
+
     if section.best_of is not None:
         conversations.train |= _fitting(
             *_best_attempts(config, section.best_of, tokenizer), limit, conversations.reports
         )
+
     if section.eval:
         conversations.held_out |= _from_files(
             config, section.eval, "eval", tokenizer, limit, conversations.reports, view, stop
         )
     elif section.eval_share:
         conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
+
     for line in (line for report in conversations.reports for line in report.lines()):
         (view.warn if LEFT_OUT in line else view.note)(line)
+
     if not conversations.train:
         raise ConfigError(
             "data: no row is left to train on:\n"
             + "\n".join(line for report in conversations.reports for line in report.lines())
         )
+
     return conversations
 
 
@@ -274,8 +287,11 @@ def _from_files(
     view: LiveView,
     stop: Callable[[], bool],
 ) -> Conversations:
-    section, report, conversations = config.data, RowReport(kind), Conversations()
+    section = config.data
+    report = RowReport(kind)
+    conversations = Conversations()
     reports.append(report)
+
     encoder = AssistantTokens(
         tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
     )
@@ -283,13 +299,16 @@ def _from_files(
         for conversation in read_conversations(source, section.format, report):
             if stop():
                 raise StopAskedError("stopped while reading conversations")
+
             try:
                 conversations[conversation.where], shortened = encoder.encode(conversation)
                 report.shortened += shortened
             except RowError as error:
                 report.add(conversation.where, error)
+
             if report.rows % 500 == 0:
                 view.phase("reading", f"{source}: {report.rows} rows")
+
     return conversations
 
 
@@ -301,8 +320,10 @@ def _fitting(
     grouped: dict[str, list[Sample]] = {}
     for sample in samples:
         grouped.setdefault(sample.trajectory_id, []).append(sample)
+
     if isinstance(report, str):
         report = RowReport(report, rows=len(grouped))
+
     reports.append(report)
     conversations = Conversations()
     for name, members in grouped.items():
@@ -316,6 +337,7 @@ def _fitting(
             )
         else:
             conversations[name] = [TokenRow(name, s.ids, s.loss_mask) for s in members]
+
     return conversations
 
 
@@ -352,12 +374,14 @@ def best_attempts(
             )
         else:
             tasks.setdefault(attempt.task_id, []).append(attempt)
+
     samples: list[Sample] = []
     for task, members in tasks.items():
         members.sort(key=lambda t: (-t.reward, t.num_completion_tokens(), t.id))
         kept: list[Any] = []
         for attempt in members:
-            name, answer = f"{where}:{attempt.id}", answer_of(attempt)
+            name = f"{where}:{attempt.id}"
+            answer = answer_of(attempt)
             if any(answer.says(other) for other in kept):
                 report.add(
                     name, RowError("duplicate", f"says what a better attempt at {task} says")
@@ -369,6 +393,7 @@ def best_attempts(
             else:
                 kept.append(answer)
                 samples += answer.rows
+
     return samples, report
 
 

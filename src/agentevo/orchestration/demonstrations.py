@@ -42,9 +42,12 @@ def solver_episodes(
             except EnvironmentFailure as error:
                 failures.append(error)
                 continue
+
             if shown is None:
                 raise ConfigError(f"environment {solo.name} has no solver to learn from: {remedy}")
+
             yield index, shown
+
     if failures:
         failed = f"{len(failures)} of {episodes} demonstrations failed, the first with: "
         if len(failures) == episodes:

@@ -64,11 +64,13 @@ def meaning_of_success(config: RunConfig) -> str:
     """What the numbers of a graded agent mean; empty for an environment's own success."""
     if config.environment is not None and isinstance(config.agent, EnvironmentAgentSection):
         return ""
+
     if config.rewards:
         return (
             f"success: a score of 1 or more by {config.rewards[0].title}, unless it says "
             "otherwise; reward: the mean of what the rewards give"
         )
+
     return (
         "success: a reward of 1 or more, or what Outcome(success=...) says; reward: the mean of "
         "what the agent returns"
@@ -89,9 +91,11 @@ async def evaluate(
     config = parts.config
     name = config.environment.type if config.environment is not None else "agent"
     tasks = parts.tasks.held_out()
+
     metrics: dict[str, float] = {}
     by_agent: dict[str, float] = {}
-    tokens, num_attempts = 0, 0
+    tokens = 0
+    num_attempts = 0
     errors: list[str | None] = []
     passes = [("greedy", 1, 0.0)] + (
         [("sampled", samples, config.evaluation.temperature)] if samples else []
@@ -106,6 +110,7 @@ async def evaluate(
             label=label + decoding,
         )
         tokens += sum(t.num_completion_tokens() for t in trajectories)
+
         played = {t.agent for t in trajectories}
         for agent in config.agents if len(played) > 1 else ():  # one alone: the numbers below
             if own := [t for t in trajectories if t.agent == agent and t.status == "completed"]:
@@ -115,25 +120,31 @@ async def evaluate(
                 by_agent[f"val-core/{name}:{agent}/reward/{decoding}"] = fmean(
                     t.reward for t in own
                 )
+
         if config.agents:  # the numbers of the attempts are those of the main agent
             trajectories = [t for t in trajectories if t.agent == trained_agents(config)[0]]
+
         if done := [t for t in trajectories if t.status == "completed"]:
             metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success for t in done)
             metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in done)
             metrics |= _by_stage(parts, done, f"val-aux/{name}/{BY_STAGE}/{decoding}")
+
         failed = [t.error for t in trajectories if t.status == "failed"]
         metrics[f"val-aux/{name}/failed/{decoding}"] = len(failed) / len(trajectories)
         for kind, count in count_kinds(failed).items():
             metrics[f"val-aux/{name}/failed_by/{decoding}/{kind}"] = float(count)
+
         num_attempts += len(trajectories)
         errors += failed
         metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in trajectories)
+
     metrics[f"val-core/{name}/n"] = float(len(tasks))
     for player, value in (
         (("random", players.random), ("optimal", players.optimal)) if players is not None else ()
     ):
         if value is not None:
             metrics[f"val-core/{name}/{player}"] = value
+
     return Evaluated(metrics | by_agent, tokens, num_attempts, errors)
 
 

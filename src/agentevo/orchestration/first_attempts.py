@@ -69,4 +69,5 @@ def _begin_again(config: RunConfig, command: str) -> str:
             f"{short(config.run_dir / 'config.yaml')}`, "
             "with --resume or without"
         )
+
     return f"nothing was trained: mend it, and begin again in the same folder {how}"

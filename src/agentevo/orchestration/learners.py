@@ -109,4 +109,5 @@ def make_learner(
             return supervised_trainer(config, model, *given)
         case "cold_start":
             return cold_start_trainer(config, model, *given)
+
     raise ValueError(f"no trainer is called {name!r}")

@@ -36,7 +36,9 @@ class LostAttempts:
     queued again in between."""
 
     def __init__(self, config: RunConfig, store: Store, note: Callable[[str], None]) -> None:
-        self._config, self._store, self._note = config, store, note
+        self._config = config
+        self._store = store
+        self._note = note
         self._counts = Counter[str]()
         self._newest: dict[Status, str | None] = {}
         """Status -> id of the newest trajectory that is counted; None before there is one."""
@@ -71,6 +73,7 @@ class LostAttempts:
                 f"{self._since_round} tasks were set aside while a step waited for attempts, the "
                 f"last {self._last}; {_AGAIN}"
             )
+
         await with_retries(
             self._check_failed, within_s=STORE_RETRY_S, what="looking after attempts"
         )
@@ -87,6 +90,7 @@ class LostAttempts:
         if self._noted is None:
             newest = await self._store.summaries(split="train", newest_first=True, limit=1)
             self._before = newest[0].id if newest else None
+
         for status in ("failed", "cancelled"):
             new = await self._new(status)
             self._counts[f"attempts_{status}"] += len(new)
@@ -94,15 +98,20 @@ class LostAttempts:
                 self._counts["cancelled_tokens"] += sum(
                     attempt.num_completion_tokens for attempt in new
                 )
+
         aside = await self._all_set_aside()
-        first, noted = self._noted is None, self._noted or set()
+        first = self._noted is None
+        noted = self._noted or set()
         new_tasks = [stored for stored in aside if stored.task.id not in noted]
         self._noted = {stored.task.id for stored in aside}
+
         if not new_tasks:
             return
+
         self._last = f"{new_tasks[-1].task.id!r} with: {new_tasks[-1].error}"
         many = "1 task was" if len(new_tasks) == 1 else f"{len(new_tasks)} tasks were"
         self._note(f"{many} set aside and will not be trained on, the last {self._last}")
+
         if not first:
             self._counts["tasks_set_aside"] += len(new_tasks)
             self._since_round += len(new_tasks)
@@ -119,15 +128,18 @@ class LostAttempts:
             if status not in self._newest:
                 self._newest[status] = ids[0] if ids else None
                 return []
+
             known = self._newest[status]
             if known not in ids and len(page) == limit:
                 limit *= 4
                 continue
+
             self._newest[status] = ids[0] if ids else None
             return page[: ids.index(known)] if known in ids else page
 
     async def _check_failed(self) -> None:
-        trainer, agents = self._config.trainer, by_rank(self._config) or ("",)
+        trainer = self._config.trainer
+        agents = by_rank(self._config) or ("",)
         limit = IN_VAIN_STEPS * trainer.groups_per_step * trainer.group_size * len(agents)
         newest = await self._store.summaries(split="train", limit=limit, newest_first=True)
         if (

@@ -42,7 +42,9 @@ async def obey(run: TrainingRun) -> None:
     control = run.control
     if control is None:
         return
-    step, stood_still = run.progress.step, False
+
+    step = run.progress.step
+    stood_still = False
     while True:
         for request in control.take_saves():
             try:
@@ -52,8 +54,10 @@ async def obey(run: TrainingRun) -> None:
                 control.answer(request, f"failed: {error}", is_done=False)
             else:
                 control.answer(request, f"the checkpoint of step {step} is there")
+
         if not control.is_pause_asked or run.is_stopped():
             break
+
         stood_still = True
         control.paused(step)
         folder = short(run.parts.config.run_dir)
@@ -61,5 +65,6 @@ async def obey(run: TrainingRun) -> None:
         began = time.perf_counter()
         await asyncio.sleep(LOOK_S)
         run.stood_still(time.perf_counter() - began)
+
     if stood_still:
         control.goes_on()

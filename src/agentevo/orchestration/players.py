@@ -53,8 +53,10 @@ def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
     if config.environment is not None and tasks is None:
         with solo_environment(config):
             pass
+
     agent = None if config.agent.type == "function" else find_agent(config, None)
     check_keys(config.remote_models)
+
     scoring = Scoring(config.rewards, models=config.remote_models)
     given = TaskSource(config, tasks).given()
     check_agent_names(given, config.agent.type)
@@ -84,6 +86,7 @@ def reference_players(
     are no environment's, and, with a note, for an environment that can't say."""
     if config.environment is None:
         return None
+
     seeds = [task.seed for task in tasks]
     try:
         with solo_environment(config, note) as solo:
@@ -103,6 +106,7 @@ def check_solver(config: RunConfig, who_asks: str) -> None:
             raise ConfigError(
                 f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
             ) from error
+
     if shown is None:
         raise ConfigError(f"environment {solo.name} has no solver, which {who_asks}")
 
@@ -116,6 +120,7 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
         for task in (*source.given(), *asked):
             yield from (task.query or "", *map(str, references(task.answer)))
         return
+
     agent = config.agent
     if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
         agent = EnvironmentAgentSection()
@@ -135,6 +140,7 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
                 yield from solo.call(partial(episode, seed=seed))
             except EnvironmentFailure as error:
                 failures.append(error)
+
     if len(failures) == CORPUS_EPISODES:
         raise ConfigError(
             f"environment {solo.name}: all of {CORPUS_EPISODES} episodes for the words of the tiny "

@@ -46,6 +46,7 @@ def check_preference(config: RunConfig) -> None:
     algorithm = config.algorithm.preference()
     if algorithm is None:
         return
+
     if config.data.pairs is not None:
         read_pair_file(config.data.pairs, algorithm.loss)
     elif config.data.pairs_from is not None:
@@ -77,6 +78,7 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
             if len(failures) == 1:
                 parts.note(f"the solver failed on {task_id}, which has no pairs: {error}")
             return []
+
         conversations = [] if shown is None else shown.conversations
         return [
             conversation_sample(messages, parts.chat, f"{task_id} by the solver")
@@ -93,8 +95,10 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
         return pairs_of_lines(
             read_pair_file(data.pairs, algorithm.loss), parts.chat, algorithm.loss
         )
+
     if data.pairs_from is None:
         return None
+
     folder = check_run_folder(data.pairs_from)
     check_tokenizer(folder, parts.tokenizer, "data.pairs_from", parts.config.model.name)
 
@@ -107,12 +111,14 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
     groups: dict[str, list[Pair]] = {}
     for pair in make_pairs(trajectories, algorithm, parts.config.algorithm):
         groups.setdefault(pair.group_id, []).append(pair)
+
     if not groups:
         raise ConfigError(
             f"data.pairs_from: {folder}: its {len(trajectories)} training attempts make no pair "
             f"for {algorithm.loss}: "
             "give a run whose groups have different rewards, or lower algorithm.pair_margin"
         )
+
     return list(groups.values())
 
 

@@ -67,7 +67,8 @@ class Profiling:
         self.warn = warn
         self.note = note
         parameter = next(p for p in model.parameters() if p.is_floating_point())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device = parameter.device
+        self.dtype = parameter.dtype
         self._kernels = profiled_activity(self.device)
         self.summary: dict[str, Any] = {}
         """The profile's entry in summary.json; empty if nothing was profiled."""
@@ -99,6 +100,7 @@ class Profiling:
                 self._safely(self._begin)
             if self._is_on:
                 self._profiled.append(number)
+
         yield
         if self._left:
             self._left -= 1
@@ -113,9 +115,11 @@ class Profiling:
         if self.section.nsight:
             self._mark()
             return
+
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._kernels is not None:
             activities.append(self._kernels)
+
         self._base_bytes = 0 if self._kernels is not None else psutil.Process().memory_info().rss
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         profiler.start()
@@ -132,19 +136,25 @@ class Profiling:
             self._ranges = opened.pop_all()
 
     def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        whole, self._whole = self._whole, None
+        profiler = self._profiler
+        self._profiler = None
+        whole = self._whole
+        self._whole = None
         whole.__exit__(None, None, None)
+
         if profiler is None:
             self._ranges.close()
             self.note(f"{self._steps()} are marked for Nsight Systems")
             return
+
         profiler.stop()
         self.table.parent.mkdir(parents=True, exist_ok=True)
         trace = self.table.with_name("trace.json.gz")
         profiler.export_chrome_trace(str(trace))
+
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
+
         profile = read_profile(events, gpu=self._kernels is not None, base_bytes=self._base_bytes)
         self.table.write_text(
             table_text(profile, self._heading(), num_operators=NUM_OPERATORS), encoding="utf-8"
@@ -169,7 +179,8 @@ class Profiling:
         ]
 
     def _steps(self) -> str:
-        first, last = self._profiled[0], self._profiled[-1]
+        first = self._profiled[0]
+        last = self._profiled[-1]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _safely(self, work: Callable[[], None]) -> None:
@@ -177,9 +188,13 @@ class Profiling:
         try:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
-            self._profiler, self._whole, self._left = None, None, 0
+            self._profiler = None
+            self._whole = None
+            self._left = 0
+
             with suppress(Exception):  # of what is open for Nsight; the reason is told below
                 self._ranges.close()
+
             self.warn(
                 f"profile: it failed and is left out, the run goes on: {type(error).__name__}: "
                 f"{error}"

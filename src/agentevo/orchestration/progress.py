@@ -59,9 +59,11 @@ class Progress(msgspec.Struct):
         None where it has, or is only evaluated."""
         if self.step == 0 or self.step < num_steps:
             return None
+
         committed = f"{self.step} step{'s are' if self.step > 1 else ' is'} committed"
         if command == "sft":  # their number follows from the data
             return f"{committed} of {num_steps}, so nothing is trained"
+
         compared = "less" if num_steps < self.step else "no more"
         return (
             f"{committed} and trainer.steps={num_steps} is {compared}, so nothing is trained: give "
@@ -74,6 +76,7 @@ class Progress(msgspec.Struct):
         found: list[str] = []
         if self.step < num_steps:
             return found
+
         if trains and self.step and not self.updates:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             found.append(
@@ -81,6 +84,7 @@ class Progress(msgspec.Struct):
                 "so its weights are those that it began with"
                 + (f" (dropped attempts: {why})." if why else ".")
             )
+
         if self.groups and self.groups == self.equal_groups:
             found.append(
                 f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
@@ -88,19 +92,19 @@ class Progress(msgspec.Struct):
                 "what may help; a scorer that always says the same, and a task that is too hard or "
                 "too easy, look like this."
             )
+
         if words := not_comparable(read_evaluations(self.before), read_evaluations(self.after)):
             found.append(words)
+
         return found
 
 
 def summary_of(run: TrainingRun) -> dict[str, Any]:
     """The contents of summary.json."""
-    config, progress, players, plays = (
-        run.parts.config,
-        run.progress,
-        run.players,
-        run.parts.plays,
-    )
+    config = run.parts.config
+    progress = run.progress
+    players = run.players
+    plays = run.parts.plays
 
     def success(metrics: dict[str, float]) -> float | None:
         return headline(metrics) if plays and metrics else None

@@ -33,7 +33,9 @@ class Failures:
     """The failures of the processes that train together, of which this is number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int, world: int) -> None:
-        self._store, self.rank, self.world = store, rank, world
+        self._store = store
+        self.rank = rank
+        self.world = world
         self.log: RankLog | None = None
 
     def report(self, error: BaseException) -> BaseException:
@@ -45,18 +47,22 @@ class Failures:
             first = self._tell(error)
         if self.log is not None:
             self.log.failed(error)
+
         if first is not None and first[0] == self.rank:
             print(f"process {self.rank} of {self.world}: {described(error)}", file=sys.stderr)
             sys.stderr.flush()
             return error
+
         if isinstance(error, AgentEvoError) or not lost:
             return error
+
         if first is None:
             return TrainingError(
                 f"another one of the {self.world} processes that train together is gone without a "
                 "word (killed, or out of memory), or has not answered in time: see what its "
                 "launcher says, and resume the run"
             )
+
         return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
 
     def _tell(self, error: BaseException) -> tuple[int, str] | None:
@@ -74,8 +80,10 @@ class Failures:
                     return _read(self._store.get(_KEY))
             except RuntimeError:
                 return None
+
             if time.monotonic() >= deadline:
                 return None
+
             time.sleep(0.05)
 
 
@@ -114,6 +122,7 @@ class RankLog:
     def _write(self, text: str) -> None:
         if self._path is None:
             return
+
         try:
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:

@@ -25,7 +25,8 @@ class Stops:
     """Of the processes that train together, of which this is number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+        self._store = store
+        self._rank = rank
 
     def tell(self) -> None:
         """On another process than the first: it was asked to stop."""
@@ -45,9 +46,11 @@ class Stops:
                     rank = self._store.get(_KEY).decode()
                 except RuntimeError:  # the store is gone, with whoever had it
                     return
+
                 if not stop_signals:
                     stop_signals.append(signal.SIGTERM)
                     note(f"process {rank} was asked to stop (SIGTERM): {STOPPING}")
+
                 return
 
         thread = threading.Thread(target=listen, name="stops", daemon=True)
@@ -95,4 +98,5 @@ def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
         stack.callback(signal.set_wakeup_fd, former)
         for number, handler in before.items():
             stack.callback(signal.signal, number, handler)
+
         yield when_told

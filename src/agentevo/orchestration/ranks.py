@@ -77,9 +77,12 @@ class Ranks:
     ) -> None:
         """Groups of all processes for what lies on the CPU: `calls` of trainers, `weights` on their
         way to the first process, and `saves`, which may go on beside both."""
-        self.meshes, self._calls, self._failures = meshes, calls, failures
+        self.meshes = meshes
+        self._calls = calls
+        self._failures = failures
         self.stops = stops
-        self.weights, self.saves = weights, saves
+        self.weights = weights
+        self.saves = saves
 
     def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
         """On the first process: the others make this call, too."""
@@ -120,10 +123,12 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
     if world_size() == 1:
         yield None
         return
+
     device = devices.find(config.model.device)
     devices.take(device, int(os.environ.get("LOCAL_RANK", "0")))
     store, rank, world = next(distributed.rendezvous("env://", timeout=COMPUTING))
     failures = Failures(distributed.PrefixStore("failures", store), rank, world)
+
     distributed.init_process_group(
         devices.collectives(device),
         store=distributed.PrefixStore("groups", store),
@@ -145,6 +150,7 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
             with suppress(RuntimeError):  # they may be gone already
                 _send_home(ranks, rank)
             raise
+
         _send_home(ranks, rank)
     except Exception as error:
         shown = failures.report(error)
@@ -164,6 +170,7 @@ def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
     with sigterm_told() as when_sigterm, joined(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
+
         when_sigterm(ranks.stops.tell)
         follower: _Follower | None = None
         while True:
@@ -172,10 +179,12 @@ def follow(config: RunConfig) -> None:
                 if follower is not None:
                     follower.saves.end()
                 return
+
             if name == "start":
                 follower = _Follower(ranks, config, *arguments)
                 continue
             assert follower is not None, f"{name} before start"
+
             follower.call(learner, name, arguments, options)
 
 
@@ -191,11 +200,14 @@ class _Follower:
     """One of the others: its part of the model, and its trainers."""
 
     def __init__(self, ranks: Ranks, config: RunConfig, checkpoint: Path | None) -> None:
-        self._config, self._share, self._ranks = config, ranks.share, ranks
+        self._config = config
+        self._share = ranks.share
+        self._ranks = ranks
         self.saves = SharedSaves()
         self._log = ranks.log(config.run_dir)
         loaded = load_policy(config, checkpoint)
-        self._model, self._tokenizer = ranks.share(loaded.model), loaded.tokenizer
+        self._model = ranks.share(loaded.model)
+        self._tokenizer = loaded.tokenizer
         self._learners: dict[str, Any] = {}
         self._published = PublishedParts(partial(weight_parts, self._model, True), ranks.weights)
 
@@ -251,17 +263,22 @@ class Leader:
     ) -> None:
         """`model` is the one that serves, unless engines elsewhere do (`serves=False`): then it
         becomes this process's part of it. `checkpoint`: what it was loaded from."""
-        self.ranks, self.serving, self.checkpoint = ranks, model, checkpoint
-        self._config, self._tokenizer = config, tokenizer
+        self.ranks = ranks
+        self.serving = model
+        self.checkpoint = checkpoint
+        self._config = config
+        self._tokenizer = tokenizer
         ranks.tell("", "start", checkpoint)
         self.log = ranks.log(config.run_dir)
         self._is_spread = config.trainer.parallel.is_spread
         self._has_whole = serves or not self._is_spread
         """Whether this process has the whole model, too."""
+
         if self._is_spread:
             self._model = ranks.share(copy.deepcopy(model) if serves else model)
         else:
             self._model = model
+
         if not self._has_whole:
             lies_in_parts(
                 model,
@@ -307,7 +324,9 @@ class Led:
     """The first process's trainer, of any kind, whose calls all processes make together."""
 
     def __init__(self, leader: Leader, name: str, learner: Any) -> None:
-        self._leader, self.name, self._learner = leader, name, learner
+        self._leader = leader
+        self.name = name
+        self._learner = learner
 
     def _all(self, name: str, *arguments: Any, here: Any = None, **options: Any) -> Any:
         """The call by all. `here`: what stands for the arguments on this process."""

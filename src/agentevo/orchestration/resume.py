@@ -78,19 +78,24 @@ async def find_resume_point(
         steps = [record for record in records if newest is None or record.step > newest]
         await checks.trajectories(steps, committed)
         await checks.tasks()
+
         if last is None and is_given_up(config.run_dir):
             note("nothing was trained before, so the run begins again")
             await with_retries(
                 lambda: store.rewind(-1), within_s=STORE_RETRY_S, what="deleting failed attempts"
             )
+
     for step, error in unusable:
         note(f"the checkpoint of step {step} is left out and deleted: {error}")
         shutil.rmtree(checkpoints.path(step))
+
     if checkpoints.folder.is_dir():
         checkpoints.forget_after(committed)
+
     if newest is not None:
         again = f"; {len(steps)} committed steps after it are done again" if steps else ""
         note(f"resuming after step {committed} from {checkpoints.path(newest)}{again}")
+
     path = checkpoints.path(newest) if newest is not None else None
     end = End(committed, str(last.record[KEY])) if last is not None else before
     return ResumePoint(path, end, steps, tuple(checks.warnings))
@@ -111,8 +116,10 @@ async def replay_steps(run: TrainingRun, start: ResumePoint) -> None:
             within_s=STORE_RETRY_S,
             what="releasing what was reserved",
         )
+
     if start.steps and start.checkpoint is None:
         run.trainer.begin()
+
     for number, step in enumerate(start.steps, start=1):
         if run.is_stopped():
             run.view.note("stopped while committed steps were done again: nothing was changed")
@@ -146,12 +153,14 @@ async def _replay_step(run: TrainingRun, step: StepRecord) -> None:
 def _compare(run: TrainingRun, step: StepRecord, trained: dict[str, float]) -> None:
     """Tells if the step has come to something else than when it was committed: on another machine,
     say."""
-    was, now = step.record["metrics"].get("actor/grad_norm"), trained.get("actor/grad_norm")
+    was = step.record["metrics"].get("actor/grad_norm")
+    now = trained.get("actor/grad_norm")
     if (was is None) != (now is None):
         raise TrainingError(
             f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "
             f"committed {was}: has the recipe changed?"
         )
+
     if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
         run.warn(
             f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; when "

@@ -46,13 +46,15 @@ class ResumeChecks:
     """The checks of one resume. All raise CheckpointError."""
 
     def __init__(self, config: RunConfig, store: Store) -> None:
-        self._folder, self._store = config.run_dir, store
+        self._folder = config.run_dir
+        self._store = store
         self._url = without_password(config.store_url)
         self._head = read_head(self._folder)
         beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
         self._queues = beside and command_of(config.run_dir) != "loop"
         self._group_size = config.trainer.group_size
         self.warnings: list[str] = []
+
         for name, digests in ({} if self._head is None else self._head.files).items():
             if file_digest(self._folder / name) not in digests:
                 raise CheckpointError(
@@ -67,6 +69,7 @@ class ResumeChecks:
         committed = last.step if last is not None else 0
         if last is not None and KEY not in last.record:
             raise CheckpointError(f"{self._folder}: {OLDER}")
+
         later = sorted(step for step in checkpoints.folders() if step > committed + 1)
         ahead = self._head is not None and self._head.step > committed
         if later or ahead:
@@ -80,6 +83,7 @@ class ResumeChecks:
                 f"store, or, to give up all that came after step {committed}, delete "
                 f"{', '.join([*names, HEAD] if ahead else names)} in {self._folder}"
             )
+
         if last is not None and self._head is None:
             self.warnings.append(
                 f"{HEAD} was missing when the run was resumed after step {committed}: nothing says "
@@ -99,9 +103,11 @@ class ResumeChecks:
             )
             if newest is None:
                 return None, unusable
+
             saved = manifest.read(checkpoints.path(newest)).sha256
             if saved in await self._known_checkpoints(newest):
                 return newest, unusable
+
             unusable.append(
                 (newest, CheckpointError("it is whole, but the run has no record of saving it"))
             )
@@ -129,6 +135,7 @@ class ResumeChecks:
         head = self._head
         if head is not None and ends.get(head.step, head.chain) != head.chain:
             broken.append(head.step)
+
         if [record.step for record in records] != list(
             range(end.step + 1, end.step + 1 + len(records))
         ):
@@ -136,11 +143,13 @@ class ResumeChecks:
                 f"{self._folder}: the store {self._url} lacks committed steps after step "
                 f"{end.step}; {REMEDY}"
             )
+
         if broken:
             raise CheckpointError(
                 f"{self._folder}: the record of step {broken[0]} in the store {self._url} is not "
                 f"the one that was committed; {REMEDY}"
             )
+
         return records
 
     async def trajectories(self, steps: list[StepRecord], committed: int) -> None:
@@ -154,6 +163,7 @@ class ResumeChecks:
                 raise CheckpointError(
                     f"step {record.step} can't be done again: {error}; {REMEDY}"
                 ) from error
+
         groups: dict[str, str] = {}
         waiting: list[Filter] = [
             {"state": "ready", "split": "train"},
@@ -169,13 +179,16 @@ class ResumeChecks:
                         f"trajectory {one.trajectory.id!r} in the store {self._url} is not what "
                         f"was written; {REMEDY}"
                     )
+
                 if (one.state == "failed") == (one.trajectory.status == "completed"):
                     raise CheckpointError(
                         f"trajectory {one.trajectory.id!r} in the store {self._url} is "
                         f"{one.state}, though it {one.trajectory.status}; {REMEDY}"
                     )
+
                 if one.split == "train" and one.state in ("ready", "reserved"):
                     groups[one.trajectory.group_id] = one.trajectory.task_id
+
         if self._queues:
             await self._whole(groups)
 

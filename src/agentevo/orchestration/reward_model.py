@@ -51,6 +51,7 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
     lines = read_pair_file(check_rm(config), LOSS, key="rm.pairs")
     if config.rm.eval is not None:
         return lines, read_pair_file(config.rm.eval, LOSS, key="rm.eval")
+
     random.Random(derive_seed(config.run.seed, "rm-split")).shuffle(lines)
     count = round(config.rm.eval_share * len(lines))
     if not count or count == len(lines):
@@ -58,6 +59,7 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
             f"rm.eval_share={config.rm.eval_share:g} of {len(lines)} pairs holds out {count}: at "
             "least one is needed, and one to train on: give more pairs, or rm.eval"
         )
+
     return lines[count:], lines[:count]
 
 
@@ -68,12 +70,14 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
     check_tracking(config)
     train_lines, eval_lines = split_pairs(config)
     check_folder(config)
+
     loaded = load_model(
         config.model,
         corpus=lambda: _texts([*train_lines, *eval_lines]),
         seed=derive_seed(config.run.seed, "model"),
     )
-    tokenizer, seed = loaded.tokenizer, derive_seed(config.run.seed, "rm")
+    tokenizer = loaded.tokenizer
+    seed = derive_seed(config.run.seed, "rm")
     model = classifier_of(loaded.model, tokenizer, seed)
     del loaded
     longest = longest_conversation(model, tokenizer, config.rm.max_tokens)
@@ -91,11 +95,13 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
             result = _trained(
                 config, model, pairs, held, seed, lambda: bool(received), note, tracking
             )
+
         if result is not None:
             save_model(model, tokenizer, config.run_dir / "model")
             with must_write(config.run_dir / RESULT):
                 write_atomic(config.run_dir / RESULT, msgspec.json.encode(result))
             make_final()
+
     end_stopped(received)
     assert result is not None
     return result
@@ -115,9 +121,11 @@ def _trained(
     from transformers import PreTrainedModel
 
     assert isinstance(model, PreTrainedModel)
+
     size = config.rm.micro_batch_pairs
     before = held_out(model, held, size)
     note(f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held)} pairs")
+
     with MetricsLog(config.run_dir / "metrics.jsonl") as log:
         log.tracking = tracking
         log.log(0, before)
@@ -128,6 +136,7 @@ def _trained(
             last = step
             log.log(step, metrics)
             log.hand_over(step - 1)
+
             if step % TOLD_EVERY == 0 or step == total:
                 note(
                     f"{step}/{total}: loss {metrics['rm/loss']:.4f}, accuracy "
@@ -138,9 +147,11 @@ def _trained(
             model, pairs, config.rm, memory=config.memory, seed=seed, progress=progress, stop=stop
         ):
             return None
+
         after = held_out(model, held, size)
         log.log(last, after)
         log.hand_over(last)
+
     keep_scale(model, after)
     note(f"held-out accuracy after: {after['rm/eval/accuracy']:.1%}")
     counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held))}

@@ -127,6 +127,7 @@ class SynchronousRollouts:
         # An evaluation before must not change which tokens are computed together.
         for engine in self._parts.engines:
             await engine.forget_cache()
+
         trajectories = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
@@ -185,7 +186,8 @@ class Stream:
         """What else to see to, every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._agents = by_rank(config) or ("",)
-        self._step, self._taken = 0, set[str]()
+        self._step = 0
+        self._taken = set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is
         reserved."""
 
@@ -217,8 +219,10 @@ class Stream:
 
         with bar("waiting for attempts", len(groups), "groups") as passed:
             await self._until(finished)
+
         if len(aside) == len(groups):
             raise in_vain(step, aside)
+
         trajectories = [row.trajectory for row in await self._read(step=step, split="train")]
         order = {group: place for place, group in enumerate(groups.values())}
         agents = {agent: place for place, agent in enumerate(self._agents)}
@@ -232,7 +236,10 @@ class Stream:
     async def _ready(self, step: int, wanted: int) -> Round:
         """The first groups that are ready, whichever tasks they are of."""
         if step != self._step:
-            first, self._step, self._taken = self._step == 0, step, set()
+            first = self._step == 0
+            self._step = step
+            self._taken = set()
+
             reserved = (
                 dict.fromkeys(
                     group_of_all(row.trajectory.group_id)
@@ -245,7 +252,9 @@ class Stream:
                 return Round(await self._groups(reserved), last=True)
             if first and self._serves_early and await self._served(step):
                 return Round([], last=True)
-        size, limit = self._config.trainer.group_size, len(self._taken) + wanted
+
+        size = self._config.trainer.group_size
+        limit = len(self._taken) + wanted
 
         async def fresh() -> list[str]:
             beside = len(self._agents) + self._baseline
@@ -260,6 +269,7 @@ class Stream:
 
         with bar("waiting for attempts", wanted, "groups") as passed:
             groups = (await self._until(fresh))[:wanted]
+
         self._taken.update(groups)
         return Round(await self._groups(groups))
 
@@ -275,11 +285,13 @@ class Stream:
             for agent in self._agents:
                 of_agent = group_of_agent(name, agent)
                 trajectories += [row.trajectory for row in await self._read(group_id=of_agent)]
+
             if self._baseline:
                 trajectories += [
                     row.trajectory
                     for row in await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))
                 ]
+
         return trajectories
 
     async def _read(self, **filters: Unpack[TrajectoryFilter]) -> list[StoredTrajectory]:
@@ -300,9 +312,12 @@ class Stream:
                 if self._look_after is not None:
                     await self._look_after()
                 looked = time.monotonic()
+
             if self._stop():
                 raise StopAskedError("stopped while waiting for attempts")
+
             await asyncio.sleep(self._config.rollout.poll_s)
+
         return answer
 
 
@@ -312,7 +327,8 @@ class ColocatedRollouts:
     def __init__(
         self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
-        self._parts, self._config = parts, parts.config
+        self._parts = parts
+        self._config = parts.config
         self._sleepers = _sleepers(parts) if parts.config.rollout.sharing == "turns" else []
         """The engines, where they are to sleep while the trainer computes."""
         self._service = SamplerService(
@@ -358,7 +374,8 @@ class ColocatedRollouts:
     def _keep_version(self) -> None:
         """Under `wait`: groups that are under way are drawn from the present weights to their
         end."""
-        rollout, changing = self._config.rollout, self._parts.sampler.engines
+        rollout = self._config.rollout
+        changing = self._parts.sampler.engines
         for engine in dict.fromkeys(
             one for agent, one in changing.items() if version_of(self._config, agent, 0) is not None
         ):
@@ -413,6 +430,7 @@ def _sleepers(parts: Components) -> list[SleepingEngine]:
             f"rollout.sharing=turns: the engine {parts.config.engine.type!r} can't sleep while the "
             "trainer computes: set rollout.sharing=overlap"
         )
+
     return engines
 
 
@@ -426,13 +444,17 @@ class DisaggregatedRollouts:
         check: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
-        self._parts, self._stop, self._note = parts, stop, note
+        self._parts = parts
+        self._stop = stop
+        self._note = note
         self._elsewhere = parts.elsewhere
         """The engines that evaluate, where this process has none of its own: they get a step's
         weights before it is committed."""
+
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
         if self._elsewhere is not None:
             self._elsewhere.fed_by(self._published.look_after)
+
         self._lost = LostAttempts(parts.config, parts.store, note)
         self._stream = Stream(
             parts,

@@ -80,16 +80,20 @@ def train(
     check_agent(config, agent, tasks)
     check_tracing(config)
     view = view if view is not None else LiveView(config.run.name)
+
     if command == "sft":
         check_sft_parts(config, resume)
     else:
         check_parts(config, tasks, resume)
+
     if follows():
         follow(config)
         return
+
     if resume and is_given_up(config.run_dir):
         view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
         resume = False
+
     confirm = None
     if resume:
         changed = check_resume(config, command)
@@ -100,6 +104,7 @@ def train(
     else:
         check_folder(config)
         check_store(config)
+
     run_coroutine(
         run_training(
             config,
@@ -136,18 +141,27 @@ async def run_training(
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = _join(config, stack, stop_signals, view)
-        stopped, start = lambda: bool(stop_signals), ResumePoint()
+
+        def is_stopped() -> bool:
+            return bool(stop_signals)
+
+        start = ResumePoint()
         _begin_view(config, view)
         if resume:
-            stack.enter_context(only_trainer_here(folder, view, stopped))
+            stack.enter_context(only_trainer_here(folder, view, is_stopped))
             start, make_final = await _resumed(config, checkpoints, confirm, view.note)
+
         if loaded is None or start.checkpoint is not None:
             loaded = load_checked(config, start.checkpoint)
-        conversations = read_sft_data(config, loaded, view, stopped) if command == "sft" else None
+
+        conversations = (
+            read_sft_data(config, loaded, view, is_stopped) if command == "sft" else None
+        )
         end_stopped(stop_signals)
         if not resume:
             make_final = stack.enter_context(new_folder(config))
-            stack.enter_context(only_trainer_here(folder, view, stopped))
+            stack.enter_context(only_trainer_here(folder, view, is_stopped))
+
         processes = None if supervisor is None else supervisor(config, view.note)
         beside = bool(supervisor) or command == "learn"  # others sample for training
         async with open_components(
@@ -164,18 +178,32 @@ async def run_training(
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
-            given = (checkpoints, view, stopped, command, processes, submissions, ranks)
-            run = TrainingRun(parts, conversations, *given)
+
+            run = TrainingRun(
+                parts,
+                conversations,
+                checkpoints=checkpoints,
+                view=view,
+                is_stopped=is_stopped,
+                command=command,
+                processes=processes,
+                submissions=submissions,
+                ranks=ranks,
+            )
             _begin_folder(config, command, make_final, conversations)
             run.control = stack.enter_context(asked_through(folder, stop_signals, view))
-            run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))
+            run.log.tracking = stack.enter_context(tracked(config, command, view, is_stopped))
             stack.enter_context(lasting_heap())
+
             with run.log, run.background, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
+
             _conclude(run, resume)
+
         if config.tracking.report:
             await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
+
     end_stopped(stop_signals)
 
 

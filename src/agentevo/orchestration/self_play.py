@@ -25,17 +25,22 @@ class SelfPlayRollouts(SynchronousRollouts):
 
     def __init__(self, parts: Components) -> None:
         super().__init__(parts)
-        section, proposals = parts.config.tasks.self_play, parts.tasks.proposals
+        section = parts.config.tasks.self_play
+        proposals = parts.tasks.proposals
         assert section is not None and proposals is not None
-        self._section, self._group_size = section, proposals.group_size
+
+        self._section = section
+        self._group_size = proposals.group_size
         keys = (asked_key(task.query or "") for task in parts.tasks.never_trained())
         self._held_out = {key for key in keys if key is not None}
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         """The solver's groups, then the proposer's. `tasks`: the step's prompts."""
-        sampler, config = self._parts.sampler, self._parts.config
+        sampler = self._parts.sampler
+        config = self._parts.config
         for engine in self._parts.engines:
             await engine.forget_cache()
+
         sample = partial(
             sampler.sample,
             temperature=config.sampling.temperature,

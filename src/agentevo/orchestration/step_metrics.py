@@ -49,19 +49,24 @@ def rollout_metrics(
         metrics["response_length/clip_ratio"] = fmean(
             turn.finish_reason == "length" for turn in turns
         )
+
     if done:
         metrics["train/success"] = fmean(t.success for t in done)
         for key in sorted({key for t in done for key in t.metrics}):
             missing = 1.0 if key == "merge_rate" else 0.0
             metrics[f"agent/{key}"] = fmean(t.metrics.get(key, missing) for t in done)
+
         for name in sorted({name for t in done for name in t.reward_parts}):
             metrics[f"reward_parts/{name}/mean"] = fmean(
                 t.reward_parts.get(name, 0.0) for t in done
             )
+
         metrics |= _by_scorer(done)
+
     groups: dict[str, list[float]] = {}
     for t in done:
         groups.setdefault(t.group_id, []).append(t.reward)
+
     spreads = [pstdev(rewards) for rewards in groups.values()]
     if spreads:
         metrics |= {
@@ -69,6 +74,7 @@ def rollout_metrics(
             "group/reward_std/mean": fmean(spreads),
             "group/zero_std_ratio": fmean(spread == 0 for spread in spreads),
         }
+
     return metrics
 
 
@@ -79,16 +85,19 @@ def _by_scorer(done: Sequence[Trajectory]) -> dict[str, float]:
     for t in done:
         for name in {part.partition("/")[0] for part in t.reward_parts}:
             judged.setdefault(name, []).append(t)
+
     metrics: dict[str, float] = {}
     for name, attempts in sorted(judged.items()):
         if len(attempts) == len(done):
             continue
+
         own = [
             sum(value for part, value in t.reward_parts.items() if part.partition("/")[0] == name)
             for t in attempts
         ]
         metrics[f"reward_by_scorer/{name}/mean"] = fmean(own)
         metrics[f"reward_by_scorer/{name}/success"] = fmean(t.success for t in attempts)
+
     return metrics
 
 
@@ -101,10 +110,12 @@ def metrics_by_source(
         name = source_of(t.task_id)
         if t.status == "completed" and name is not None:
             by_source.setdefault(name, []).append(t)
+
     metrics: dict[str, float] = {}
     for name, attempts in sorted(by_source.items()):
         metrics[f"reward_by_source/{name}/mean"] = fmean(t.reward for t in attempts)
         metrics[f"reward_by_source/{name}/success"] = fmean(t.success for t in attempts)
+
     return metrics
 
 
@@ -120,6 +131,7 @@ def metrics_by_agent(
         of_agent = rollout_metrics(own, reasons)
         metrics |= {} if number else of_agent
         metrics |= {f"agents/{agent}/{name}": value for name, value in of_agent.items()}
+
     return metrics
 
 
@@ -158,6 +170,7 @@ def performance_metrics(
     metrics |= speed_metrics(trained, timings.get("update_actor", 0.0), peak_flops_per_s)
     if engine is None:
         return metrics
+
     generated = engine.get("engine/generated_tokens", 0.0)
     logical = trained.get("trainer/logical_tokens", 0.0)
     if generated:  # else engines of other processes draw, and count it themselves
@@ -167,6 +180,7 @@ def performance_metrics(
             "engine/prefix_hit_tokens": engine.get("engine/prefix_hit_tokens", 0.0),
             "engine/session_hit_tokens": engine.get("engine/session_hit_tokens", 0.0),
         }
+
     metrics |= {
         "perf/total_num_tokens": logical,
         "perf/time_per_step": step_s,

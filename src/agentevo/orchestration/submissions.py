@@ -80,11 +80,13 @@ class Submissions:
         another submission that is under way has, in whole or in part."""
         if self._over is not None:
             raise TrainingError(self._over)
+
         if submission.id not in self._ends:
             self._check_apart(submission)
             self._under_way[submission.id] = submission
             self._ends[submission.id] = asyncio.get_running_loop().create_future()
             self._waiting.put_nowait(submission)
+
         return self._ends[submission.id]
 
     def _check_apart(self, submission: Submission) -> None:
@@ -97,6 +99,7 @@ class Submissions:
                     f"train: the attempt {min(shared)!r} is in another submission that is under "
                     "way: no attempt is trained on twice; trainer.epochs makes several passes"
                 )
+
             for task in other.tasks:
                 if tasks.get(task.id, task) != task:
                     raise ConfigError(
@@ -121,6 +124,7 @@ class Submissions:
         """Saves a checkpoint of the committed weights, between two steps."""
         if self._over is not None:
             raise TrainingError(self._over)
+
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def work() -> None:
@@ -201,7 +205,8 @@ class SubmittedRollouts:
     the trainer changes the weights that it computes with."""
 
     def __init__(self, parts: Components, submissions: Submissions) -> None:
-        self._parts, self.submissions = parts, submissions
+        self._parts = parts
+        self.submissions = submissions
         self._sleepers = [
             engine
             for model, engine in parts.trained

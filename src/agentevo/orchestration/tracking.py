@@ -131,6 +131,7 @@ def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tup
     count = config.tracking.attempts
     if not count or not trajectories:
         return ()
+
     rows = [
         (
             one.task_id,
@@ -154,6 +155,7 @@ def _said(trajectory: Trajectory) -> str:
         for message in turn.messages:
             calls = "".join(f"\n-> {one.name}({one.arguments})" for one in message.tool_calls)
             parts.append(f"[{message.role}] {message.text}{calls}")
+
     text = "\n".join(parts)
     left_out = len(text) - LONGEST_TEXT
     return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}... ({left_out} characters more)"
@@ -187,6 +189,7 @@ def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | Non
             summary = without_secrets(json.loads((folder / "summary.json").read_bytes()))
         if config.tracking.log_model and state == "finished":
             artifacts |= _best_checkpoint(config)
+
     tracking.close(state, summary, figures=figures, artifacts=artifacts)
 
 

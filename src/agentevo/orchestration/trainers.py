@@ -45,13 +45,16 @@ def make_rollouts(
     program's own loop makes the attempts."""
     if submissions is not None:
         return SubmittedRollouts(parts, submissions)
+
     if apart:
         check = (lambda: None) if supervisor is None else supervisor.check
         return DisaggregatedRollouts(parts, stop, check, note)
+
     if parts.config.rollout.staleness and sampled:
         return ColocatedRollouts(parts, stop, note)
     if parts.config.tasks.self_play is not None:
         return SelfPlayRollouts(parts)
+
     return SynchronousRollouts(parts)
 
 
@@ -63,7 +66,8 @@ def make_trainer(
 ) -> tuple[Learner, BatchSource]:
     """Who trains the policy by the recipe's algorithm, and where its batches come from. `leader`:
     of the processes that train it together, where there are several."""
-    config, model = parts.config, parts.model
+    config = parts.config
+    model = parts.model
     if conversations is not None:
         batches = ConversationBatches(config, conversations)
         supervised = (
@@ -73,6 +77,7 @@ def make_trainer(
         )
         batches.measure = supervised.held_out
         return supervised, batches
+
     trainer: RolloutTrainer
     if config.algorithm.preference() is not None:
         make = partial(preference_trainer, config, demonstrations=solver_answers(parts))
@@ -95,9 +100,13 @@ def make_trainer(
             if leader is None
             else leader.make("policy")
         )
+
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
-    tasks, store, note = parts.tasks, parts.store, parts.note
+
+    tasks = parts.tasks
+    store = parts.store
+    note = parts.note
     return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, note)
 
 

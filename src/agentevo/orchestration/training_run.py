@@ -75,6 +75,7 @@ class TrainingRun:
         self,
         parts: Components,
         conversations: SFTData | None,
+        *,
         checkpoints: Checkpoints,
         view: LiveView,
         is_stopped: Callable[[], bool],
@@ -86,12 +87,16 @@ class TrainingRun:
         """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
         is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
         those of a program's own loop. `ranks`: with whom it trains."""
-        self.parts, self.checkpoints, self.view = parts, checkpoints, view
-        self.is_stopped, self.command = is_stopped, command
+        self.parts = parts
+        self.checkpoints = checkpoints
+        self.view = view
+        self.is_stopped = is_stopped
+        self.command = command
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
-        apart, sampled = processes is not None or command == "learn", conversations is None
+        apart = processes is not None or command == "learn"
+        sampled = conversations is None
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
@@ -101,8 +106,10 @@ class TrainingRun:
             supervisor=processes,
             submissions=submissions,
         )
+
         if submissions is not None:
             submissions.save = self.keep_checkpoint
+
         self.leader = (
             None
             if ranks is None
@@ -118,10 +125,13 @@ class TrainingRun:
         """Of the processes that train together, where there are several."""
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, self.leader)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
-        folder, config = parts.config.run_dir, parts.config
+        folder = parts.config.run_dir
+        config = parts.config
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.players, self.monitor = reference_players(parts), CollapseMonitor()
-        self.progress, self.end = Progress(), End()
+        self.players = reference_players(parts)
+        self.monitor = CollapseMonitor()
+        self.progress = Progress()
+        self.end = End()
         self.head = HeadFile(folder)
         self._recorded = 0
         """So many of the warnings are in the records of committed steps."""
@@ -136,13 +146,17 @@ class TrainingRun:
         """Brings trainer and progress to where the run stands: at its beginning, after a cold start
         if there is one, or at the newest committed step."""
         config = self.parts.config
-        self.end, self.head = start.end, HeadFile(config.run_dir)  # as write_config has left it
+        self.end = start.end
+        self.head = HeadFile(config.run_dir)  # as write_config has left it
         self.head.committed(self.end)
+
         for line in training_notes(self.parts):
             self.view.note(line)
+
         if resumed:
             something = start.checkpoint is not None or start.steps
             self.log.resume(start.end.step if something else -1)
+
         if start.checkpoint is not None:
             mapped = self.leader is not None and config.trainer.parallel.is_spread
             trainer_state, run_state = self.checkpoints.load(start.checkpoint, mapped=mapped)
@@ -150,12 +164,14 @@ class TrainingRun:
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
             await teach(self, again=bool(start.steps))
+
         if start.checkpoint is None and config.trainer.optimizer_from is not None:
             if isinstance(self.trainer, Led):
                 self.trainer.carry_on(config.trainer.optimizer_from)
             else:
                 trainer_state, _ = self.checkpoints.load(config.trainer.optimizer_from)
                 self.trainer.optimization.carry_on(trainer_state["optimization"])
+
         await replay_steps(self, start)
         for warning in start.warnings:
             self.warn(warning)
@@ -167,17 +183,21 @@ class TrainingRun:
             return  # the signal came while the policy was loaded or taught, or steps done again
         if nothing_left := self.progress.nothing_left(self._num_steps, self.command):
             self.view.note(nothing_left)
+
         await self.rollouts.begin(self.progress.step)
         if not self.progress.begun:
             if opening := self.source.opening_metrics():
                 self.log.log(0, opening)
+
             self.trainer.begin()
             try:
                 before = await self.evaluate("before", full=True)
             except StopAskedError:
                 return
+
             self.progress.before = self.progress.after = before
             self.progress.begun = True
+
         self.log.hand_over(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
@@ -186,19 +206,23 @@ class TrainingRun:
                     await obey(self)
                     if self.is_stopped():
                         break
+
                     with self.profiling.step(self.progress.step + 1):
                         committed = copy.deepcopy(self.progress)
                         try:
                             await self.step()
                         except StopAskedError:
                             break
+
         if self.progress.step > self.end.step:
             self._give_up_step(committed)
             self.background.settle(wait=True)
             return
+
         trains = self.parts.config.trainer.epochs > 0
         for text in self.progress.shortcomings(self.source.num_steps, trains=trains):
             self.warn(text)
+
         self.keep_checkpoint()
 
     def keep_checkpoint(self) -> None:
@@ -222,31 +246,40 @@ class TrainingRun:
 
     async def step(self) -> None:
         """One step, committed at its end."""
-        step, source = self.progress.step + 1, self.source
-        rollouts, trainer = self.rollouts, self.trainer
+        step = self.progress.step + 1
+        source = self.source
+        rollouts = self.rollouts
+        trainer = self.trainer
         started = time.perf_counter()
         counters = self.parts.engine_stats()
         self.view.phase(source.activity, f"step {step}")
+
         with phase(source.activity):
             collected = await source.collect(step)
+
         if step == 1:
             check_first_step(self.parts, collected.trajectories, self.command, self.head)
+
         sampled = time.perf_counter()
         async with rollouts.training():
             with phase("prepare"):
                 batch = await rollouts.compute(lambda: source.prepare(collected, step))
             with phase("store"):
                 trained_ids = await reserve(self.parts.store, step, collected, batch)
+
             prepared = time.perf_counter()
             self.view.phase("training", f"step {step}")
+
             updated = {}
             if batch.samples:
                 updated = await rollouts.compute(lambda: trainer.step(batch.samples))
                 await self._keep_numbers(step)
+
             trained = time.perf_counter()
             self.view.phase("publishing weights", f"version {step}")
             with phase("publish"):
                 await rollouts.swap(step)
+
         now = time.perf_counter()
         reasons = drop_reasons(collected, batch)
         timings = {
@@ -256,11 +289,13 @@ class TrainingRun:
             "update_weights": now - trained + self._announced_s,
             "step": now - started + self._announced_s,
         }
+
         metrics = step_metrics(step, collected, batch, updated)
         engine = None
         if source.samples_rollouts:
             metrics |= rollouts.stats() | drop_metrics(reasons)
             engine = counted_since(counters, self.parts.engine_stats())
+
         metrics |= performance_metrics(timings, engine, metrics, self.peak.flops_per_s)
 
         self.progress.step = step
@@ -271,12 +306,15 @@ class TrainingRun:
         self.progress.count(metrics, reasons, updated=bool(batch.samples))
         self.log.log(step, metrics, attempts_table(self.parts.config, collected.trajectories))
         self.observe(step, metrics)
+
         checkpoint = await self._milestones(last=step == source.num_steps)
         with phase("store"):
             plan = plan_of(self.parts.config, trained_ids, collected, batch, metrics)
             await self._commit(plan, metrics, checkpoint)
+
         if checkpoint is not None:
             self.checkpoints.prune()
+
         await self._announce(step)
         self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
 
@@ -291,7 +329,8 @@ class TrainingRun:
         numbers = getattr(self.trainer, "numbers", None)  # only of those that learn from attempts
         if isinstance(numbers, TokenNumbers):
             try:
-                found, folder = numbers.by_attempt(), self.parts.config.run_dir
+                found = numbers.by_attempt()
+                folder = self.parts.config.run_dir
                 await in_thread(write_numbers, folder, step, found)
             except OSError as error:
                 if not self._has_told_of_numbers:
@@ -312,7 +351,9 @@ class TrainingRun:
         `label` tells two of one step apart. Raises StopAskedError when somebody asks to stop
         meanwhile."""
         self.view.phase("evaluating", name)
-        started, step = time.perf_counter(), self.progress.step
+        started = time.perf_counter()
+
+        step = self.progress.step
         with phase("evaluation"):
             held_out = self.source.evaluate(self.is_stopped)
             played: dict[str, float] = {}
@@ -321,6 +362,7 @@ class TrainingRun:
                 found = await self._played(step, full=full, label=label)
                 played = found.metrics
                 self.progress.generated_tokens += found.num_tokens
+
         metrics = held_out | played
         if held_out:
             texts = (
@@ -328,11 +370,13 @@ class TrainingRun:
                 for key, value in held_out.items()
             )
             self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
+
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
         if found is not None and not self.progress.begun:
             check_first_evaluation(self.parts, found, self.command, self.head)
         if found is not None:
             self.view.evaluation(step, metrics, found.notes(self.parts.config))
+
         return metrics
 
     async def _played(self, step: int, *, full: bool, label: str) -> Evaluated:
@@ -350,7 +394,8 @@ class TrainingRun:
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
         """Evaluation and checkpoint of the step that has just been computed, when they are due;
         what is known of the latter."""
-        config, step = self.parts.config, self.progress.step
+        config = self.parts.config
+        step = self.progress.step
         value = None
         if last or (config.evaluation.every and step % config.evaluation.every == 0):
             self.progress.after = await self.evaluate(
@@ -361,7 +406,9 @@ class TrainingRun:
                 if self.parts.plays
                 else self.source.value(self.progress.after)
             )
-        every, best = config.checkpoint.every, self.checkpoints.best_value
+
+        every = config.checkpoint.every
+        best = self.checkpoints.best_value
         due = bool(every) and step % every == 0
         better = bool(every) and value is not None and (best is None or value > best)
         return self.save(value) if last or due or better else None
@@ -371,12 +418,15 @@ class TrainingRun:
         `value` is its evaluation, if any. None where it is written in the background, and no record
         will name it."""
         self.background.settle(wait=True)
-        step, copied = self.progress.step, self.parts.config.checkpoint.background
+        step = self.progress.step
+        copied = self.parts.config.checkpoint.background
         self.view.phase("saving", f"checkpoint of step {step}")
+
         write = self._writer(value, copied=copied)
         if copied:
             self.background.start(step, write)
             return None
+
         path = self.checkpoints.path(step).relative_to(self.parts.config.run_dir)
         return {"path": str(path), "sha256": write()}
 
@@ -392,8 +442,11 @@ class TrainingRun:
             "source": self.source.state_dict(),
             CHAIN: msgspec.to_builtins(self.end),
         }
-        parts, step = self.parts, self.progress.step
-        saved, beside = {"": parts.model}, parts.saved_beside
+
+        parts = self.parts
+        step = self.progress.step
+        saved = {"": parts.model}
+        beside = parts.saved_beside
         saved |= {folder: model for folder, (model, _) in beside.items()}
         shared: Contribution | None = None
         copies: dict[str, dict[str, torch.Tensor]] = {}
@@ -403,6 +456,7 @@ class TrainingRun:
             else:
                 trained, shared = self.leader.contribution(self.trainer, copied=copied)
                 trained, _ = split_state(trained)  # the parts are in what is shared
+
             if copied:
                 trained = copied_state(trained)
                 whole = {k: one for k, one in saved.items() if in_parts(one) is None}
@@ -434,7 +488,8 @@ class TrainingRun:
 
     def go_on_from(self, progress: Progress) -> None:
         """That much is committed, all its warnings included."""
-        self.progress, self._recorded = progress, len(progress.warnings)
+        self.progress = progress
+        self._recorded = len(progress.warnings)
 
     def stood_still(self, seconds: float) -> None:  # a pause is no part of `wall_s`
         self._clock += seconds

@@ -49,6 +49,7 @@ class Chart:
             if line.color is not None:
                 told["color"] = line.color
             lines.append(told)
+
         return {"x": list(self.x), "lines": lines, "share": self.share, "name_of_x": self.name_of_x}
 
     @property

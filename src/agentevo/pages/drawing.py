@@ -16,8 +16,10 @@ from agentevo.pages.words import number as written
 
 SPARK_POINTS = 60
 CHART_POINTS = 300
-HUGE, TINY = 1e150, 1e-150
-"""Between them numbers are drawn to scale."""
+HUGE = 1e150
+"""Numbers up to it are drawn to scale."""
+TINY = 1e-150
+"""Numbers from it on are drawn to scale."""
 LEAST_SPAN = 0.02
 """Of the largest value: what differs by less is drawn as equal."""
 
@@ -46,11 +48,13 @@ def thinned(values: Sequence[float], most: int) -> list[float]:
     """At most so many values: the mean of each stretch."""
     if len(values) <= most:
         return list(values)
+
     edges = [round(number * len(values) / most) for number in range(most + 1)]
     means = []
     for start, end in itertools.pairwise(edges):
         finite = [value for value in values[start:end] if math.isfinite(value)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
+
     return means
 
 
@@ -63,6 +67,7 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 24) -> Ma
         return Markup('<svg class="spark" width="{}" height="{}" aria-hidden="true"></svg>').format(
             width, height
         )
+
     low, high = _range(finite)
     lines = _lines(
         [
@@ -82,6 +87,7 @@ def sparkline(values: Sequence[float], width: int = 120, height: int = 24) -> Ma
     )
     x = 2 + end[0] * (width - 6) / (len(points) - 1)
     y = height - 3 - (end[1] - low) / (high - low) * (height - 6)
+
     return Markup(
         '<svg class="spark" width="{w}" height="{h}" viewBox="0 0 {w} {h}" aria-hidden="true">'
         '<path d="{d}"/><circle cx="{x:.1f}" cy="{y:.1f}" r="2"/></svg>'
@@ -94,24 +100,28 @@ def _drawable(value: float) -> float:
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """From the lowest to the highest, which differ by LEAST_SPAN at least; -1 to 1 of zeros."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     largest = max(abs(low), abs(high))
     least = max(LEAST_SPAN * largest, TINY) if largest else 1.0
     if high - low < least:
         middle = low / 2 + high / 2
         return middle - least, middle + least
+
     return low, high
 
 
 def _lines(points: Sequence[tuple[float, float] | None]) -> str:
     """The path of a line with gaps."""
-    parts, pen_is_down = [], False
+    parts = []
+    pen_is_down = False
     for point in points:
         if point is None:
             pen_is_down = False
             continue
         parts.append(f"{'L' if pen_is_down else 'M'}{point[0]:.1f} {point[1]:.1f}")
         pen_is_down = True
+
     return "".join(parts)
 
 
@@ -139,14 +149,17 @@ def scale(
                     n=name, x=x(value)
                 )
             )
+
     last = after if after is not None else before
     if before is not None and after is not None:
         parts.append(
             Markup('<line class="gain" x1="{}" x2="{}" y1="9" y2="9"/>').format(x(before), x(after))
         )
         parts.append(Markup('<circle class="before" cx="{}" cy="9" r="3"/>').format(x(before)))
+
     if last is not None:
         parts.append(Markup('<circle class="after" cx="{}" cy="9" r="4"/>').format(x(last)))
+
     return Markup(
         '<svg class="scale" width="{w}" height="18" viewBox="0 0 {w} 18" aria-hidden="true">'
         "{p}</svg>"
@@ -166,8 +179,10 @@ def line_chart(
     finite = [value for _, values in lines for value in values if math.isfinite(value)]
     if not finite or not x:
         return Markup("")
+
     low, high = _range(finite)
-    left, span = x[0], (x[-1] - x[0]) or 1.0
+    left = x[0]
+    span = (x[-1] - x[0]) or 1.0
     paths = []
     for number, (_, values) in enumerate(lines):
         every = max(1, math.ceil(len(values) / CHART_POINTS))
@@ -185,6 +200,7 @@ def line_chart(
                 (number if colors is None else colors[number]) % 8, _lines(points)
             )
         )
+
     labels = Markup(
         '<text x="44" y="14" class="y">{top}</text><text x="44" y="{by}" class="y">{bottom}</text>'
         '<text x="48" y="{bx}">{first}</text><text x="{right}" y="{bx}" class="y">{last}</text>'
@@ -211,6 +227,7 @@ def timeline(
     end = max((start + length for start, length, _, _ in segments), default=0.0)
     if not end or not math.isfinite(end):
         return Markup("")
+
     parts = [
         Markup('<rect class="f{c}" x="{x:.2f}" y="4" width="{w:.2f}" height="{h}">').format(
             c=color % 8,

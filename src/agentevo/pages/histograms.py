@@ -9,7 +9,9 @@ from markupsafe import Markup, escape
 
 from agentevo.pages.words import number
 
-WIDTH, HEIGHT, FOOT = 320, 84, 16
+WIDTH = 320
+HEIGHT = 84
+FOOT = 16
 _BAR = (
     '<a href="{href}" aria-label="{said}"{now}><title>{said}</title>'
     '<rect class="room" x="{x:.2f}" y="0" width="{w:.2f}" height="{all}"/>'
@@ -35,6 +37,7 @@ def histogram(title: str, bars: Sequence[Bar], *, is_whole: bool = False) -> Mar
     most = max((bar.size for bar in bars), default=0)
     if not most:
         return Markup("")
+
     width = WIDTH / len(bars)
     drawn = []
     for place, bar in enumerate(bars):
@@ -59,6 +62,7 @@ def histogram(title: str, bars: Sequence[Bar], *, is_whole: bool = False) -> Mar
                     good=good,
                 )
             )
+
     return Markup(
         '<svg class="histogram" viewBox="0 0 {w} {h}" role="group" aria-label="{title}">{bars}'
         '<text x="0" y="{foot}">{low}</text><text x="{w}" y="{foot}" class="y">{high}</text></svg>'
@@ -78,5 +82,6 @@ def _edge(value: float, is_whole: bool, inwards: float) -> str:
 
 
 def _span(bar: Bar, is_whole: bool) -> str:
-    low, high = _edge(bar.low, is_whole, 0.5), _edge(bar.high, is_whole, -0.5)
+    low = _edge(bar.low, is_whole, 0.5)
+    high = _edge(bar.high, is_whole, -0.5)
     return low if low == high else f"{low} to {high}"

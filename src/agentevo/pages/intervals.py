@@ -67,6 +67,7 @@ def interval_scale(
                     n=name, x=x(value)
                 )
             )
+
     parts.append(
         Markup('<line class="band" x1="{}" x2="{}" y1="9" y2="9"/>').format(x(one.low), x(one.high))
     )

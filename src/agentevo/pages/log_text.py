@@ -24,6 +24,7 @@ def log_text(data: bytes, *, is_cut: bool, most_lines: int = 400) -> str:
         lines = lines[1:]
     if lines and not lines[-1]:
         lines.pop()
+
     # A carriage return at the end overwrites nothing yet.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines[-most_lines:]]
     return "\n".join(shown(line, MOST_LINE) for line in lines)

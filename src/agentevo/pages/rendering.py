@@ -66,6 +66,7 @@ def environment() -> jinja2.Environment:
         interval_scale=intervals.interval_scale,
         json=drawing.as_json,
     )
+
     return made
 
 

@@ -25,7 +25,8 @@ SCRIPTS = ("still.js", "agentevo.js", "tokens.js")
 
 def render_still(template: str, *, scripts: Sequence[str] = (), **data: Any) -> str:
     """The HTML of `templates/TEMPLATE`, which extends still_layout.html."""
-    style, script = assets.inline_style(*STYLES), assets.inline_script(*SCRIPTS, *scripts)
+    style = assets.inline_style(*STYLES)
+    script = assets.inline_script(*SCRIPTS, *scripts)
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
         f"script-src '{_digest(script)}'; form-action 'none'; base-uri 'none'"

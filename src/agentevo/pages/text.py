@@ -49,6 +49,7 @@ def shown(value: object, limit: int = LIMIT) -> str:
     else:
         whole = value if isinstance(value, str) else str(value)
         length = len(whole)
+
     cut = whole[:limit].replace("\r\n", "\n")
     text = _BROKEN.sub("\ufffd", cut).translate(_SYMBOLS)
     return text if length <= limit else f"{text}… ({length:,} characters)"

@@ -18,15 +18,18 @@ def number(value: float | None, digits: int = 3) -> str:
         return NONE
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+
     size = abs(value)
     if size and (size < 10 ** -(digits + 1) or size >= 1e7):
         return f"{value:.2e}".replace("-", "−", 1 if value < 0 else 0)
+
     if size >= 100 or value == int(value):
         text = f"{value:,.0f}"
     elif size < 10 ** (1 - digits):  # of which fixed places would leave nothing or one figure
         text = f"{value:.{max(digits - 1, 1)}g}"
     else:
         text = f"{value:.{max(digits - (size >= 1) - (size >= 10), 1)}f}"
+
     return text.replace("-", "−")
 
 
@@ -75,11 +78,13 @@ def duration(seconds: float | None) -> str:
         return f"{max(seconds, 0):.2f} s"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
+
     minutes = round(seconds) // 60
     if minutes < 60:
         return f"{minutes} m {round(seconds) % 60:02d} s"
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} m"
+
     return f"{minutes // 1440} d {minutes % 1440 // 60:02d} h"
 
 
@@ -87,12 +92,15 @@ def ago(then: float | None, now: float | None = None) -> str:
     """How long ago a moment of Unix time was: `just now`, `3 m ago`, `2 d ago`."""
     if then is None:
         return NONE
+
     seconds = (time.time() if now is None else now) - then
     if seconds < 10:
         return "just now"
+
     for limit, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
         if seconds >= limit:
             return f"{seconds // limit:.0f} {unit} ago"
+
     return f"{seconds:.0f} s ago"
 
 

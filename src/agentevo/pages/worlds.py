@@ -42,7 +42,8 @@ MEANINGS = (
 """Class -> words of a legend that mean it; the first one counts."""
 LEGEND = re.compile(r"^Symbols: (.{1,400})$", re.MULTILINE)
 MAX_SIDE = 40
-MIN_ROWS, MIN_COLUMNS = 2, 3
+MIN_ROWS = 2
+MIN_COLUMNS = 3
 
 
 class Piece(NamedTuple):
@@ -70,6 +71,7 @@ def legend_of(texts: Iterable[str]) -> Legend:
                 )
                 if len(symbol) == 1 and kind:
                     found[symbol] = "lost" if kind == "hole" and "player" in meaning else kind
+
     return found
 
 
@@ -91,10 +93,12 @@ def pieces(text: str, legend: Legend = NO_LEGEND) -> list[Piece]:
             and end - start < MAX_SIDE
         ):
             end += 1
+
         if width and end - start >= MIN_ROWS:
             if plain:
                 found.append(Piece("\n".join(plain), []))
                 plain = []
+
             rows = [
                 [(symbol, symbols[symbol]) for symbol in _symbols(line)]
                 for line in lines[start:end]
@@ -104,8 +108,10 @@ def pieces(text: str, legend: Legend = NO_LEGEND) -> list[Piece]:
         else:
             plain.append(lines[start])
             start += 1
+
     if plain:
         found.append(Piece("\n".join(plain), []))
+
     return found
 
 

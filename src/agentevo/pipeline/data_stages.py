@@ -40,8 +40,10 @@ class EvaluateStage(StageKind):
         if player is None:
             return
         assert config is not None
+
         if model is not None:
             raise ConfigError("options.player: it plays, and so does `model`: leave one of them")
+
         if player not in config.remote_models and "://" not in player:
             known = ", ".join(config.remote_models) or "none"
             raise ConfigError(
@@ -58,10 +60,13 @@ class EvaluateStage(StageKind):
             words += ["--checkpoint", player]
         if options.temperature is not None:
             words += ["--temperature", str(options.temperature)]
+
         for file in options.tasks:
             words += ["--tasks", file]
+
         if job.resume and self._has_failed(job):
             return [*words, "--resume", "--retry-failed"]
+
         return [*words, "--resume"] if job.resume else words
 
     def is_finished(self, job: Job) -> bool:
@@ -95,6 +100,7 @@ def measured(folder: Path) -> Made:
                     f"{name}_low": float(one["low"]),
                     f"{name}_high": float(one["high"]),
                 }
+
         tokens = round(float(model["tokens"] or 0.0) * int(model["attempts"]))
         return Made({}, numbers, tokens, float(model["cost"]))
     except (AgentEvoError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -190,8 +196,16 @@ class PreferencesStage(StageKind):
         options: PreferencesOptions = job.options
         out = str(job.folder / "pairs.jsonl")
         return [
-            *(*AGENTEVO, "trajectories", "export", options.source, out, "--pairs"),
-            *("--per-task", str(options.per_task), "--margin", str(options.min_margin)),
+            *AGENTEVO,
+            "trajectories",
+            "export",
+            options.source,
+            out,
+            "--pairs",
+            "--per-task",
+            str(options.per_task),
+            "--margin",
+            str(options.min_margin),
         ]
 
     def is_finished(self, job: Job) -> bool:
@@ -210,5 +224,7 @@ def _lines(file: Path) -> int:
         return sum(1 for line in rows if line.strip())
 
 
-EVALUATE, SCORE = EvaluateStage(), ScoreStage()
-FILTER, PREFERENCES = FilterStage(), PreferencesStage()
+EVALUATE = EvaluateStage()
+SCORE = ScoreStage()
+FILTER = FilterStage()
+PREFERENCES = PreferencesStage()

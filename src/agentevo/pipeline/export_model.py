@@ -19,6 +19,7 @@ def export_model(source: Path, out: Path) -> None:
     names = {path.name for path in source.iterdir()} if source.is_dir() else set()
     if not names & {"config.json", "adapter_config.json"}:
         raise ConfigError(f"{source}: there is no model: give the folder of a checkpoint")
+
     with must_write(out), atomic_folder(out) as staging:
         for path in source.iterdir():
             if path.name in OF_TRAINING:

@@ -23,17 +23,20 @@ def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
     assert one.measures is not None
     if one.measures == START:
         return {}
+
     numbers: dict[str, float] = {}
     parent = parent_of(standing, one.measures)
     for name, before in (("gain", parent), ("gain_from_start", START)):
         state = standing.state.stages.get(f"{before}@{HELD_OUT}")
         if state is None or state.status != "finished":
             continue
+
         folders = [standing.dir / HELD_OUT / which for which in (before, one.measures)]
         found = gain_between(folders[0], folders[1])
         if found is not None:
             value, low, high = found
             numbers |= {name: value, f"{name}_low": low, f"{name}_high": high}
+
     return numbers
 
 
@@ -50,15 +53,19 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
         found = [value for name in ids if (value := _success(standing, name)) is not None]
         if not found:
             continue
+
         if best is None or found[-1] > best + rule.min_gain:
-            best, without = found[-1], 0
+            best = found[-1]
+            without = 0
         else:
             without += 1
+
         if without >= rule.rounds_without_gain:
             return (
                 f"rounds {number - without + 1} to {number} brought no gain of more than "
                 f"{100 * rule.min_gain:g} points over {100 * best:.1f}% of the held-out tasks"
             )
+
     return ""
 
 
@@ -81,9 +88,11 @@ def parent_of(standing: Standing, measured: str) -> str:
         ]
         if not targets:
             return START
+
         measured = targets[0]
         if standing.plan.by_id[measured].is_measured:
             return measured
+
     return START
 
 
@@ -103,8 +112,10 @@ def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None
         lines = [list(ResultsFolder(path).attempts().values()) for path in (before, after)]
     except (AgentEvoError, OSError):
         return None
+
     if not all(lines):
         return None
+
     found = summarise({"before": lines[0], "after": lines[1]}, 1, {})["differences"][0]
     one = found["pass_at"]["1"]
     return None if one is None else (one["value"], one["low"], one["high"])

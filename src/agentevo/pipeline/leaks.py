@@ -56,19 +56,23 @@ class Leaks:
         """Takes up a stage's tasks and data, as far as its files are there. Raises LeakError where
         it trains on a task that it or a stage that was seen before holds out, or holds out one that
         was trained on."""
-        held_out, trained = Asked(), Asked()
+        held_out = Asked()
+        trained = Asked()
         if config.tasks.given and _are_there(config.tasks.train):
             source = TaskSource(config, None)
             tasks = source.held_out()
             for task in tasks:
                 held_out.add(_question(task), where)
+
             if trains_on == "tasks":
                 names = {task.id for task in tasks}
                 for task in source.given():
                     if task.id not in names:
                         trained.add(_question(task), where)
+
         for text in _data_of(config, trains_on):
             trained.add(text, where)
+
         self.held_out.of = {**held_out.of, **self.held_out.of}
         self.trained.of = {**trained.of, **self.trained.of}
         self._refuse([*held_out.of, *trained.of])
@@ -81,6 +85,7 @@ class Leaks:
             if key in self.held_out.of and key in self.trained.of:
                 pair = self.trained.of[key][1], self.held_out.of[key][1]
                 both.setdefault(pair, []).append(key)
+
         if both:
             raise LeakError(
                 "\n".join(
@@ -107,6 +112,7 @@ def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
             if _are_there([source]):
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
                     yield from _questions(row.messages)
+
     given = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
     pairs = given.get(trains_on)
     if pairs is not None and _are_there([str(pairs)]):

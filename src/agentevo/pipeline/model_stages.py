@@ -110,4 +110,6 @@ class CommandStage(StageKind):
         return {"file": folder / "file", "checkpoint": folder / "checkpoint"}
 
 
-MERGE, EXPORT, COMMAND = MergeStage(), ExportStage(), CommandStage()
+MERGE = MergeStage()
+EXPORT = ExportStage()
+COMMAND = CommandStage()

@@ -70,13 +70,16 @@ class Plan:
             return []
         if reference.scope == "previous":
             return self._of_rounds(reference, of, of.group, of.round - 1)
+
         names = reference.names
         if of.group is not None and len(names) == 1:
             inner = instance_id(of.group, of.round, names[0])
             if inner in self.by_id:
                 return [inner]
+
         if len(names) == 1 and names[0] in self.by_id:
             return [names[0]]
+
         return self._of_rounds(reference, of, names[0], None)
 
     def _of_rounds(
@@ -85,6 +88,7 @@ class Plan:
         inner = reference.names[-1] if reference.scope == "previous" and reference.names else ""
         if reference.scope == "stages" and len(reference.names) == 2:
             inner = reference.names[1]
+
         rounds = [
             one
             for one in self.instances
@@ -93,6 +97,7 @@ class Plan:
         own = [one for one in rounds if one.id == instance_id(group or "", one.round, inner)]
         if not own:
             raise ReferenceProblem(_unknown(self, reference, of))
+
         found = [one for one in own if last is None or one.round <= last]
         return [one.id for one in sorted(found, key=lambda one: -one.round)]
 
@@ -100,11 +105,13 @@ class Plan:
 def _unknown(plan: Plan, reference: Reference, of: Instance) -> str:
     if reference.scope == "previous" and of.group is None:
         return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
+
     known = list(dict.fromkeys(one.path[-1] for one in plan.instances if one.measures is None))
     known += [one for one in dict.fromkeys(o.group for o in plan.instances) if one is not None]
     wanted = ".".join(reference.names)
     guess = nearest(reference.names[-1] if reference.names else "", known)
     hint = f"did you mean {guess}? " if guess else ""
+
     return (
         f"${{{reference.text}}}: there is no such stage as {wanted or 'this'!r}: {hint}there are "
         f"{', '.join(sorted(set(known)))}"
@@ -130,16 +137,19 @@ def make_plan(config: PipelineConfig, where: str) -> Plan:
                 except ConfigError as error:
                     problems.append(f"{_place(path)}.kind: {error}")
                     continue
+
                 repeated = stage.is_repeated
                 id_ = instance_id(name, number, inner) if repeated else name
                 group = name if repeated else None
                 bare.append(Instance(id_, path, own, kind, group, number))
+
     if not problems:
         plan = Plan(tuple(bare))
         needs = {one.id: _needs(plan, one, config, problems) for one in bare}
         if not problems:
             measured = tuple(_with_measurements(bare, needs, config))
             return Plan(_in_order(measured, where))
+
     lines = dict.fromkeys(problems)
     raise ConfigError("\n".join(f"{where}: {line}" for line in lines))
 
@@ -156,7 +166,8 @@ def _needs(
     plan: Plan, one: Instance, config: PipelineConfig, problems: list[str]
 ) -> dict[str, None]:
     """Ids that it waits for, in order; appends what is wrong to `problems`."""
-    place, needs = _place(one.path), dict[str, None]()
+    place = _place(one.path)
+    needs = dict[str, None]()
     try:
         for text in one.stage.when:
             condition(text)
@@ -164,6 +175,7 @@ def _needs(
             needs |= _referred(plan, one, reference)
     except (ReferenceProblem, ValueError) as error:
         problems.append(f"{place}: {error}")
+
     outer = config.stages[one.path[0]]
     for name in dict.fromkeys([*one.stage.needs, *outer.needs]):
         parts = tuple(name.split("."))
@@ -172,14 +184,17 @@ def _needs(
             needs |= dict.fromkeys(_all_of(plan, one, name) or plan.targets(wanted, one))
         except ReferenceProblem as error:
             problems.append(f"{place}.needs: {str(error).partition(': ')[2]}")
+
     if one.round > 1:  # rounds follow one another
         needs |= {
             other.id: None
             for other in plan.instances
             if other.group == one.group and other.round == one.round - 1
         }
+
     if one.id in needs:
         problems.append(f"{place}: refers to itself: name another stage, or ${{stage.folder}}")
+
     return needs
 
 
@@ -198,6 +213,7 @@ def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None
         raise ReferenceProblem("${round}: only a repeated stage has rounds: set repeat")
     if reference.scope in ("round", "stage"):
         return needs
+
     targets = plan.targets(reference, one)
     if not targets and reference.fallback is None:
         raise ReferenceProblem(
@@ -205,28 +221,33 @@ def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None
             f"behind a bar, ${{{reference.text}|stages.NAME.{reference.key}}} or "
             f"${{{reference.text}|MODEL}}"
         )
+
     for target in targets:
         _check_key(plan.by_id[target], reference)
         is_gain = reference.key.partition("_low")[0].partition("_high")[0] in GAINS
         is_measured = is_gain and plan.by_id[target].is_measured
         needs[f"{target}@{HELD_OUT}" if is_measured else target] = None
+
     return needs
 
 
 def _check_key(target: Instance, reference: Reference) -> None:
     """Raises ReferenceProblem for a key that the stage never has."""
-    kind, key = target.kind, reference.key
+    kind = target.kind
+    key = reference.key
     if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated(target)}:
         made = ", ".join(["folder", *kind.makes, *_stated(target)])
         raise ReferenceProblem(
             f"${{{reference.text}}}: a stage of the kind {target.stage.kind} makes no {key}; "
             f"it has {made}"
         )
+
     if key in ("url", "key") and key not in kind.says:
         raise ReferenceProblem(
             f"${{{reference.text}}}: a stage of the kind {target.stage.kind} has no {key}: "
             "refer to one of the kind serve"
         )
+
     if key in GAINS and not target.is_measured and target.stage.kind not in ("evaluate", "score"):
         raise ReferenceProblem(
             f"${{{reference.text}}}: the stage is not measured on the held-out tasks: set "
@@ -250,6 +271,7 @@ def _with_measurements(
         yield Instance(
             f"{START}@{HELD_OUT}", (), StageConfig(kind="evaluate"), kind, measures=START
         )
+
     by_id = {one.id: one for one in measured}
     for one in bare:
         own = {
@@ -258,6 +280,7 @@ def _with_measurements(
         }
         if one.round > 1 and config.stages[one.path[0]].stop is not None:
             own |= {f"{need}@{HELD_OUT}": 0 for need in list(own) if need in by_id}
+
         whole = Instance(
             one.id, one.path, one.stage, one.kind, one.group, one.round, tuple(own), None
         )
@@ -287,10 +310,12 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
     for name, needs in waits.items():
         for need in needs:
             after[need].append(name)
+
     ready: list[int] = []
     for name, needs in waits.items():
         if not needs:
             heappush(ready, place[name])
+
     ordered: list[Instance] = []
     while ready:
         one = instances[heappop(ready)]
@@ -299,18 +324,21 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
             waits[name].discard(one.id)
             if not waits[name]:
                 heappush(ready, place[name])
+
     if len(ordered) < len(instances):
         ring = _ring({name: needs for name, needs in waits.items() if needs})
         raise ConfigError(
             f"{where}: stages: {' -> '.join(ring)} wait for one another: none can be first; take "
             "one of these references or needs away"
         )
+
     return tuple(ordered)
 
 
 def _ring(waits: Mapping[str, set[str]]) -> list[str]:
     """One ring of those that wait: each waits for the next."""
-    name, seen = next(iter(waits)), list[str]()
+    name = next(iter(waits))
+    seen = list[str]()
     while name not in seen:
         seen.append(name)
         name = next(need for need in sorted(waits[name]) if need in waits)

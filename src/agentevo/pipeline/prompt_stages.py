@@ -53,6 +53,7 @@ class PromptsStage(StageKind):
             cost = sum(float(one["cost"]) for one in found["remote_models"])
         except (AgentEvoError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{file} is damaged: delete the stage's folder") from error
+
         return Made({"file": job.folder / "texts.yaml"}, numbers, cost=cost)
 
     def planned(self, folder: Path) -> dict[str, Path]:

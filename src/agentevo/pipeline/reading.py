@@ -67,14 +67,17 @@ def find_pipeline(word: str) -> Path:
     """A YAML path, or the file of a packaged pipeline. Raises ConfigError."""
     if problem := name_problem(word):
         raise ConfigError(f"pipeline {sources.shortened(word)!r}: {problem}")
+
     known = packaged_pipelines()
     if word.endswith((".yaml", ".yml")):
         if os.path.isfile(word):
             return Path(word)
         names = ", ".join(known)
         raise ConfigError(f"pipeline {word}: no such file (packaged pipelines: {names})")
+
     if word in known:
         return known[word]
+
     guess = nearest(word, list(known))
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
@@ -104,14 +107,17 @@ def build_pipeline(
     where relative paths start (default: the current one), `name` is the default of its name."""
     for override in overrides:
         tree = _overridden(tree, override)
+
     try:
         config = PipelineConfig.model_validate({"name": name, **tree})
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_lines(error, where))) from error
+
     home = (folder or Path.cwd()).absolute()
     pipeline = Pipeline(config, where, home, make_plan(config, where))
     _check_names(pipeline)
     check_recipes(pipeline)
+
     return pipeline
 
 
@@ -123,21 +129,28 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
         if one["type"] not in SAID_BY_ITSELF:
             lines.append(f"{where}: {_wrong_value(one)}")
             continue
+
         if one["type"] == "extra_forbidden":
             model = StageConfig if one["loc"][0] == "stages" else PipelineConfig
             guess = nearest(str(one["loc"][-1]), list(model.model_fields))
             hint = f": did you mean {guess}?" if guess else ""
             what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
+
         lines.append(f"{where}: {sources.shortened(key or 'pipeline')}: {what}")
+
     return lines
 
 
 def _wrong_value(error: ErrorDetails) -> str:
     """The line about a value of the wrong type or range, of a pipeline or of a stage in it."""
     model: type[pydantic.BaseModel] = PipelineConfig
-    place, loc = "", error["loc"]
+    place = ""
+    loc = error["loc"]
     while len(loc) > 2 and loc[0] == "stages":
-        model, place, loc = StageConfig, f"{place}.stages.{loc[1]}", loc[2:]
+        model = StageConfig
+        place = f"{place}.stages.{loc[1]}"
+        loc = loc[2:]
+
     line = entry_problem(place, model, {**error, "loc": loc})
     return line.removeprefix(".")
 
@@ -149,6 +162,7 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
         value = parse_yaml(text)
     except ParseError as error:
         raise ConfigError(f"override {sources.shortened(override)}: {error}") from error
+
     parts = _full_key(tree, key.split("."), override)
     for part in reversed(parts):
         value = {part: value}
@@ -158,10 +172,12 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
 
 def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[str]:
     """`rl.trainer.steps` -> stages.rl.config.trainer.steps."""
-    first, stages = parts[0], tree.get("stages")
+    first = parts[0]
+    stages = tree.get("stages")
     names = list(stages) if isinstance(stages, Mapping) else []
     if first in PipelineConfig.model_fields and first not in names:
         return parts if first != "stages" else _full_key(tree, parts[1:] or [""], override)
+
     if first not in names:
         guess = nearest(first, [*names, *PipelineConfig.model_fields])
         hint = f"did you mean {guess}? " if guess else ""
@@ -169,6 +185,7 @@ def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[
             f"override {sources.shortened(override)}: {first!r} is no stage and no key of a "
             f"pipeline: {hint}the stages are {', '.join(names)}"
         )
+
     return ["stages", first, *_below_stage(stages[first], parts[1:], override)]  # type: ignore[index]
 
 
@@ -176,14 +193,17 @@ def _below_stage(stage: Any, parts: list[str], override: str) -> list[str]:
     inner = stage.get("stages") if isinstance(stage, Mapping) else None
     if isinstance(inner, Mapping) and parts and parts[0] in inner:
         return ["stages", parts[0], *_below_stage(inner[parts[0]], parts[1:], override)]
+
     if not parts:
         raise ConfigError(
             f"override {sources.shortened(override)}: names a stage and no key of it: write "
             "STAGE.repeat=3 or STAGE.trainer.steps=10"
         )
+
     is_own = parts[0] in StageConfig.model_fields and (parts[0] != "model" or len(parts) == 1)
     if is_own or isinstance(inner, Mapping):
         return parts
+
     return ["config", *parts]
 
 
@@ -198,6 +218,7 @@ def _check_names(pipeline: Pipeline) -> None:
             f"overwrite would delete {pipeline.dir}, where you are: give the pipeline a folder of "
             "its own with dir"
         )
+
     if config.table is not None:
         from agentevo.runs.result_table import check_page
 
@@ -209,12 +230,16 @@ def check_recipes(pipeline: Pipeline) -> None:
     rounds, and compares held-out tasks with what is trained on. What other stages will make stands
     for itself by its future path. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
-    recipes, leaks, problems = pipeline.recipes(seed), Leaks(), list[str]()
+    recipes = pipeline.recipes(seed)
+
+    leaks = Leaks()
+    problems = list[str]()
     leaked: set[bytes] = set()
     measured = False
     for one in pipeline.plan.instances:
         if one.round > 2 or (one.measures is not None and measured):
             continue
+
         measured = measured or one.measures is not None
         place = f"{pipeline.where}: {recipes.place(one)}"
         try:
@@ -231,6 +256,7 @@ def check_recipes(pipeline: Pipeline) -> None:
                 line if line.startswith((f"{pipeline.where}:", "override")) else f"{place}: {line}"
                 for line in lines
             ]
+
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
@@ -246,9 +272,11 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
     """The recipe of a stage before anything has run. Raises ConfigError."""
     meaning = _Planned(pipeline, one)
-    kind, stage = one.kind, one.stage
+    kind = one.kind
+    stage = one.stage
     options = read_options(one, replaced(stage.options, meaning))
     model = replaced(stage.model, meaning) if stage.model is not None else None
+
     if not kind.reads_recipe:
         if stage.recipe or stage.config or stage.model:
             raise ConfigError(
@@ -256,10 +284,12 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
             )
         kind.check(None, options, None)
         return None
+
     tree, folder = recipes.tree(one, model)
     run_dir = stage_folder(pipeline.dir, one)
     config = recipes.read(one, replaced(_without_texts(tree), meaning), folder, run_dir)
     kind.check(config, options, model)
+
     looked_at = one.measures is not None or stage.kind in ("train", "sample", "sft")
     if looked_at and not list(references_in(tree)):
         from agentevo.orchestration.checks import check_parts, check_sft_parts
@@ -269,6 +299,7 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
             check_sft_parts(config, resume=later)
         else:
             check_parts(config, None, resume=later)
+
     return config
 
 
@@ -284,12 +315,16 @@ def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
             if wrong["type"] not in SAID_BY_ITSELF:
                 lines.append(entry_problem("options", one.kind.Options, wrong))
                 continue
+
             if wrong["type"] == "extra_forbidden":
                 known = ", ".join(one.kind.Options.model_fields) or "none"
                 what = f"is no option of the kind {one.stage.kind}, which has {known}"
+
             if wrong["type"] == "missing":
                 what = "must be given"
+
             lines.append(f"options.{key}: {what}")
+
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -304,23 +339,27 @@ class _Planned:
     """What references stand for before anything has run."""
 
     def __init__(self, pipeline: Pipeline, one: Instance) -> None:
-        self.pipeline, self.one = pipeline, one
+        self.pipeline = pipeline
+        self.one = one
 
     def __call__(self, reference: Reference) -> str | float:
         if reference.scope == "round":
             return self.one.round
         if reference.scope == "stage":
             return str(stage_folder(self.pipeline.dir, self.one))
+
         targets = self.pipeline.plan.targets(reference, self.one)
         if not targets:
             fallback = reference.fallback
             assert fallback is not None
             return self(fallback) if isinstance(fallback, Reference) else fallback
+
         target = self.pipeline.plan.by_id[targets[0]]
         folder = stage_folder(self.pipeline.dir, target)
         if reference.key == "folder":
             return str(folder)
         if reference.key in target.kind.says:
             return target.kind.says[reference.key]
+
         planned = target.kind.planned(folder)
         return str(planned[reference.key]) if reference.key in planned else 0.0

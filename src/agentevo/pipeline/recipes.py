@@ -32,7 +32,10 @@ class Recipes:
 
     def __init__(self, config: PipelineConfig, where: str, home: Path, seed: int) -> None:
         """`home`: the folder of the pipeline's file."""
-        self.config, self.where, self.home, self.seed = config, where, home, seed
+        self.config = config
+        self.where = where
+        self.home = home
+        self.seed = seed
         self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
 
     def tree(self, one: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
@@ -47,20 +50,26 @@ class Recipes:
         else:
             name = one.stage.recipe or self.config.recipe
             changes.append((f"stages.{'.'.join(one.path)}.config", one.stage.config))
+
         tree, folder = self._recipe(name)
         for key, change in changes:
             own = self._own(nested(change), key)
             tree = with_changes(tree, own)
+
         if one.measures is not None:
             return self._for_held_out(tree, one), folder
+
         tree = sources.overlay(tree, one.kind.fixed(None))
         if model is not None:
             tree = with_model(tree, model, nested(one.stage.config))
+
         if one.stage.reference != "start":
             given = {"reference_model": one.stage.reference}
             tree = sources.overlay(tree, {"algorithm": given})
+
         if one.stage.optimizer == "carried":
             tree = sources.overlay(tree, {"trainer": {"optimizer_from": model}})
+
         return tree, folder
 
     def _texts(self, one: Instance) -> dict[str, Any]:
@@ -78,6 +87,7 @@ class Recipes:
                 beside = self.home / os.path.expanduser(name)
                 path = beside if os.path.isfile(beside) else sources.find_recipe(name)
                 self._read[name] = (sources.read_yaml(path), path.parent)
+
         return self._read[name]
 
     def _own(self, change: dict[str, Any], key: str) -> dict[str, Any]:
@@ -90,11 +100,14 @@ class Recipes:
                     f"{self.where}: {key}: sets {leaf}, which the pipeline decides for each stage: "
                     "remove it"
                 )
+
         for section, keys in FILE_KEYS.items():
             if section in change:
                 change[section] = with_absolute_paths(change[section], keys, self.home)
+
         if isinstance(change.get("import"), list):
             change["import"] = [self._imported(one) for one in change["import"]]
+
         return change
 
     def _imported(self, module: Any) -> Any:
@@ -120,6 +133,7 @@ class Recipes:
         }
         if self.config.parallel > 1:
             tree = sources.overlay({"run": {"threads": 1}}, tree)
+
         return build_config(
             sources.overlay(tree, own),
             where=f"{self.where}: {self.place(one)}",
@@ -146,6 +160,7 @@ def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> d
     given = dict(section) if isinstance(section, Mapping) else {}
     if model != "tiny" and not (isinstance(own.get("model"), Mapping) and "tiny" in own["model"]):
         given.pop("tiny", None)
+
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
         lora = given.get("lora")  # an adapter brings its own settings, but for those of the base
         kept = (
@@ -154,4 +169,5 @@ def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> d
         given["lora"] = {**kept, "adapter": model}
     else:
         given["name"] = model
+
     return {**tree, "model": given}

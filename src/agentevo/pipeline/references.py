@@ -55,17 +55,21 @@ def parsed(text: str) -> Reference:
         fallback = parsed(rest) if is_reference else rest
         if rest == "":
             raise ReferenceProblem(f"${{{text[:80]}}} has nothing after `|`")
+
     if written == "round":
         return Reference("round", (), "", fallback)
+
     scope, *parts = (part.strip() for part in written.split("."))
     if scope == "stage" and parts == ["folder"]:
         return Reference("stage", (), "folder", fallback)
+
     most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
     if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(one) for one in parts):
         raise ReferenceProblem(
             f"${{{text[:80]}}} is no reference: write ${{stages.NAME.checkpoint}}, "
             "${previous.checkpoint}, ${stage.folder} or ${round}"
         )
+
     return Reference(scope, tuple(parts[:-1]), parts[-1], fallback)
 
 
@@ -97,7 +101,9 @@ def replaced(value: Any, meaning: Callable[[Reference], str | float]) -> Any:
         return [replaced(one, meaning) for one in value]
     if not isinstance(value, str):
         return value
+
     whole = _REFERENCE.fullmatch(value.strip())
     if whole:
         return meaning(parsed(whole["text"]))
+
     return _REFERENCE.sub(lambda match: str(meaning(parsed(match["text"]))), value)

@@ -41,9 +41,11 @@ def over_seeds(values: Sequence[float]) -> Figure | None:
     """The module's formula; of one value the interval is unknown: the whole line."""
     if not values:
         return None
+
     mean = fmean(values)
     if len(values) == 1:
         return Figure(mean, -math.inf, math.inf)
+
     place = len(values) - 2
     t = T_975[place] if place < len(T_975) else 1.96 + 2.6 / (place + 1)
     margin = t * stdev(values) / math.sqrt(len(values))
@@ -56,9 +58,12 @@ def figure(states: Sequence[StageState], name: str) -> Figure | None:
     ends = (f"{name}_low", f"{name}_high")
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
         return Figure(values[0], *(states[0].numbers[end] for end in ends))
-    found, bounds = over_seeds(values), _BOUNDS.get(name)
+
+    found = over_seeds(values)
+    bounds = _BOUNDS.get(name)
     if found is None or bounds is None or not all("success" in one.numbers for one in states):
         return found
+
     return Figure(found.value, max(found.low, bounds[0]), min(found.high, bounds[1]))
 
 
@@ -95,6 +100,7 @@ def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str
         write_atomic(pipeline.dir / "table.md", table)
         write_atomic(pipeline.dir / "table.json", json.dumps(found, indent=1))
         write_atomic(pipeline.dir / "report.html", report_html(pipeline, standings, rows))
+
     return {**found, "table": table}
 
 
@@ -141,10 +147,12 @@ class StageRow(NamedTuple):
 
 def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
     """A row for each stage and round, the first model before them. `states`: of each seed."""
-    first, rows = f"{START}@{HELD_OUT}", []
+    first = f"{START}@{HELD_OUT}"
+    rows = []
     for name in states[0].stages:
         if "@" in name and name != first:
             continue
+
         own = [state.stages[name] for state in states if name in state.stages]
         measurement = name if name == first else f"{name}@{HELD_OUT}"
         all_measured = [state.stages.get(measurement) for state in states]
@@ -164,6 +172,7 @@ def stage_rows(states: Sequence[PipelineState]) -> list[StageRow]:
                 "; ".join(reasons)[:300],
             )
         )
+
     return rows
 
 
@@ -183,6 +192,7 @@ def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
                 format_duration(row.wall_s) if row.wall_s else "",
             ]
         )
+
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"{text}\n\n{legend(standings)}\n"
 
@@ -195,6 +205,7 @@ def legend(standings: Sequence[Standing]) -> str:
             f"One seed ({seeds}). Intervals are those of a mean over the held-out tasks, and say "
             "nothing of other seeds. The gain is over the model that the stage began with."
         )
+
     return (
         f"Means over {len(standings)} seeds ({seeds}) with 95% intervals by Student's t. The gain "
         "is over the model that the stage began with; time is that of one seed."
@@ -230,6 +241,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
         ("tokens", f"{sum(one.tokens for one in states):,}", ""),
     ]
     tree = config.model_dump(mode="json", exclude_unset=True)
+
     return render_still(
         "pipeline_report.html",
         name=config.name,
@@ -254,10 +266,12 @@ def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
     for name, state in standing.state.stages.items():
         if "@" in name or not state.digest:
             continue
+
         used = ", ".join(f"{one.stage}.{one.key} {one.sha256[:10]}" for one in state.inputs)
         made = ", ".join(
             f"{key} {one.sha256[:10]}" for key, one in state.outputs.items() if key != "folder"
         )
         seed = "" if state.seed is None else str(state.seed)
         rows.append([name, seed, used, made, str(state.starts), state.digest[:10]])
+
     return f"seed {standing.seed}", rows

@@ -73,10 +73,12 @@ def run_pipeline(
     choice = choice or Choice()
     view = view or SweepView(pipeline.config.name)
     _check(pipeline, resume, choice)
+
     if pipeline.config.overwrite and not resume and pipeline.dir.exists():
         with held_lock(pipeline.dir, LOCK, "pipeline"):
             pass
         shutil.rmtree(pipeline.dir)
+
     pipeline.dir.mkdir(parents=True, exist_ok=True)
     with view, held_lock(pipeline.dir, LOCK, "pipeline") as lock:
         standings = [Standing(pipeline, folder, seed, choice) for seed, folder in _seeds(pipeline)]
@@ -91,17 +93,20 @@ def run_pipeline(
                 life.serve_on()
             finally:
                 life.servers.close()
+
     end_stopped(was_asked)
     if failures:
         number = len(failures)
         what = f"{number} stage{'s' * (number != 1)} failed; --resume tries again"
         raise AgentEvoError("\n".join([what, *failures]))
+
     if life.over:
         view.note(f"stopped: {life.over}; a larger budget goes on with --resume")
     elif pipeline.config.table is not None:
         from agentevo.runs.result_table import write_table
 
         write_table(pipeline.config.table, results["table"])
+
     return results
 
 
@@ -115,30 +120,37 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
 def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
     """Raises ConfigError, before anything is created or deleted."""
     check_alone("a pipeline")
-    folder, config = pipeline.dir, pipeline.config
+    folder = pipeline.dir
+    config = pipeline.config
     holds = is_pipeline_folder(folder)
+
     if resume and config.overwrite:
         raise ConfigError(
             "--resume goes on with the pipeline in the folder and overwrite deletes it: give only "
             "one of the two"
         )
+
     if resume and not holds:
         raise ConfigError(
             f"{short(folder)}: there is no pipeline to resume: leave --resume out, or give its "
             "folder with dir"
         )
+
     if holds and not resume and not config.overwrite:
         raise ConfigError(
             f"{short(folder)} holds a pipeline already: go on with it with --resume, give another "
             "dir, or delete it with overwrite=true"
         )
+
     if not holds and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         raise ConfigError(f"{short(folder)} is not empty and no pipeline: give another dir")
+
     if resume and bool(config.seeds) == (folder / STATE).is_file():
         raise ConfigError(
             f"{short(folder)} was begun {'without' if config.seeds else 'with'} seeds: resume it "
             "so, or give another dir"
         )
+
     known = {name for one in pipeline.plan.instances for name in names_of(one)} - {""}
     for name in (*choice.only, *choice.skip, *([choice.start] if choice.start else [])):
         if name not in known:
@@ -169,8 +181,11 @@ class _Life:
         lock: int,
         received: Sequence[int],
     ) -> None:
-        self.pipeline, self.standings, self.view = pipeline, standings, view
-        self.lock, self.received = lock, received
+        self.pipeline = pipeline
+        self.standings = standings
+        self.view = view
+        self.lock = lock
+        self.received = received
         self.under_way: list[_UnderWay] = []
         self.servers = Servers(view.note)
         self.failures: list[str] = []
@@ -189,6 +204,7 @@ class _Life:
             if state.status == "finished"
         ]
         self.view.plan(instances, done)
+
         try:
             while self._go_on():
                 self._heed()
@@ -196,6 +212,7 @@ class _Life:
                 for run in [one for one in self.under_way if one.process.poll() is not None]:
                     self.under_way.remove(run)
                     self._ended(run)
+
                 self._look_at_servers()
                 self.servers.end_idle()
                 self._pass_time()
@@ -208,9 +225,11 @@ class _Life:
             for run in self.under_way:
                 run.process.kill()
                 run.process.wait()
+
         for one in self.standings:
             one.state.status = self._status(one)
             one.write()
+
         return self.failures
 
     def _go_on(self) -> bool:
@@ -227,6 +246,7 @@ class _Life:
                 waits = waits or not (standing.is_over or standing.running)
         elif self.servers.is_starting:
             self.servers.end_starting()
+
         return bool(self.under_way) or self.servers.is_starting or waits
 
     def _tell(self, standing: Standing) -> None:
@@ -246,6 +266,7 @@ class _Life:
         if decided.one.kind.serves:
             self._start_server(standing, decided)
             return
+
         job = standing.begin(decided)
         log = standing.dir / "logs" / f"{decided.one.id}.log"
         threads = job.config.run.threads if job.config is not None else None
@@ -266,6 +287,7 @@ class _Life:
         except (OSError, ValueError) as error:  # no such program
             self._not_started(standing, decided, error)
             return
+
         name = f"{self._prefix(standing)}{decided.one.id}"
         self.under_way.append(_UnderWay(standing, decided, process, log, name))
         self.view.started(name, "resumed" if job.resume else "started")
@@ -280,6 +302,7 @@ class _Life:
         except OSError as error:
             self._not_started(standing, decided, error)
             return
+
         self.view.started(name, "started")
 
     def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
@@ -297,6 +320,7 @@ class _Life:
             self.view.ended(one.name, f"serves at {url}", one.seconds, ok=True)
             recipe = short(one.job.recipe) if one.job.recipe is not None else ""
             self.view.note(f"{one.name}: by itself: agentevo serve --openai {recipe}")
+
         for one, how in failed:
             one.standing.ended_server(one.decided, how, one.seconds)
             self._failed(one.standing, one.decided, how, one.log, one.seconds)
@@ -311,12 +335,15 @@ class _Life:
         """When all has ended well, serves what is to be kept until somebody asks to stop."""
         if self.failures or self.over or self.received:
             return
+
         self.servers.end_idle()
         if self.servers.under_way:
             self.view.note("serving until Ctrl-C")
+
         while self.servers.under_way and not self.received:
             time.sleep(POLL_S)
             self._look_at_servers()
+
         if self.failures:
             for one in self.standings:
                 one.state.status = self._status(one)
@@ -331,10 +358,12 @@ class _Life:
         if failure:
             self._failed(run.standing, run.decided, failure, run.log, seconds)
             return
+
         state = run.standing.state.stages[run.decided.one.id]
         if state.status == "stopped":
             self.view.ended(run.name, "stopped", seconds, ok=False)
             return
+
         self.view.ended(
             run.name, _outcome(state.numbers, measures=run.decided.one.measures), seconds, ok=True
         )
@@ -351,9 +380,11 @@ class _Life:
         wanted = len(self.received) or (1 if self.over.startswith("hours") else 0)
         if wanted <= self._heeded:
             return
+
         self._heeded = wanted
         for run in self.under_way:
             run.process.send_signal(signal.SIGKILL if wanted > 1 else signal.SIGINT)
+
         again = "" if wanted > 1 else " cleanly; press Ctrl-C again to stop at once"
         self.view.note(f"stopping{again}")
 
@@ -362,6 +393,7 @@ class _Life:
         now = time.monotonic()
         for one in self.standings:
             one.state.wall_s += (now - self._clock) / len(self.standings)
+
         self._clock = now
         self._over_budget()
         if now - self._saved > SAVED_EVERY_S:
@@ -370,7 +402,8 @@ class _Life:
                 one.write()
 
     def _over_budget(self) -> bool:
-        budget, states = self.pipeline.config.budget, [one.state for one in self.standings]
+        budget = self.pipeline.config.budget
+        states = [one.state for one in self.standings]
         hours = sum(one.wall_s for one in states) / 3600
         used = {
             "hours": (budget.hours, hours),
@@ -382,6 +415,7 @@ class _Life:
                 unfinished = [one for one in self.standings if not one.is_over]
                 if unfinished:
                     self.over = f"{name} of the budget are used ({value:.6g} of {limit:g})"
+
         return bool(self.over)
 
     def _status(self, one: Standing) -> Any:

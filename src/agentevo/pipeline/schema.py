@@ -120,18 +120,21 @@ class StageConfig(Section):
             raise ValueError("optimizer=carried goes on with that of `model`: give model")
         if not self.stages:
             return self
+
         own = self.model_fields_set - {"repeat", "stop", "stages", "needs"}
         if own:
             raise ValueError(
                 f"a group of stages has repeat, stop, needs and stages, and no {sorted(own)[0]}: "
                 "give that to the stages in it"
             )
+
         for name, stage in self.stages.items():
             if stage.stages or stage.repeat > 1:
                 raise ValueError(
                     f"stages.{name} is repeated within a group, and one level is all there is: "
                     "give it a place of its own"
                 )
+
         return self
 
     @property
@@ -204,11 +207,13 @@ class PipelineConfig(Section):
         planned = sum(one.repeat * max(1, len(one.stages)) for one in self.stages.values())
         if planned > MAX_STAGES:
             raise ValueError(f"there are {planned:,} stages, and at most {MAX_STAGES:,} are run")
+
         needs_held_out = [name for name, one in self.stages.items() if one.stop is not None]
         if needs_held_out and self.held_out is None:
             raise ValueError(
                 f"stages.{needs_held_out[0]}.stop asks for gains on held-out tasks: give held_out"
             )
+
         return self
 
 

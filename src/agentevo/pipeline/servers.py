@@ -72,6 +72,7 @@ class Servers:
         log = job.folder / LOG
         with must_write(log):
             (job.folder / SERVING / URL).unlink(missing_ok=True)
+
         environment = {**more, **self.keys_for(standing, decided)}
         process = GuardedServer(decided.one.kind.words(job), log, environment)
         server = StageServer(standing, decided, process, name, log, job)
@@ -80,12 +81,14 @@ class Servers:
 
     def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
         """Those that answer from now on, and those that failed with how they did."""
-        ready, failed = [], []
+        ready = []
+        failed = []
         for one in list(self.under_way):
             how = one.process.ended().partition(";")[0]
             limit = one.job.options.start_s
             if not how and not one.answers and one.seconds > limit:
                 how = f"has not answered within {limit:g} s"
+
             if how:
                 one.process.close()
                 self.under_way.remove(one)
@@ -93,6 +96,7 @@ class Servers:
             elif not one.answers and _answers(one.job):
                 one.answers = True
                 ready.append(one)
+
         return ready, failed
 
     def end_idle(self) -> None:
@@ -140,6 +144,7 @@ def _with_port(job: Job, url: str) -> Job:
     port = urlsplit(url).port
     if port is None or job.options.port:
         return job
+
     from agentevo.errors import ConfigError
     from agentevo.inference.http_server import open_socket
 
@@ -148,6 +153,7 @@ def _with_port(job: Job, url: str) -> Job:
             pass
     except ConfigError:
         return job
+
     return replace(job, options=job.options.model_copy(update={"port": port}))
 
 
@@ -155,6 +161,7 @@ def _answers(job: Job) -> bool:
     url = read_url(job.folder / SERVING)
     if url is None:
         return False
+
     headers = {"Authorization": f"Bearer {key_of(job)}"}
     try:
         answer = httpx.get(  # no proxy is to see the key
@@ -162,4 +169,5 @@ def _answers(job: Job) -> bool:
         )
     except httpx.HTTPError:
         return False
+
     return answer.status_code == 200

@@ -23,9 +23,11 @@ def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
         return {key: replaced_texts(one, texts) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [replaced_texts(one, texts) for one in value]
+
     if isinstance(value, str):
         for path, digest in texts.items():
             value = value.replace(path, digest)
+
     return value
 
 
@@ -39,10 +41,12 @@ def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
             found[section] = {
                 key: _named(value) if key in keys else value for key, value in given.items()
             }
+
     if "import" in found:
         found["import"] = _named(found["import"])
     if isinstance(agent := found.get("agent"), Mapping) and agent.get("tools"):
         found["agent"] = {**agent, "tools": [_with_named_corpus(one) for one in agent["tools"]]}
+
     return found
 
 
@@ -70,11 +74,13 @@ def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
                 path = Path(str(source))
                 if source is not None and path.exists() and not path.is_relative_to(dir_):
                     found[f"file.{section}.{key}.{path.name}"] = digest_of_path(path) or ""
+
     for tool in getattr(config.agent, "tools", ()) if config is not None else ():
         corpus = (getattr(tool, "options", None) or {}).get(CORPUS)
         path = Path(str(corpus)).expanduser()
         if corpus is not None and path.is_file() and not path.is_relative_to(dir_):
             found[f"file.agent.tools.{path.name}"] = _digest_of_corpus(path)
+
     return found
 
 

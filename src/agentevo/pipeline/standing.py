@@ -107,6 +107,7 @@ class Standing:
                 f"{self.dir} was begun with seed={state.seed} and not {self.seed}: resume it so, "
                 "or give another dir"
             )
+
         kept = state.stages
         fresh = {one.id: StageState(kind=one.stage.kind) for one in self.plan.instances}
         state.stages = {name: kept.get(name, new) for name, new in fresh.items()}
@@ -129,6 +130,7 @@ class Standing:
             decided = self._decide(one)
             if decided is not None:
                 return decided
+
         return None
 
     @property
@@ -143,10 +145,14 @@ class Standing:
             if state.status == "finished" or not failed:
                 self._settle(one)  # as it is: its own time has not come
                 return None
+
             if state.status != "failed":
-                state.status, state.why = "waiting", f"waits for {failed[0]}"
+                state.status = "waiting"
+                state.why = f"waits for {failed[0]}"
+
             self._settle(one)
             return None
+
         try:
             reason = self._left_out(one)
             if not reason:
@@ -154,12 +160,15 @@ class Standing:
         except NothingThereError as error:
             reason = str(error)
         except ConfigError as error:
-            state.status, state.why = "failed", str(error)
+            state.status = "failed"
+            state.why = str(error)
             self.failures.append(f"{one.id}: {error}")
             self._settle(one)
             return None
+
         if state.status != "skipped":
             self.notes.append(f"{one.id}: left out: {reason}")
+
         self.state.stages[one.id] = StageState(
             kind=one.stage.kind, status="skipped", why=reason, starts=state.starts
         )
@@ -194,17 +203,20 @@ class Standing:
         """Why the stage is not run, by the pipeline's own rules or as asked; empty where it is."""
         if names_of(one) & set(self.choice.skip) and self._is_unfinished(one):
             return "as asked by --skip"
+
         outer = self.pipeline.config.stages.get(one.path[0]) if one.path else None
         if outer is not None and outer.stop is not None and one.round > 1:
             reason = why_rounds_end(self, one, outer.stop)
             if reason:
                 return reason
+
         for text in one.stage.when:
             test = condition(text)
             reference = parsed(test.left.removeprefix("${").removesuffix("}"))
             value = self._meaning(one, reference, [])
             if not isinstance(value, (int, float)) or not test.holds(float(value)):
                 return f"{text} does not hold ({value})"
+
         return ""
 
     # Whether it is as it was.
@@ -215,6 +227,7 @@ class Standing:
         if job.config is not None:
             place = f"{self.pipeline.where}: {self.recipes.place(one)}"
             self.leaks.see(job.config, place, one.kind.trains_on)
+
         digest = digest_of(setting)
         is_same = state.digest == digest and one.id not in self._again
         if state.status == "finished" and is_same and self._is_whole(state):
@@ -223,17 +236,21 @@ class Standing:
                 return None
             job = replace(job, resume=one.kind.can_resume(job))
             return Decided(one, job, setting, inputs)
+
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and one.kind.is_finished(job):  # a kill came between its end and our record
             self.finished(one, job, inputs)
             return None
+
         for used in inputs:
             if self.plan.by_id[used.stage].kind.serves and used.stage not in self.alive:
                 return self._woken(self.plan.by_id[used.stage])
+
         if is_begun:
             job = replace(job, resume=one.kind.can_resume(job))
         elif state.status != "waiting" and state.digest:
             self.notes.append(f"{one.id}: is run again: {self._why_again(one, state, setting)}")
+
         self._again.discard(one.id)
         return Decided(one, job, setting, inputs)
 
@@ -265,7 +282,9 @@ class Standing:
         """Records that the stage's server has ended by itself."""
         state = self.state.stages[decided.one.id]
         state.wall_s += seconds
-        state.status, state.why, state.ended_at = "failed", how, time.time()
+        state.status = "failed"
+        state.why = how
+        state.ended_at = time.time()
         self.running.discard(decided.one.id)
         self.alive.discard(decided.one.id)
         self._settle(decided.one)
@@ -286,7 +305,8 @@ class Standing:
     def _job(self, one: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
         """The stage with every reference resolved, and what it is made of. Raises
         NothingThereError, ConfigError."""
-        stage, folder = one.stage, stage_folder(self.dir, one)
+        stage = one.stage
+        folder = stage_folder(self.dir, one)
         digests = {str(folder): "stage.folder"}
 
         def meaning(reference: Reference) -> str | float:
@@ -299,6 +319,7 @@ class Standing:
         model: Any = self._measured_model(one, meaning, inputs)
         if stage.model is not None:
             model = str(replaced(stage.model, meaning))
+
         written = self._options(one)
         options = read_options(one, replaced(written, meaning))
         config: RunConfig | None = None
@@ -308,18 +329,23 @@ class Standing:
             tree = replaced(self._with_made_texts(begun, one, digests, inputs), meaning)
             config = self.recipes.read(one, tree, home, folder)
             one.kind.check(config, options, model)
+
         recipe = self.dir / "recipes" / f"{one.id}.yaml" if config is not None else None
         job = Job(one.id, folder, options, recipe, config, model, take=stage.take)
+
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
         if not one.kind.serves:  # what is served is the same, wherever and how long
             given = replaced_texts(replaced(written, meaning), digests)
             setting |= dict(as_setting(given, "options"))
+
         setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
         if config is not None:
             setting["run.seed"] = str(config.run.seed)
+
         inputs[:] = {(used.stage, used.key): used for used in inputs}.values()
         for used in inputs:
             setting[f"input.{used.stage}.{used.key}"] = used.sha256
+
         return job, setting
 
     def _options(self, one: Instance) -> Mapping[str, Any]:
@@ -338,9 +364,11 @@ class Standing:
         assert one.measures is not None
         if self.state.stages[one.measures].status != "finished":
             raise NothingThereError(f"{one.measures} was left out")
+
         measured = self.plan.by_id[one.measures]
         if not measured.kind.makes_texts:
             return str(self._output(one.measures, "checkpoint", inputs))
+
         began_with = measured.stage.model
         return None if began_with is None else str(replaced(began_with, meaning))
 
@@ -353,6 +381,7 @@ class Standing:
         assert one.measures is not None
         if not self.plan.by_id[one.measures].kind.makes_texts:
             return tree
+
         file = str(self._output(one.measures, "file", inputs))
         digests[file] = f"{one.measures}:{inputs[-1].sha256}"
         return sources.overlay(tree, {"agent": {"texts": file}})
@@ -363,13 +392,16 @@ class Standing:
             return one.round
         if reference.scope == "stage":
             return str(stage_folder(self.dir, one))
+
         for target in self.plan.targets(reference, one):
             if self.state.stages[target].status == "finished":
                 return self._output(target, reference.key, inputs)
+
         if isinstance(reference.fallback, Reference):
             return self._meaning(one, reference.fallback, inputs)
         if reference.fallback is None:
             raise NothingThereError(f"${{{reference.text}}} was left out")
+
         return reference.fallback
 
     def _output(self, target: str, key: str, inputs: list[Input]) -> str | float:
@@ -380,13 +412,16 @@ class Standing:
             name = state.outputs["folder"].sha256 if "folder" in state.outputs else state.digest
             inputs.append(Input(stage=target, key=key, sha256=name))
             return str(folder)
+
         if key in state.says:  # wherever it is served, it is the same
             inputs.append(Input(stage=target, key=key, sha256=state.digest))
             return state.says[key]
+
         if key in state.outputs:
             path = self.path_of(state.outputs[key])
             inputs.append(Input(stage=target, key=key, sha256=digest_of_path(path) or "missing"))
             return str(path)
+
         measurement = self.state.stages.get(f"{target}@{HELD_OUT}")
         numbers = {**(measurement.numbers if measurement else {}), **state.numbers}
         if key not in numbers:
@@ -395,21 +430,25 @@ class Standing:
                 f"{self.pipeline.where}: ${{stages.{target}.{key}}}: {target} has no {key}: it "
                 f"has {known}"
             )
+
         return numbers[key]
 
     # What becomes of it.
 
     def begin(self, decided: Decided) -> Job:
         """Makes the folder and the recipe's file, and records that the stage runs."""
-        one, job = decided.one, decided.job
+        one = decided.one
+        job = decided.job
         if not job.resume and job.folder.exists():
             shutil.rmtree(job.folder)
+
         with must_write(job.folder):
             if job.recipe is not None and job.config is not None:
                 job.recipe.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(job.recipe, to_yaml(job.config))
             if not one.kind.makes_folder:
                 job.folder.mkdir(parents=True, exist_ok=True)
+
         before = self.state.stages[one.id]
         self.state.stages[one.id] = StageState(
             kind=one.stage.kind,
@@ -424,14 +463,17 @@ class Standing:
         )
         self.running.add(one.id)
         self.write()
+
         return job
 
     def ended(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
         """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
         and may have ended by the signal itself."""
-        one, state = decided.one, self.state.stages[decided.one.id]
+        one = decided.one
+        state = self.state.stages[decided.one.id]
         state.wall_s += seconds
         self.running.discard(one.id)
+
         how = ""
         if code == 0 and one.kind.is_finished(decided.job):
             try:
@@ -439,16 +481,21 @@ class Standing:
                 return ""
             except ConfigError as error:
                 how = str(error)
+
         state.ended_at = time.time()
         if code in (130, 143) or (asked and code < 0):
-            state.status, state.why = "stopped", ""
+            state.status = "stopped"
+            state.why = ""
             self._settle(one)
             return ""
+
         if code:
             how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         elif not how:
             how = f"ended well, but has not made what a stage of the kind {one.stage.kind} makes"
-        state.status, state.why = "failed", how
+
+        state.status = "failed"
+        state.why = how
         self._settle(one)
         return how
 
@@ -460,12 +507,19 @@ class Standing:
         outputs = {"folder": Output(path=self._within(job.folder), sha256=name)}
         for key, path in made.outputs.items():
             outputs[key] = Output(path=self._within(path), sha256=digest_of_path(path) or "")
+
         state.numbers = dict(made.numbers)
         if one.measures is not None:
             state.numbers |= add_gains(self, one)
-        state.outputs, state.inputs, state.says = outputs, inputs, dict(made.says)
-        state.tokens, state.cost = made.tokens, made.cost
-        state.status, state.why, state.ended_at = "finished", "", time.time()
+
+        state.outputs = outputs
+        state.inputs = inputs
+        state.says = dict(made.says)
+        state.tokens = made.tokens
+        state.cost = made.cost
+        state.status = "finished"
+        state.why = ""
+        state.ended_at = time.time()
         self._settle(one)
 
     def _within(self, path: Path) -> str:

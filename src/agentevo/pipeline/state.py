@@ -24,7 +24,9 @@ from agentevo.errors import ConfigError
 from agentevo.files import must_write, open_regular, write_atomic
 from agentevo.pipeline.schema import MAX_STAGES
 
-STATE, FILE, LOCK = "pipeline.json", "pipeline.yaml", ".lock"
+STATE = "pipeline.json"
+FILE = "pipeline.yaml"
+LOCK = ".lock"
 Status = Literal["waiting", "running", "finished", "failed", "stopped", "skipped"]
 LARGEST = 2**53
 """Of a count."""
@@ -114,11 +116,14 @@ def read_state(folder: Path) -> PipelineState:
     try:
         with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
+
         if len(content) > MAX_BYTES:
             raise OSError(f"it has more than {MAX_BYTES:,} bytes")
+
         found = msgspec.json.decode(content, type=PipelineState)
         if len(found.stages) > MOST_STATES:
             raise OSError(f"it has more than {MOST_STATES:,} stages")
+
         return found
     except FileNotFoundError as error:
         raise ConfigError(
@@ -158,6 +163,7 @@ def digest_of_path(path: Path) -> str | None:
         return _digest_of_file(path)
     if not path.is_dir():
         return None
+
     whole = hashlib.sha256()
     found = False
     for file in sorted(path.rglob("*")):
@@ -165,6 +171,7 @@ def digest_of_path(path: Path) -> str | None:
             found = True
             whole.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
             whole.update(_digest_of_file(file).encode())
+
     return whole.hexdigest() if found else None
 
 

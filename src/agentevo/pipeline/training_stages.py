@@ -40,6 +40,7 @@ class RunStage(StageKind):
 
         summary = _summary(job.folder)
         assert summary is not None
+
         found = Checkpoints(job.folder / "checkpoints", 1).find(job.take)
         evaluation = summary["eval"]
         numbers = {
@@ -48,6 +49,7 @@ class RunStage(StageKind):
             if evaluation.get(name) is not None
         }
         asked = (summary.get("remote_models") or {}).get("asked", [])
+
         return Made(
             {"checkpoint": found},
             {**numbers, "steps": float(summary["steps"])},
@@ -150,10 +152,14 @@ class RewardModelStage(StageKind):
             raise ConfigError(
                 f"{job.folder / 'reward_model.json'} is damaged: delete the stage's folder"
             ) from error
+
         return Made({"checkpoint": job.folder / "model"}, numbers)
 
     def planned(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 
-TRAIN, SFT, SAMPLE, REWARD_MODEL = TrainStage(), SftStage(), SampleStage(), RewardModelStage()
+TRAIN = TrainStage()
+SFT = SftStage()
+SAMPLE = SampleStage()
+REWARD_MODEL = RewardModelStage()

@@ -38,8 +38,10 @@ def condition(text: str) -> Condition:
         right = float(match["right"]) if match else math.nan
     except ValueError:
         right = math.nan
+
     if match is None or not math.isfinite(right):
         raise ValueError(
             f"when: {text[:80]!r} is no condition: write one such as ${{stages.rl.success}} > 0.5"
         )
+
     return Condition(match["left"], match["sign"], right)

@@ -66,6 +66,7 @@ class ClientDoor:
         file = self._folder / URL
         with must_write(file):
             write_atomic(file, f"{base}\n")
+
         try:
             yield
         finally:

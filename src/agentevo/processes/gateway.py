@@ -51,6 +51,7 @@ def run_gateway(
     check_tracing(config)
     for url in engines:
         EngineAddress.read(url)
+
     Scoring(config.rewards)
     tasks = TaskSource(config, None) if config.tasks.given else None
     with asked_to_stop() as stop, client_door(config.run_dir, host, port, tls) as door:
@@ -75,9 +76,11 @@ async def _serve(
     async with engines_and_store(config, urls, stop, note, "gateway") as opened:
         if opened is None:
             return
+
         engine, store, calls = opened
         agent = OutsideAgent(config.agent.timeout_s)
         door.secret.value()
+
         gateway = Gateway(
             config.gateway,
             model=config.model.name,
@@ -93,8 +96,8 @@ async def _serve(
             agent,
             store,
             context_length,
-            calls,
-            note,
+            calls=calls,
+            note=note,
             gateway=gateway,
             given=tuple if tasks is None else tasks.given,
         )
@@ -112,4 +115,5 @@ async def _serve(
             while not stop():
                 await asyncio.sleep(LOOK_S)
             await sessions.close()
+
         note("gateway: stopped")

@@ -28,11 +28,13 @@ def check_learn(config: RunConfig) -> None:
             "run.overwrite deletes the run's folder, which its other processes use: leave it "
             "out, or delete the folder first"
         )
+
     if config.data.given:
         raise ConfigError(
             "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
             "train"
         )
+
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_one_policy(config)
     check_named(config)
@@ -52,6 +54,7 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
     if follows():
         follow(config)
         return
+
     view = view if view is not None else LiveView(config.run.name)
     if config.rollout.weights.url is not None and config.rollout.engine_secret is None:
         view.note(
@@ -59,6 +62,7 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
             "use this folder only; with folders of their own they need "
             "rollout.engine_secret='${env:NAME}'"
         )
+
     loaded = None
     if resume:
         check_resume(config, apart=True)
@@ -66,6 +70,7 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
         new = not (config.run_dir / "config.yaml").is_file()
         loaded = load_checked(config) if new else None
         ensure_run_folder(config)
+
     confirm = partial(confirm_run, config, resume=resume, note=view.note)
     run_coroutine(
         run_training(config, view, command="learn", resume=True, loaded=loaded, confirm=confirm)

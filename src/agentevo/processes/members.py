@@ -29,6 +29,7 @@ def why_failed(name: str, how: str, log: Path) -> str:
     errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
     if not errors or len(lines) - errors[-1] > REASON_LINES:
         return "\n    ".join([f"{name}: {how}; the end of {log}:", *lines[-REASON_LINES:]])
+
     first = errors[-1]
     while first and lines[first - 1].startswith(ERROR):
         first -= 1
@@ -56,4 +57,5 @@ def held_lock(folder: Path, name: str, what: str) -> Iterator[int]:
                 f"{folder}: runs of this {what} are under way (see logs/ there): wait for them, "
                 "or stop them"
             ) from error
+
         yield file.fileno()

@@ -78,10 +78,12 @@ def sample(
     name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
     for url in (*engines, *config.rollout.engine_urls):
         EngineAddress.read(url)
+
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_one_policy(config)
     check_play(config, tasks)
     check_tracing(config)
+
     source = TaskSource(config, tasks)
     player = find_agent(config, agent)
     with asked_to_stop(parent) as stop:
@@ -90,6 +92,7 @@ def sample(
             return
         if source.read is not None:
             check_same_tasks(config, source.read)
+
         run_coroutine(
             _sample(
                 config,
@@ -113,6 +116,7 @@ def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
         tiny = config.model.tiny
         texts = corpus_of(config) if tiny.tokenizer == "word" else ()
         return ChatFormat(tiny_tokenizer(tiny, texts)), tiny.context_length
+
     folder = fetch(config.model.name, None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -129,6 +133,7 @@ def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
             f"model {config.model.name!r}: tokenizer and configuration in {folder} can't be read "
             f"({reason})"
         ) from error
+
     return ChatFormat(tokenizer, generation), context_length(shape)
 
 
@@ -148,6 +153,7 @@ async def _sample(
     async with engines_and_store(config, urls, stop, note, name) as opened:
         if opened is None:
             return
+
         engine, store, calls = opened
         sampler = Sampler(
             config,
@@ -156,14 +162,16 @@ async def _sample(
             player,
             store,
             context_length,
-            calls,
-            note,
+            calls=calls,
+            note=note,
             given=source.given,
         )
         service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
         note(f"{name}: sampling for {short(config.run_dir)}")
+
         with closing(sampler):
             await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
+
         written = service.stats()["sampler/groups_written"]
         steps = config.trainer.steps
         made = f": the run has made its {steps} step{'s' * (steps != 1)}"
@@ -194,6 +202,7 @@ async def engines_and_store(
     if not await finished_before_stop(opening, stop):
         yield None
         return
+
     directory = EngineDirectory(config.run_dir / "engines")
     secret = RunSecret(directory.folder, config.rollout.engine_secret)
     engine = RemoteEngine(
@@ -237,6 +246,7 @@ async def _serve(
     meanwhile is raised."""
     done: list[bool] = []
     await engine.refresh()  # from here on it goes on looking
+
     serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
     watching = [asyncio.create_task(_until_done(store, steps, done))] if ends else []
     try:
@@ -246,6 +256,7 @@ async def _serve(
             )
             for task in finished:
                 task.result()
+
         await asyncio.wait([serving], timeout=GRACE_S)
         if service.stopping:
             await asyncio.wait([serving], timeout=STOPPING_S + GRACE_S)
@@ -253,6 +264,7 @@ async def _serve(
         for task in (serving, *watching):
             task.cancel()
         await asyncio.gather(serving, *watching, return_exceptions=True)
+
     if not serving.cancelled():
         serving.result()
 

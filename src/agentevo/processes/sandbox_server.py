@@ -50,8 +50,12 @@ MAX_WAITING = 16
 """Messages of one client that wait to be done; it sends one after the other."""
 GRACE_S = 10.0
 """How long the sandboxes may take to end with the server."""
-UNSUPPORTED, POLICY, TRY_AGAIN_LATER = 1003, 1008, 1013
-"""Close codes, RFC 6455."""
+UNSUPPORTED = 1003
+"""Close code, RFC 6455."""
+POLICY = 1008
+"""Likewise."""
+TRY_AGAIN_LATER = 1013
+"""Likewise."""
 _NUMBERS = tuple(name for name in wire.REQUESTED if name not in ("env", "packages"))
 
 
@@ -65,7 +69,9 @@ class SandboxServer:
     def __init__(
         self, section: SandboxSection, kind: str, secret: RunSecret, *, idle_s: float
     ) -> None:
-        self.section, self.kind, self.idle_s = section, kind, idle_s
+        self.section = section
+        self.kind = kind
+        self.idle_s = idle_s
         self.free = asyncio.Semaphore(section.max_sandboxes)
         self._secret = secret
         self._closed = asyncio.Event()
@@ -94,14 +100,17 @@ class SandboxServer:
                 )
                 await answer(scope, receive, send)
                 return
+
             websocket = WebSocket(scope, receive, send)
             if not is_known or scope["path"] != wire.PATH:
                 await websocket.close()
                 return
+
             if not connection.admit():
                 await websocket.accept()
                 await websocket.close(TRY_AGAIN_LATER, "the server has too many clients")
                 return
+
             serving = asyncio.ensure_future(_Session(self, websocket).serve(self._closed))
             self._sessions.add(serving)
             try:
@@ -117,20 +126,24 @@ class SandboxServer:
         unknown = sorted(asked.keys() - set(wire.REQUESTED))
         if unknown:
             raise SandboxError(f"{unknown[0][:60]!r} is nothing that a client asks for")
+
         try:
             section = SandboxSection.model_validate({**own, **asked, "type": self.kind})
         except pydantic.ValidationError as error:
             raise SandboxError(f"sandbox: {error.errors()[0]['msg']}") from None
+
         for name in _NUMBERS:
             if getattr(section, name) > own[name]:
                 raise SandboxError(
                     f"sandbox.{name} is {getattr(section, name):g}, and the server allows "
                     f"{own[name]:g}: lower it, or start the server with {name}=..."
                 )
+
         if section.packages and not self.section.packages:
             raise SandboxError(
                 "sandbox.packages is true: leave it out, or start the server with packages=true"
             )
+
         return section
 
 
@@ -138,7 +151,8 @@ class _Session:
     """One client's sandbox."""
 
     def __init__(self, server: SandboxServer, websocket: WebSocket) -> None:
-        self._server, self._websocket = server, websocket
+        self._server = server
+        self._websocket = websocket
         self._requests: asyncio.Queue[wire.Open | wire.Request] = asyncio.Queue(MAX_WAITING)
         self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
         self._numbers = itertools.count(1)
@@ -156,9 +170,11 @@ class _Session:
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
+
         error = next((one.exception() for one in done if one.exception() is not None), None)
         if error is not None and not isinstance(error, (Violation, WebSocketDisconnect)):
             LOG.error("a session of sandboxes has failed: %s", described(error))
+
         code = POLICY if isinstance(error, Violation) else 1011 if error is not None else 1001
         reason = str(error) if isinstance(error, Violation) else ""
         with suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
@@ -173,11 +189,13 @@ class _Session:
                 message = wire.read_request(content)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise Violation(f"no message of a client: {error}") from error
+
             if isinstance(message, wire.Answer):
                 waiting = self._calls.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
                 continue
+
             try:
                 self._requests.put_nowait(message)
             except asyncio.QueueFull:
@@ -190,8 +208,10 @@ class _Session:
                 first = await self._requests.get()
         except TimeoutError:
             raise Violation(f"no sandbox was asked for within {OPEN_S:g} s") from None
+
         if not isinstance(first, wire.Open):
             raise Violation("a request before a sandbox was asked for")
+
         server = self._server
         try:
             section = server.section_for(first.section)
@@ -200,6 +220,7 @@ class _Session:
         except SandboxError as error:
             await self._send(wire.Refused(storable(str(error))))
             return
+
         try:
             await self._serve_sandbox(section, tools)
         finally:
@@ -224,6 +245,7 @@ class _Session:
         except SandboxError as error:
             await self._send(wire.Refused(storable(str(error))))
             return
+
         try:
             await self._send(wire.Opened(self._server.kind))
             while (request := await self._next()) is not None:
@@ -257,14 +279,17 @@ class _Session:
             return base64.b64encode(await sandbox.read_file(request.path)).decode()
         if isinstance(request, wire.Write):
             return await sandbox.write_file(request.path, request.content)
+
         if request.deadline_s > self._server.section.timeout_s:
             raise SandboxError(
                 f"a deadline of {request.deadline_s:g} s, and the server allows "
                 f"{self._server.section.timeout_s:g} s: lower it, or start the server with "
                 "timeout_s=..."
             )
+
         if isinstance(request, wire.Run):
             return await sandbox.run(request.code, request.deadline_s)
+
         return await sandbox.execute(
             request.argv, stdin=request.stdin, deadline_s=request.deadline_s
         )
@@ -283,8 +308,10 @@ class _Session:
                 answer = await waiting  # until the deadline of the code that calls
             finally:
                 del self._calls[number]
+
             if answer.error is not None:
                 raise SandboxError(answer.error)
+
             return answer.result
 
         return SandboxTool(form.name, form.parameters, form.description, call)
@@ -314,6 +341,7 @@ def serve_sandboxes(
     there is none. Raises ConfigError before anything is created, also where no sandbox works."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: give another one for the server's key")
+
     with (
         asked_to_stop() as stop,
         client_door(folder.absolute().parent, host, port, tls, folder.absolute().name) as door,
@@ -322,6 +350,7 @@ def serve_sandboxes(
             kind = run_coroutine(chosen_kind(section))
         except SandboxError as error:
             raise ConfigError(str(error)) from error
+
         try:
             door.secret.value()
             context = door.server_context()

@@ -78,21 +78,27 @@ def serve(
         raise ConfigError(
             f"--name {name!r} becomes the name of a file: use letters, digits, `-`, `_` and `.`"
         )
+
     check_one_policy(config)
     check_memory(config)
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_engine(config.engine)
-    make_engine, source = engines.get(config.engine.type), remote_source(config)
+
+    make_engine = engines.get(config.engine.type)
+    source = remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         if tls is None:
             tls = not is_this_machine(listener.getsockname()[0])
         if tls:
             check_installed()
+
         loaded = load_policy(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
+
         directory = EngineDirectory(config.run_dir / "engines")
         RunSecret(directory.folder, config.rollout.engine_secret).value()
+
         shown = RunCertificate(directory.folder).server_context() if tls else None
         with directory.named(name), lasting_heap():
             engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
@@ -121,6 +127,7 @@ async def _serve(
         await _until(lambda: stop() or engine.version != NO_VERSION, following, engine)
         if stop():
             return
+
         directory = EngineDirectory(config.run_dir / "engines")
         secret = RunSecret(directory.folder, config.rollout.engine_secret)
         door = EngineDoor(engine, name=name, secret=secret, stats=follower.stats)
@@ -140,8 +147,10 @@ async def _serve(
                     await stack.enter_async_context(
                         board.announced(announcement, serves=lambda: engine.version)
                     )
+
             note(f"{name}: serving version {engine.version} at {place}")
             await _until(stop, following, engine)
+
         note(f"{name}: stopped")
     finally:
         following.cancel()
@@ -191,8 +200,11 @@ class Follower:
         deadline_s: float,
         note: Callable[[str], None],
     ) -> None:
-        self._weights, self._engine, self._in_flight = weights, engine, in_flight
-        self._deadline_s, self._note = deadline_s, note
+        self._weights = weights
+        self._engine = engine
+        self._in_flight = in_flight
+        self._deadline_s = deadline_s
+        self._note = note
         self._refused: object = None
         """State of the source when weights were refused: they are tried again when it changes, or
         after AGAIN_S."""
@@ -241,8 +253,10 @@ class Follower:
                 )
                 self._say(f"{served}: {error}")
                 return False
+
             if version is None:
                 return False
+
             self._say(f"serving version {version}")
             return True
 
@@ -252,8 +266,10 @@ class Follower:
         latest, state = await in_thread(self._newest)
         if latest is None:
             return None
+
         how: _How = {"in_flight": self._in_flight, "deadline_s": self._deadline_s}
-        source, engine = self._weights, self._engine
+        source = self._weights
+        engine = self._engine
         if isinstance(source, GroupSource) and isinstance(engine, ReceivingEngine):
             with self._refusing(state):
                 places = await engine.places(await in_thread(source.specs, latest))
@@ -261,8 +277,10 @@ class Follower:
                     incoming = await in_thread(source.incoming, latest, places)
                     await engine.receive(latest.version, incoming, **how)
                     return latest.version
+
         with self._refusing(state):
             verified = await in_thread(self._verified, latest)
+
         await self._engine.publish(latest.version, verified, **how)
         return latest.version
 
@@ -284,7 +302,8 @@ class Follower:
         except (WeightsNotSentError, WeightsLostError, DeadlineExceededError):
             raise  # nothing is known against them
         except EngineError:
-            self._refused, self._refused_at = state, time.monotonic()
+            self._refused = state
+            self._refused_at = time.monotonic()
             raise
 
     def _verified(self, latest: Latest) -> Weights:
@@ -296,6 +315,7 @@ class Follower:
         except EngineError:
             self._num_unreadable += 1
             raise
+
         return self._engine.verify(weights)
 
     def _say(self, line: str) -> None:

@@ -49,6 +49,7 @@ def serve_model(
     path = None if checkpoint is None else checkpoints.find(checkpoint)
     check_memory(config)
     check_engine(config.engine)
+
     make_engine = engines.get(config.engine.type)
     door_of_clients = client_door(config.run_dir, host, port, tls, SERVING)
     with asked_to_stop() as stop, door_of_clients as door:
@@ -97,10 +98,12 @@ async def _serve(
         gateway.add(SharedSession(new_conversation, base, door.secret.value()))
         what = config.model.name if checkpoint is None else checkpoint
         note(f"serving {what} as {name!r} at {base}\n{door.how_to(base)}")
+
         with door.announced(base):
             while not stop():
                 engine.check()
                 await asyncio.sleep(LOOK_S)
+
         note(f"{name}: stopped")
     finally:
         await in_thread(gateway.close)

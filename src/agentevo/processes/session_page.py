@@ -82,7 +82,13 @@ class FailureBody(msgspec.Struct, frozen=True):
 
 
 _RECORDS = (
-    *(OpenBody, EndBody, PostedReward, OpenedSession, SessionState, SessionList, Trajectory),
+    OpenBody,
+    EndBody,
+    PostedReward,
+    OpenedSession,
+    SessionState,
+    SessionList,
+    Trajectory,
     FailureBody,
 )
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(
@@ -117,15 +123,18 @@ def _told(
     """The arguments of FastAPI's decorator for a route."""
     failure = {"application/json": {"schema": _SCHEMAS[FailureBody]}}
     answered = {"description": "The answer.", "content": {"application/json": {"schema": answer}}}
+
     extra: dict[str, Any] = {"security": [{"bearer": []}]}
     if body is not None:
         content = {"application/json": {"schema": _SCHEMAS[body]}}
         extra["requestBody"] = {"required": False, "content": content}
         failures = failures | _OF_BODY
+
     if of_one:
         name = {"name": "session", "in": "path", "required": True, "schema": {"type": "string"}}
         extra["parameters"] = [name]
         failures = failures | _OF_ONE
+
     return {
         "summary": summary,
         "status_code": status,

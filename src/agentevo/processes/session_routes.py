@@ -65,7 +65,9 @@ class SessionRoutes:
         next_tasks: NextTasks,
         requests_per_s: float = 0.0,
     ) -> None:
-        self._sessions, self._secret, self._stats = sessions, secret, stats
+        self._sessions = sessions
+        self._secret = secret
+        self._stats = stats
         self._next_tasks = next_tasks
         self._rate = RateLimit(requests_per_s)
         self.bridge: Bridge | None = None
@@ -94,6 +96,7 @@ class SessionRoutes:
             ):
                 await app(scope, receive, send)
                 return
+
             connection: Connection = scope["state"]["connection"]
             scope["state"]["bearer"] = bearer = _bearer(scope)
             # A key of the right length may be a session's; whoever shows none does not stay.
@@ -114,6 +117,7 @@ class SessionRoutes:
                 raise Refusal("size is the number of a group's attempts: name one", param="size")
             if body.next and (body.task, body.group) != (None, None):
                 raise Refusal("next is a task and a group of the run's: leave yours out")
+
             task = None if body.task is None else Task(**msgspec.structs.asdict(body.task))
             session = await self._there(
                 self._next_tasks.open()
@@ -122,12 +126,14 @@ class SessionRoutes:
             )
             answer = _json(self._opened(session), 201)
             answer.headers.update(session.trace)
+
             return answer
 
         return await self._answered(request, opened)
 
     def _opened(self, session: OutsideSession) -> OpenedSession:
-        door, task = session.door, session.task
+        door = session.door
+        task = session.task
         assert door is not None
         return OpenedSession(
             **msgspec.structs.asdict(session.state()),

@@ -77,7 +77,10 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.started, self.announced, self.trouble = time.monotonic(), None, ""
+
+        self.started = time.monotonic()
+        self.announced = None
+        self.trouble = ""
 
     def look(self) -> int | None:
         """Starts it when it is due. Returns its exit code if it has ended since the last look.
@@ -86,16 +89,19 @@ class Child:
             if time.monotonic() >= self.not_before:
                 self.start()
             return None
+
         code = self.process.poll()
         if code is None:
             self._look_for_announcement(self.process.pid)
             return None
+
         if self._was_of_use():
             self.failures = 0
         elif (
             code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
         ):
             self.failures += 1  # 0: somebody may have asked it to end, but hardly so soon
+
         self.process = None
         self.not_before = time.monotonic() + min(FIRST_DELAY_S * 2.0**self.failures, MAX_DELAY_S)
         return code
@@ -118,7 +124,9 @@ class Children:
     """See the module. Entering it starts the processes."""
 
     def __init__(self, children: Sequence[Child], note: Callable[[str], None], logs: Path) -> None:
-        self._children, self._note, self._logs = children, note, logs
+        self._children = children
+        self._note = note
+        self._logs = logs
         self._ended = threading.Event()
         self._failure: ChildFailedError | None = None
         self._thread = threading.Thread(target=self._watch, name="children", daemon=True)
@@ -133,9 +141,11 @@ class Children:
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
         self._thread.join()
+
         processes = [child.process for child in self._children if child.process is not None]
         for process in processes:
             process.terminate()
+
         deadline = time.monotonic() + GRACE_S
         for process in processes:
             try:
@@ -172,12 +182,15 @@ class Children:
                     f"{child.name} can't be started ({error}): tried again every {MAX_DELAY_S:g} s"
                 )
             return
+
         if code is None:
             return
+
         how = f"{'signal' if code < 0 else 'exit code'} {abs(code)}"
         if child.failures < MAX_FAILURES:
             self._note(f"{child.name} ended ({how}) and is started again")
             return
+
         what = (
             f"{child.name} failed {MAX_FAILURES} times before it was good for anything (the "
             f"last time: {how}); {child.log} ends with:"

@@ -75,24 +75,29 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     view = view if view is not None else SweepView(sweep.name)
     starts = _check(sweep, resume)
     _prepare(sweep)
+
     held = held_lock(sweep.dir, LOCK, "sweep")
     with view, collect_signals(*STOP_SIGNALS) as received, held as lock:
         failures = _run_members(sweep, starts, view, received, lock)
         table = write_sweep_table(sweep.dir)
+
     if table is not None:
         view.note(f"\n{table}\ntable: {sweep.dir / 'table.md'}")
     if received:
         raise KeyboardInterrupt
+
     if failures:
         what = [
             f"{len(failures)} of {len(sweep.members)} runs failed; --resume tries them again",
             *failures,
         ]
         raise AgentEvoError("\n".join(what))
+
     assert table is not None
     if sweep.section.table is not None:
         write_table(sweep.section.table, table)
         view.note(f"written to {sweep.section.table}")
+
     return table
 
 
@@ -102,16 +107,20 @@ def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
     check_alone("a sweep")
     if sweep.section.table is not None:
         check_page(sweep.section.table)
+
     if (sweep.dir / LOCK).exists():
         with held_lock(sweep.dir, LOCK, "sweep"):
             pass
+
     if resume and not is_sweep_folder(sweep.dir):
         raise ConfigError(
             f"{sweep.dir}: there is no sweep to resume: leave --resume out, or give its folder "
             "with run.dir"
         )
+
     if not resume:
         _check_folder(sweep)
+
     problems: list[str] = []
     starts: dict[str, Start] = {}
     for member in {member.variant: member for member in sweep.members}.values():
@@ -119,12 +128,15 @@ def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
             check_parts(member.config, None, resume)
         except AgentEvoError as error:
             problems += [f"{member.variant}: {line}" for line in str(error).splitlines()]
+
     for member in sweep.members:
         starts[member.name] = _start_of(member) if resume else "started"
         if starts[member.name] != "started":
             problems += _differences(member)
+
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+
     return starts
 
 
@@ -139,6 +151,7 @@ def _check_folder(sweep: Sweep) -> None:
             f"{sweep.dir} holds {holds} already: {remedy} another run.dir, or delete it with "
             "run.overwrite=true"
         )
+
     if holds is None and sweep.dir.is_dir() and any(sweep.dir.iterdir()):
         raise ConfigError(f"{sweep.dir} is not empty and not a sweep: give another run.dir")
 
@@ -147,6 +160,7 @@ def _start_of(member: Member) -> Start:
     folder = member.config.run_dir
     if finished_summary(folder) is not None:
         return "finished"
+
     whole = (
         Checkpoints(folder / "checkpoints", member.config.checkpoint.keep_last).steps()
         if is_run_folder(folder)
@@ -186,6 +200,7 @@ def _run_members(
     waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
     under_way: list[_UnderWay] = []
     failures: list[str] = []
+
     view.plan(
         len(sweep.members),
         [one.name for one in sweep.members if starts[one.name] == "finished"],
@@ -197,6 +212,7 @@ def _run_members(
                 member = waiting.popleft()
                 under_way.append(_start(sweep, member, starts[member.name], lock))
                 view.started(member.name, starts[member.name])
+
             if len(received) > heeded:
                 heeded = len(received)
                 _ask_to_stop(under_way, at_once=heeded > 1)
@@ -206,11 +222,13 @@ def _run_members(
                     else " after the step of each run under way; press Ctrl-C again to stop at once"
                 )
                 view.note(f"stopping{again}")
+
             time.sleep(POLL_S)
             for run in [run for run in under_way if run.process.poll() is not None]:
                 under_way.remove(run)
                 failure = _ended(run, view)
                 failures += [failure] if failure else []
+
             view.running(
                 {
                     run.member.name: (time.monotonic() - run.since, last_lines(run.log, 1))
@@ -221,6 +239,7 @@ def _run_members(
         for run in under_way:
             run.process.kill()
             run.process.wait()
+
     return failures
 
 
@@ -244,6 +263,7 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _UnderWay:
             start_new_session=True,
             pass_fds=(lock,),
         )
+
     return _UnderWay(member, process, log, time.monotonic())
 
 
@@ -254,7 +274,9 @@ def _ask_to_stop(under_way: Sequence[_UnderWay], *, at_once: bool) -> None:
 
 def _ended(run: _UnderWay, view: SweepView) -> str:
     """Tells how a run ended; what went wrong, or empty."""
-    code, name, seconds = run.process.returncode, run.member.name, time.monotonic() - run.since
+    code = run.process.returncode
+    name = run.member.name
+    seconds = time.monotonic() - run.since
     summary = finished_summary(run.member.config.run_dir)
     if code == 0 and summary is not None:
         before, after = (
@@ -263,9 +285,11 @@ def _ended(run: _UnderWay, view: SweepView) -> str:
         )
         view.ended(name, f"success {before} -> {after}", seconds, ok=True)
         return ""
+
     if code == STOPPED:
         view.ended(name, "stopped", seconds, ok=False)
         return ""
+
     how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
     view.ended(name, how, seconds, ok=False)
     return why_failed(name, how, run.log)

@@ -69,11 +69,13 @@ class Budget:
         many, or too late; none are neither: what the log holds is always at hand."""
         if not number:
             return
+
         left = self.attempts_left - (0 if final else self.reserve)
         if number > left:
             raise BudgetSpentError(f"optimize.attempts={self.section.attempts} are used up")
         if self.seconds_left(final=final) == 0.0:
             raise BudgetSpentError(f"optimize.minutes={self.section.minutes:g} are over")
+
         self.begun += number
 
 
@@ -85,7 +87,9 @@ def comparison(section: OptimizeSection, num_held_out: int) -> int:
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
     """What is left after what the log says."""
     begun = sum(one.number for one in records if isinstance(one, Begun))
-    before, since, last = 0.0, None, 0.0
+    before = 0.0
+    since = None
+    last = 0.0
     for one in records:
         if isinstance(one, Candidate):
             continue
@@ -93,6 +97,7 @@ def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record])
             before += (max(0.0, last - since) if since is not None else 0.0) + one.lead_s
             since = one.at
         last = one.at
+
     before += max(0.0, last - since) if since is not None else 0.0
     return Budget(section, reserve, begun, before)
 
@@ -103,16 +108,19 @@ def with_cost(config: RunConfig) -> RunConfig:
     cost = config.optimize.cost
     if cost is None:
         return config
+
     priced = [name for name, one in config.remote_models.items() if one.price is not None]
     if not priced:
         raise ConfigError(
             "optimize.cost counts money, and no remote model has a price: give it one, "
             "remote_models.NAME.price, or leave it out"
         )
+
     models = dict(config.remote_models)
     for name in priced:
         own = models[name].budget
         share = min(cost / len(priced), own.cost or cost)
         budget = own.model_copy(update={"cost": share})
         models[name] = models[name].model_copy(update={"budget": budget})
+
     return config.model_copy(update={"remote_models": models})

@@ -21,9 +21,11 @@ def best_attempts(played: Sequence[Played]) -> list[Played]:
     if not good and whole:
         mean = sum(one.reward for one in whole) / len(whole)
         good = [one for one in whole if one.reward > mean]
+
     best: dict[str, Played] = {}
     for one in sorted(good, key=lambda one: (-one.reward, one.task, one.label, one.attempt)):
         best.setdefault(one.task, one)
+
     return list(best.values())
 
 
@@ -37,6 +39,7 @@ def chosen_examples(
     talks = [talk for one in best_attempts(played) if (talk := own_talk(one, opening))]
     if not talks:
         return None
+
     count = min(len(talks), draw.randint(max(1, most // 2), most))
     text = as_examples(draw.sample(talks, count))
     return text if text_problem("examples", text) is None else None
@@ -49,11 +52,13 @@ def common_opening(played: Sequence[Played], shown: Sequence[Message]) -> list[M
     talks = [talk for talk in openings.values() if talk]
     if len(talks) < 2:
         return list(shown)
+
     common: list[Message] = []
     for same in zip(*talks, strict=False):
         if any(_said(one) != _said(same[0]) for one in same):
             break
         common.append(same[0])
+
     return common
 
 

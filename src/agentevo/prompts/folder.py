@@ -33,8 +33,13 @@ from agentevo.parsing import read_json_object
 from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.runs.records import MAX_READ, add_record, read_records
 
-SETTINGS, LOG, RUN = "optimize.json", "log.jsonl", "run"
-TEXTS, SUMMARY, REPORT, LOCK = "texts.yaml", "summary.json", "report.md", "optimize.lock"
+SETTINGS = "optimize.json"
+LOG = "log.jsonl"
+RUN = "run"
+TEXTS = "texts.yaml"
+SUMMARY = "summary.json"
+REPORT = "report.md"
+LOCK = "optimize.lock"
 REMEDY = "make room there, or make it writable, and go on with --resume"
 LONGEST_TALK = 60_000
 """Characters of an attempt's messages that are kept; longer ones teach nothing."""
@@ -152,6 +157,7 @@ class OptimizeFolder:
         path = self.path / SETTINGS
         if not self.is_begun:
             return False
+
         before = read_json_object(path)
         now = json.loads(_json(settings))
         changed = next((key for key in now if now[key] != before.get(key)), None)
@@ -161,6 +167,7 @@ class OptimizeFolder:
                 f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
                 f"{changed} = {is_now}: give the same words as then, or another --out"
             )
+
         return True
 
     def add(self, record: Record) -> None:
@@ -174,12 +181,14 @@ class OptimizeFolder:
         path = self.path / LOG
         if path.exists() and path.stat().st_size > MAX_READ:
             raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
+
         found: list[Record] = []
         for one in read_records(path):
             try:
                 found.append(msgspec.convert(one, Record))
             except msgspec.ValidationError:
                 continue  # half of a line, or what somebody else wrote
+
         return found
 
     def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:

@@ -74,15 +74,19 @@ def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
     AttemptsFailedError where the agent's own texts let nothing be played."""
     config = with_cost(what.contestant.config)
     _check_config(config)
+
     tasks = _tasks_of(config, what.given, note)
     if what.agent is None:
         check_play(config, tasks.judging, has_engine=what.contestant.remote is None)
+
     section = config.optimize
     Budget(section, comparison(section, len(tasks.held_out))).check()
     folder = OptimizeFolder(what.out)
     settings = _settings(config, what.contestant, tasks)
+
     if not (what.resume and folder.is_begun):
         folder.check_new()
+
     with folder.locked():
         goes_on = what.resume and folder.go_on(settings)
         if not goes_on:
@@ -108,18 +112,22 @@ async def _optimized(
         if not declared:
             budget.take(1, final=False)
             declared = await _declared(sampler, tasks.learning[0], config)
+
         method = _method(config, declared)
         start, kinds = _start(config, declared, method)
         if not goes_on:
             folder.begin(settings, declared)
             folder.add(Begun(candidate="", task=tasks.learning[0].id, label=PROBE, number=1))
+
         folder.add(Session(lead_s=budget.used_s - budget.before_s))
         most = max(1, config.engine.max_running // section.attempts_per_task)
         playing = Playing(sampler, folder, budget, records, config.agent.texts, most)
+
         writer = None
         if section.writer is not None and method in ("apo", "gepa"):
             ask = ask_of(config, sampler)
             writer = Writer(ask, folder, records, section.max_chars, note)
+
         search = Search(
             section=section,
             method=method,
@@ -136,11 +144,13 @@ async def _optimized(
         best = await search.run(start)
         compared = await _compared(playing, start, best.candidate, tasks.held_out, note)
         asked = sampler.remote_models.totals()
+
     summary = _summary(search, best, compared, budget, config)
     summary |= {"settings": dict(settings), "remote_models": asked}
     texts = best.candidate.texts if summary["better"] else start.texts
     given = {name: text for name, text in texts.items() if text or name in config.agent.texts}
     folder.end({**config.agent.texts, **given}, summary, report_of(summary, search.pool))
+
     return summary
 
 
@@ -152,6 +162,7 @@ async def _opened(
         async with opened(what.contestant, config, note, run) as sampler:
             yield sampler
         return
+
     config = without_routing(config)
     loaded = load_policy(config, what.contestant.checkpoint)
     with run_folder(config, run) as own, tempfile.TemporaryDirectory() as store:
@@ -175,6 +186,7 @@ async def _declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str
             'from policy.text("system", "You are ...") or agentevo.text, and examples from '
             "policy.examples() (docs/prompts.md)"
         )
+
     return dict(sampler.declared)
 
 
@@ -184,6 +196,7 @@ def _method(config: RunConfig, declared: Mapping[str, Declared]) -> str:
         return section.method
     if section.writer is not None:
         return "gepa"
+
     names = section.texts or list(declared)
     kinds = {declared[name].kind for name in names if name in declared}
     return "few_shot" if "examples" in kinds else "phrases"
@@ -203,6 +216,7 @@ def _start(
             f"optimize.texts: the agent asks for no text {unknown!r}: {hint}it asks for "
             f"{', '.join(sorted(declared))}"
         )
+
     kinds = {
         name: one.kind
         for name, one in declared.items()
@@ -210,6 +224,7 @@ def _start(
     }
     if not wanted and any(kind != "tool" for kind in kinds.values()):
         kinds = {name: kind for name, kind in kinds.items() if kind != "tool"}
+
     if not kinds or any(name not in kinds for name in wanted):
         of_kind = " or ".join(WRITTEN[method])
         raise ConfigError(
@@ -217,6 +232,7 @@ def _start(
             + ", ".join(f"{name} ({one.kind})" for name, one in sorted(declared.items()))
             + ": choose another method, or other optimize.texts"
         )
+
     given = config.agent.texts
     texts = {name: given.get(name, declared[name].default) for name in sorted(kinds)}
     return Candidate(texts=texts), kinds
@@ -228,6 +244,7 @@ def _check_config(config: RunConfig) -> None:
         raise ConfigError(
             "agents: several agents in one rollout are not optimized: leave the section out"
         )
+
     if section.writer not in (None, POLICY) and section.writer not in config.remote_models:
         guess = nearest(section.writer or "", list(config.remote_models))
         hint = f"did you mean {guess}? " if guess else ""
@@ -256,18 +273,22 @@ def _tasks_of(
                 left_out += 1
             elif task.id not in found:
                 found[task.id] = task
+
         if len(found) >= config.optimize.tasks or len(found) + left_out == before:
             break
         if step > config.optimize.tasks and left_out > len(found):
             break
+
     if left_out:
         note(f"{left_out} training tasks ask what a held-out task asks, and are left out")
+
     tasks = list(found.values())[: config.optimize.tasks]
     if len(tasks) < 6:
         raise ConfigError(
             f"tasks: {len(tasks)} to search with, at least 6 are needed beside {len(held_out)} "
             "held out: give more tasks, or lower evaluation.tasks"
         )
+
     third = len(tasks) // 3
     return _Tasks(tasks[:third], tasks[third:], held_out)
 
@@ -318,8 +339,11 @@ async def _compared(
     """Plays pairs, some tasks at a time, so that what a budget ends is still paired."""
     pairs = [start] if winner.id == start.id else [start, winner]
     means: list[list[float]] = [[] for _ in pairs]
+
     successes: list[list[float]] = [[] for _ in pairs]
-    failed, problem, some = [0, 0], "", 8
+    failed = [0, 0]
+    problem = ""
+    some = 8
     for first in range(0, len(held_out), some):
         chunk = held_out[first : first + some]
         try:
@@ -330,6 +354,7 @@ async def _compared(
             )
             note(problem)
             break
+
         for task in chunk:
             of_it = [[one for one in each[task.id] if one.status == "completed"] for each in played]
             for place, whole in enumerate(of_it):
@@ -337,6 +362,7 @@ async def _compared(
                 if all(of_it):
                     means[place].append(sum(one.reward for one in whole) / len(whole))
                     successes[place].append(sum(one.success for one in whole) / len(whole))
+
     same = len(pairs) == 1
     return _Compared(
         mean_of(means[0]),
@@ -362,6 +388,7 @@ def _summary(
         "success_after": compared.success[1],
     }
     start = search.pool[0]
+
     return {
         "method": search.method,
         "better": better,

@@ -23,6 +23,7 @@ def edited(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str,
     kinds = (["add"] * 2 if absent else []) + (["drop", "move"] if len(sentences) > 1 else [])
     if not kinds:
         return None
+
     kind = draw.choice(kinds)
     if kind == "add":
         phrase = draw.choice(absent)
@@ -31,10 +32,12 @@ def edited(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str,
         first = draw.random() < 0.5
         new = f"{phrase}\n{text}" if first else f"{text}\n{phrase}"
         return new, f"says {'first' if first else 'last'}: {phrase}"
+
     place = draw.randrange(len(sentences))
     sentence = sentences.pop(place)
     if kind == "drop":
         return "\n".join(sentences), f"without: {sentence[:100]}"
+
     target = draw.choice([one for one in range(len(sentences) + 1) if one != place])
     sentences.insert(target, sentence)
     return "\n".join(sentences), f"moved: {sentence[:100]}"

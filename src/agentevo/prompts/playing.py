@@ -27,8 +27,12 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.runs.sft_export import as_row
 from agentevo.types import Message, RemoteTurn, Task, Trajectory, Turn
 
-JUDGED, SAMPLED, HELD_OUT = "judged", "sampled", "held_out"
-"""Labels of plays: as the recipe says, at temperature 1 for more of them, and held out."""
+JUDGED = "judged"
+"""Label of plays as the recipe says."""
+SAMPLED = "sampled"
+"""Label of plays at temperature 1, for more of them."""
+HELD_OUT = "held_out"
+"""Label of plays of held-out tasks."""
 
 
 class Playing:
@@ -44,10 +48,14 @@ class Playing:
         at_once: int,
     ) -> None:
         """`given`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
-        self._sampler, self._folder, self.budget = sampler, folder, budget
-        self._given, self._room = given, asyncio.Semaphore(at_once)
+        self._sampler = sampler
+        self._folder = folder
+        self.budget = budget
+        self._given = given
+        self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, Played]] = {}
         self._lowest = 0.0
+
         for one in records:
             if isinstance(one, Played):
                 self._remember(one)
@@ -67,6 +75,7 @@ class Playing:
         left = [task for task in tasks if len(self._of(candidate, task, label)) < size]
         final = label == HELD_OUT
         self.budget.take(size * len(left), final=final)
+
         began = time.monotonic()
         try:
             async with asyncio.timeout(self.budget.seconds_left(final=final)):
@@ -76,6 +85,7 @@ class Playing:
         finally:
             self.budget.playing_s += time.monotonic() - began
             self.budget.num_played += size * len(left)
+
         found = {task.id: list(self._of(candidate, task, label).values()) for task in tasks}
         self._check(candidate, found)
         return found
@@ -152,5 +162,6 @@ def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
     while place is not None:
         messages = [*turns[place].messages, *messages]
         place = turns[place].parent
+
     rows = [as_row(one) for one in messages]
     return rows if sum(len(str(row)) for row in rows) <= LONGEST_TALK else []

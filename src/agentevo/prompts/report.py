@@ -18,24 +18,29 @@ def verdict_of(summary: Mapping[str, Any]) -> str:
         return "the search found nothing better than the agent's own texts, which stay"
     if difference is None:
         return "no held-out task could be compared; the agent's own texts stay"
+
     interval = f"[{difference['low']:+.3f}, {difference['high']:+.3f}]"
     what = f"{difference['value']:+.3f} {interval} on {difference['tasks']} held-out tasks"
     if summary["better"]:
         return f"better: {what}"
     if difference["low"] > 0:
         return f"not taken: {what}, but more attempts fail with it"
+
     return f"not shown to be better: {what}; the agent's own texts stay"
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
     """For the terminal."""
-    held_out, budget = summary["held_out"], summary["budget"]
+    held_out = summary["held_out"]
+    budget = summary["budget"]
+
     rows = [("own texts", "before", "success_before"), ("found", "after", "success_after")]
     lines = ["held out     reward                   success"]
     for title, reward, success in rows:
         lines.append(
             f"{title:<12} {_estimate(held_out[reward]):<24} {_estimate(held_out[success])}"
         )
+
     lines.append(verdict_of(summary))
     lines.append(
         f"{summary['method']}: {summary['search']['tried']} texts tried, {budget['attempts']} of "
@@ -43,6 +48,7 @@ def lines_of(summary: Mapping[str, Any]) -> list[str]:
     )
     if summary["problem"]:
         lines.append(summary["problem"])
+
     return lines
 
 
@@ -58,8 +64,10 @@ def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
     ]
     if len(ranked) > MOST_ROWS:
         parts.append(f"\n{len(ranked) - MOST_ROWS} more are in log.jsonl.")
+
     for failure in summary["search"]["writer_failures"]:
         parts.append(f"\nThe writer: {_cell(failure)}")
+
     for name, text in summary["texts"].items():
         own = summary["own_texts"][name]
         diff = "\n".join(
@@ -67,6 +75,7 @@ def report_of(summary: Mapping[str, Any], pool: Sequence[Judged]) -> str:
         )
         fence = _fence(diff)
         parts += [f"\n## {name}\n", f"{fence}diff", diff or "unchanged", fence]
+
     return "\n".join(parts) + "\n"
 
 

@@ -86,11 +86,13 @@ class Search:
         self._tell(start)
         self.pool.append(await self._judged(start))
         self.note(f"the agent's own texts: {self.pool[0].mean:.3f} on {len(self.judging)} tasks")
+
         try:
             await (self._front() if self.method == "gepa" else self._beam())
             self.ended = self.ended or f"optimize.rounds={self.section.rounds} are over"
         except (BudgetSpentError, WriterGoneError) as error:
             self.ended = str(error)
+
         self.note(f"the search ended: {self.ended}")
         return min(self.pool, key=lambda one: one.rank)
 
@@ -107,9 +109,11 @@ class Search:
                     if judged is not None:
                         found.append(judged)
                         self.pool.append(judged)
+
             if tried == self.num_tried:
                 self.ended = f"round {number} gave no new text"
                 return
+
             beam = sorted([*beam, *found], key=lambda one: one.rank)[: self.section.beam_width]
             self._report(number)
 
@@ -127,6 +131,7 @@ class Search:
                 child: Candidate | None = _merged(parent, draw.choice(others), draw)
             else:
                 child = await self._edit(parent.candidate, draw, number)
+
             judged = await self._tried(child, parent, draw, strictly=True)
             if judged is not None:
                 self.pool.append(judged)
@@ -146,14 +151,17 @@ class Search:
         tasks."""
         if child is None or any(one.candidate.id == child.id for one in self.pool):
             return None
+
         self._tell(child)
         self.num_tried += 1
         some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
         scores = self.playing.scores(await self.playing.play(child, some))
-        own, before = sum(scores.values()), sum(parent.scores[task.id] for task in some)
+        own = sum(scores.values())
+        before = sum(parent.scores[task.id] for task in some)
         # A parent that fails everywhere there has nothing to lose by an edit that does, too.
         if own < before or (strictly and own == before):
             return None
+
         return await self._judged(child)
 
     async def _judged(self, candidate: Candidate) -> Judged:
@@ -168,26 +176,32 @@ class Search:
         how = ""
         new: str | None
         if self.kinds[name] == "examples":
-            new, how = await self._examples(parent, before, draw), "examples"
+            new = await self._examples(parent, before, draw)
+            how = "examples"
         elif self.writer is None:
             change = edited(before, self.section.phrases, draw)
             new, how = change if change is not None else (None, "")
         else:
-            new, how = await self._written(self.writer, parent, name, draw), self.method
+            new = await self._written(self.writer, parent, name, draw)
+            how = self.method
+
         if new is None or new == before:
             return None
+
         texts = {**parent.texts, name: new}
         return Candidate(texts=texts, parent=parent.id, how=f"{name}: {how}")
 
     async def _written(
         self, writer: Writer, parent: Candidate, name: str, draw: random.Random
     ) -> str | None:
-        before, number = parent.texts[name], draw.getrandbits(32)
+        before = parent.texts[name]
+        number = draw.getrandbits(32)
         tasks = draw.sample(list(self.learning), min(self.section.batch, len(self.learning)))
         played = await self.playing.play(parent, tasks)
         shown = shown_attempts(tasks, [played[task.id] for task in tasks])
         if self.method == "gepa":
             return await writer.reflect(name, before, shown, number)
+
         critique = await writer.critique(name, before, shown, number)
         return None if critique is None else await writer.edit(name, before, critique, number)
 

@@ -51,7 +51,9 @@ class Writer:
         max_chars: int,
         note: Callable[[str], None],
     ) -> None:
-        self._ask, self._folder, self._note = ask, folder, note
+        self._ask = ask
+        self._folder = folder
+        self._note = note
         self._max_chars = max_chars
         self._known = {
             one.key: one.text for one in records if isinstance(one, Written) and not one.error
@@ -97,18 +99,22 @@ class Writer:
         key = digest_of_text(f"{number}\n{question}")
         if key in self._known:
             return self._known[key]
+
         try:
             answer = await self._ask([Message("user", question)], key)
         except AgentEvoError as error:
             self._folder.add(Written(key=key, error=str(error)[:1000]))
             self._failed(f"the writer failed: {str(error)[:300]}")
+
             self._in_a_row += 1
             if self._in_a_row >= MOST_FAILURES:
                 raise WriterGoneError(
                     f"the writer failed {self._in_a_row} times in a row, the last time with: "
                     f"{str(error)[:300]}"
                 ) from error
+
             return None
+
         self._in_a_row = 0
         self._folder.add(Written(key=key, text=answer))
         self._known[key] = answer
@@ -117,13 +123,16 @@ class Writer:
     def _new_text(self, before: str, answer: str | None) -> str | None:
         if answer is None:
             return None
+
         found = _TEXT.search(answer)
         problem = "the writer gave no <text>...</text>" if found is None else ""
         if found is not None:
             problem = self._problem(before, found[1])
+
         if found is None or problem:
             self._failed(problem)
             return None
+
         return found[1]
 
     def _problem(self, before: str, text: str) -> str:
@@ -132,6 +141,7 @@ class Writer:
             return f"the writer's {problem}"
         if len(text) > self._max_chars:
             return f"the writer's text has {len(text):,} characters (optimize.max_chars)"
+
         old, new = (set(_PLACEHOLDER.findall(one)) for one in (before, text))
         if old != new:
             return f"the writer's text has the placeholders {sorted(new)} in place of {sorted(old)}"
@@ -165,6 +175,7 @@ def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[Played]]) ->
             talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in one.messages)
             expected = f"\nexpected: {str(task.answer)[:300]}" if task.answer is not None else ""
             parts.append(f"{fenced(_shortened(talk) + expected)}\n({worth})")
+
     return "\n\n".join(parts)
 
 

@@ -28,6 +28,7 @@ def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
     sampling = asked.sampling
     if sampling.min_p is not None:
         raise BadRequestError("min_p: Anthropic's API has no such setting: leave it out")
+
     messages = with_call_ids(asked.messages)
     system = "\n\n".join(message.text for message in messages if message.role == "system")
     fields = {
@@ -49,6 +50,7 @@ def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
         body["tool_choice"] = _CHOICES.get(asked.tool_choice, named)
     elif any(message.tool_calls or message.role == "tool" for message in messages):
         body |= {"tools": _called(messages), "tool_choice": _CHOICES["none"]}
+
     return body if asked.form is None else _formed(body, asked.form)
 
 
@@ -65,10 +67,12 @@ def _formed(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
             "Anthropic's API holds an answer to a JSON schema alone: give the schema of an object "
             "in place of json_object"
         )
+
     if form.schema is not None:
         body["output_config"] = {"format": {"type": "json_schema", "schema": form.schema}}
     if "tool_choice" in body and not form.parallel and body["tool_choice"] != _CHOICES["none"]:
         body["tool_choice"] = {**body["tool_choice"], "disable_parallel_tool_use": True}
+
     return body
 
 
@@ -89,6 +93,7 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not turns or turns[-1]["role"] != role:
             turns.append({"role": role, "content": []})
         turns[-1]["content"] += _blocks(message)
+
     return [turn for turn in turns if turn["content"]]
 
 
@@ -96,12 +101,15 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
         result = {"type": "tool_result", "tool_use_id": message.tool_call_id}
         return [{**result, "content": message.text}]
+
     blocks: list[dict[str, Any]] = []
     if message.text.strip():  # an empty text is refused
         blocks.append({"type": "text", "text": message.text})
+
     for call in message.tool_calls:
         use = {"type": "tool_use", "id": call.id, "name": call.name}
         blocks.append({**use, "input": _arguments(call)})
+
     return blocks
 
 
@@ -110,11 +118,13 @@ def _arguments(call: ToolCall) -> Any:
         arguments = json.loads(call.arguments or "{}")
     except ValueError:
         arguments = None
+
     if not isinstance(arguments, dict):
         raise BadRequestError(
             f"the arguments of a call of {call.name} are no JSON object, which Anthropic's API "
             "insists on: leave the call out, or mend it"
         )
+
     return arguments
 
 
@@ -165,6 +175,7 @@ class StreamedMessage:
                 self._is_whole = True
             case "error":
                 raise BadAnswerError(f"it failed in the middle: {event['error']['message']}")
+
         return []
 
     def _add_part(
@@ -174,12 +185,15 @@ class StreamedMessage:
         field = {"text_delta": "text", "thinking_delta": "thinking"}.get(kind, "partial_json")
         if field not in delta:  # a signature or a citation
             return []
+
         text = delta[field]
         if not isinstance(text, str):
             raise TypeError(f"{type(text).__name__} in the place of a text")
+
         self._parts.setdefault(block, []).append(text)
         if not text or field == "partial_json":
             return []
+
         return [ContentDelta(text) if field == "text" else ReasoningDelta(text)]
 
     def _count(self, usage: Mapping[str, Any] | None) -> None:
@@ -188,12 +202,14 @@ class StreamedMessage:
     def answer(self) -> Mapping[str, Any]:
         if not self._is_whole:
             raise BadAnswerError("it ended in the middle")
+
         for number, block in self._blocks.items():
             text = "".join(self._parts.get(number, ()))
             if block["type"] == "tool_use":
                 block["input"] = json.loads(text) if text else block.get("input", {})
             elif block["type"] in ("text", "thinking"):
                 block[block["type"]] = text
+
         blocks = [self._blocks[number] for number in sorted(self._blocks)]
         return {"content": blocks, "stop_reason": self._stop_reason, "usage": self._usage}
 
@@ -201,6 +217,7 @@ class StreamedMessage:
 def _usage(usage: Any) -> Usage | None:
     if not isinstance(usage, Mapping) or "input_tokens" not in usage:
         return None
+
     cached = int(usage.get("cache_read_input_tokens") or 0)
     written = int(usage.get("cache_creation_input_tokens") or 0)
     return Usage(

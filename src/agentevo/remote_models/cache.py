@@ -24,7 +24,8 @@ class ReplyCache:
 
     def __init__(self, folder: Path, limit: int) -> None:
         """`limit`: the most bytes of answers."""
-        self._folder, self._limit = folder, limit
+        self._folder = folder
+        self._limit = limit
         self._lock = threading.Lock()
         self._since_look = limit
         """Bytes written since the folder was looked at; a new process looks at its first answer."""
@@ -45,6 +46,7 @@ class ReplyCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = msgspec.json.encode(reply).decode()
             create_atomic(path, content)
+
         with self._lock:
             self._since_look += len(content)
             if self._since_look >= self._limit / 16:
@@ -58,9 +60,11 @@ class ReplyCache:
             with suppress(OSError):
                 status = path.stat()
                 kept.append((status.st_mtime, status.st_size, path))
+
         total = sum(size for _, size, _ in kept)
         if total <= self._limit:
             return
+
         for _, size, path in sorted(kept):
             if total <= self._limit * 3 / 4:
                 return

@@ -69,7 +69,8 @@ class RemoteConversations:
     ) -> None:
         self.models = models
         self.turns: list[RemoteTurn] = []
-        self._name, self._seed = name, seed
+        self._name = name
+        self._seed = seed
         self._calls = calls or AttemptCalls(None, name)
         self._num_calls = 0
         self._ends: dict[Hashable, int] = {}
@@ -95,16 +96,21 @@ class RemoteConversations:
         UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
-        remote, number = self.models[model], self._num_calls
+
+        remote = self.models[model]
+        number = self._num_calls
         self._num_calls += 1
         seeds = [derive_seed(self._seed, "remote", number, one) for one in range(n)]
+
         if overrides is not None and overrides.penalties is not None:
             raise BadRequestError(
                 f"{model} is a remote model, to which no penalties are passed on: leave them out"
             )
+
         if overrides is not None and overrides.seed is not None:
             given = overrides.seed
             seeds = [derive_seed(given, "completion", one) if one else given for one in range(n)]
+
         with self._calls.call("remote", model) as call:
             replies = await gather_all(
                 [
@@ -215,6 +221,7 @@ class RemoteConversations:
         )
         self.turns.append(turn)
         self._ends[model, agent, tools, _keys([*messages, reply.message])] = turn.index
+
         return turn
 
 

@@ -48,7 +48,8 @@ class EngineServer:
 
     def __init__(self, name: str, section: RemoteModelSection) -> None:
         """Raises ModelError or UnknownNameError for what names no model. Nothing is loaded."""
-        self._name, self._section = name, section
+        self._name = name
+        self._section = section
         self.url = f"engine:{_identity(section.model)}"
         """What answers are kept by: the model and how it is computed."""
         self.url += f"#{section.dtype}"
@@ -83,18 +84,24 @@ class EngineServer:
             raise self._failure(f"gave no answer: {error}") from error
         except Exception as error:
             raise self._failure(f"failed: {described(error)}") from error
+
         if listen is not None:
             listen(ContentDelta(reply.text))
+
         return reply, 200
 
     def close(self) -> None:
         """Ends it, and frees its memory."""
         with self._lock:
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
+
         if loop is None:
             return
+
         with suppress(Exception):  # whatever it was doing, nobody waits for it any more
             asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
+
         loop.call_soon_threadsafe(loop.stop)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -111,14 +118,17 @@ class EngineServer:
 
         if body.get("tools"):
             raise self._failure("is computed here, and calls no tools: leave them out")
+
         until = time.monotonic() + within_s
         if self._loaded is None:
             self._loaded = asyncio.ensure_future(in_thread(load, self._section))
+
         try:
             loaded = await asyncio.shield(self._loaded)
         except Exception:
             self._loaded = None  # the next question tries again
             raise
+
         conversation = Conversation(
             loaded.engine,
             loaded.chat,
@@ -137,6 +147,7 @@ class EngineServer:
             )
         finally:
             await conversation.close()
+
         thought, text = _parted(turn.messages[-1].text, conversation.opening(turn))
         return RemoteReply(
             message=Message("assistant", text, reasoning=thought or None),

@@ -21,7 +21,8 @@ class EventReader:
         *ended, rest = part.split(b"\n")
         for line in ended:
             self._line += line
-            whole, self._line = bytes(self._line), bytearray()
+            whole = bytes(self._line)
+            self._line = bytearray()
             yield from self._taken(whole.removesuffix(b"\r"))
         self._line += rest
 
@@ -29,6 +30,7 @@ class EventReader:
         if line.startswith(b"data:"):
             self._data.append(line[5:].removeprefix(b" "))
         elif not line and self._data:
-            data, self._data = b"\n".join(self._data), []
+            data = b"\n".join(self._data)
+            self._data = []
             if data.strip() != DONE:
                 yield data

@@ -44,7 +44,9 @@ class Unanswered(AgentEvoError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.again, self.may_cost = status, again, may_cost
+        self.status = status
+        self.again = again
+        self.may_cost = may_cost
         self.retry_after_s = retry_after_s
 
 
@@ -69,8 +71,10 @@ class Server:
         self._client = httpx.Client(
             headers=headers, verify=trusted_context(), trust_env=not is_loopback(self.url)
         )
+
         self._name = name
-        self._key, self._key_reference = key, key_reference
+        self._key = key
+        self._key_reference = key_reference
         self._resting_until = 0.0
 
     def rest(self, seconds: float) -> None:
@@ -95,6 +99,7 @@ class Server:
         until = time.monotonic() + within_s
         if self._resting_until >= until:
             raise self._failure("its server asked for a longer pause than is left", again=False)
+
         time.sleep(max(0.0, self._resting_until - time.monotonic()))
         left = max(until - time.monotonic(), 0.01)
         timeout = httpx.Timeout(left, connect=min(CONNECT_S, left))
@@ -114,12 +119,15 @@ class Server:
             raise self._failure(f"broke off: {_words(error)}", again=True, may_cost=True) from error
         except httpx.HTTPError as error:
             raise self._failure(_words(error), again=False) from error
+
         if response.status_code != 200:
             raise self._refused(response, content)
+
         try:
             answer = msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise self._nonsense(error, content) from error
+
         return self._reply(answer, content), 200
 
     def _reply(self, answer: Any, content: bytes) -> RemoteReply:
@@ -134,7 +142,9 @@ class Server:
 
     def _events(self, response: httpx.Response, until: float, listen: Listen | None) -> Any:
         """The body that the events amount to."""
-        reader, streamed, data = EventReader(), self._wire.streamed(), b""
+        reader = EventReader()
+        streamed = self._wire.streamed()
+        data = b""
         try:
             for part in self._parts(response, until):
                 for data in reader.feed(part):
@@ -154,6 +164,7 @@ class Server:
             num_bytes += len(part)
             if time.monotonic() > until:
                 raise self._late(None)
+
             if num_bytes > MAX_ANSWER:
                 raise self._failure(
                     f"answers with more than {MAX_ANSWER} bytes", again=False, may_cost=True
@@ -168,12 +179,14 @@ class Server:
         )
 
     def _refused(self, response: httpx.Response, content: bytes) -> Unanswered:
-        status, said = response.status_code, self._shown(content)
+        status = response.status_code
+        said = self._shown(content)
         if status in (401, 403):
             key = self._key_reference or "no key was sent: give api_key"
             return self._failure(
                 f"refuses the key ({status}; {key}): {said}", status=status, again=False
             )
+
         again = (status in _AGAIN or status >= 500) and _NO_CREDIT not in said
         return self._failure(
             f"answered {status}: {said}",
@@ -200,6 +213,7 @@ class Server:
             text = f"{text} ({code})" if code else text
         except (msgspec.MsgspecError, LookupError, TypeError, RecursionError, UnicodeError):
             text = content.decode("utf-8", "replace")
+
         text = " ".join(self._without_key(text).split())
         return text[:SHOWN] + ("..." if len(text) > SHOWN else "") or "an empty answer"
 
@@ -215,13 +229,16 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
             return _seconds(float(milliseconds) / 1000)
     except ValueError:
         pass
+
     text = headers.get("retry-after", "").strip()
     if not text:
         return None
+
     try:
         return _seconds(float(text))
     except ValueError:
         pass
+
     try:
         return _seconds(parsedate_to_datetime(text).timestamp() - now)
     except (TypeError, ValueError, OverflowError):

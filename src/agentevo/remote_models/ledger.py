@@ -90,11 +90,14 @@ class Ledger:
     """See the module. Any thread may use it. Without a path it is in memory."""
 
     def __init__(self, path: Path | None, budget: BudgetSection, name: str) -> None:
-        self._path, self._budget, self._name = path, budget, name
+        self._path = path
+        self._budget = budget
+        self._name = name
         self._thread_lock = threading.Lock()
         self._read_to = 0
         self._rest = b""
-        self._used, self._open = Spent(), dict[str, Spent]()
+        self._used = Spent()
+        self._open = dict[str, Spent]()
         self._own = 0
         """Requests of this process that have begun and not ended."""
         self._settled = threading.Condition(self._thread_lock)
@@ -106,6 +109,7 @@ class Ledger:
         requests of this process whose end may make room. Raises BudgetExceededError."""
         if not self._budget.limits:
             return secrets.token_hex(8)
+
         line = Line(
             id=secrets.token_hex(8),
             state="begun",
@@ -124,8 +128,10 @@ class Ledger:
                         self._write(line)
                         self._own += 1
                         return line.id
+
                 if not self._own or time.monotonic() >= until:
                     raise BudgetExceededError(problem)
+
                 self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
 
     def end(self, line: Line) -> None:
@@ -142,6 +148,7 @@ class Ledger:
         requests that failed, and sums by the names of SUMMED."""
         if self._path is not None and not self._path.exists():
             return []
+
         with self._thread_lock, self._locked():
             self._read()
             return [
@@ -157,6 +164,7 @@ class Ledger:
                 with self._locked():
                     self._read()
             used = self._most()
+
         limits = {name: getattr(self._budget, name) for name in Spent.__struct_fields__}
         return {
             name: max(0.0, limit - getattr(used, name))
@@ -179,6 +187,7 @@ class Ledger:
                     f"the next request may need {more:g}: raise "
                     f"remote_models.{self._name}.budget.{what}, or ask for shorter answers"
                 )
+
         return ""
 
     def _most(self) -> Spent:
@@ -203,6 +212,7 @@ class Ledger:
         if self._path is None:
             self._take(line)
             return
+
         text = msgspec.json.encode(line) + b"\n"
         handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -225,9 +235,11 @@ class Ledger:
         """Takes in what was written since."""
         if self._path is None or not self._path.exists():
             return
+
         with self._path.open("rb") as file:
             file.seek(self._read_to)
             new = file.read()
+
         self._read_to += len(new)
         *whole, self._rest = (self._rest + new).split(b"\n")
         for text in whole:
@@ -241,8 +253,10 @@ class Ledger:
         if line.state == "begun":
             self._open[line.id] = spent
             return
+
         self._open.pop(line.id, None)
         self._used.add(spent)
+
         row = self._totals.setdefault(line.role, {"model": self._name, "role": line.role})
         for name, value in (
             ("answers", line.state in ("completed", "cached")),

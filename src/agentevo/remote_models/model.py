@@ -57,7 +57,8 @@ WIRES = {
     "anthropic": anthropic_messages.WIRE,
     "engine": openai_chat.WIRE,
 }
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
 MARGIN_S = 2.0
 """What a call may take beyond its deadline, where a server keeps its thread busy."""
 
@@ -68,7 +69,9 @@ class RemoteModel:
 
     def __init__(self, name: str, section: RemoteModelSection, folder: Path | None = None) -> None:
         """Raises ConfigError for a key that is not in the environment."""
-        self.name, self.section = name, section
+        self.name = name
+        self.section = section
+
         self._wire = WIRES[section.api]
         key = key_of_model(name, section)
         self._server: Server | EngineServer
@@ -78,6 +81,7 @@ class RemoteModel:
             self._server = EngineServer(name, section)
         else:
             self._server = Server(name, section.url, self._wire, key, section.api_key)
+
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
         kept = section.cache_dir or (folder and folder / "cache")
@@ -115,6 +119,7 @@ class RemoteModel:
         """
         if form is not None and form.calls != "auto":
             tool_choice = form.tool or form.calls
+
         asked = Asked(
             messages=messages_of(messages),
             tools=None if not tools else tools_of(tools),
@@ -140,12 +145,14 @@ class RemoteModel:
         """What a thread has to do, with all that was asked checked."""
         if not asked.messages:
             raise BadRequestError("messages is a list with at least one message")
+
         body = self._wire.body(self.section.url, self.section.model, asked) | self.section.extra
         try:
             content = msgspec.json.encode(body)
             sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise BadRequestError(f"the request can't be written as JSON: {error}") from error
+
         self._num_calls += 1
         line = Line(
             id="", state="failed", model=self.name, role=role, attempt=attempt, at=time.time()
@@ -173,6 +180,7 @@ class RemoteModel:
         if kept is not None:
             self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
             return kept
+
         problem: RemoteModelError | None = None
         for attempt in range(self.section.max_tries):
             try:
@@ -183,10 +191,14 @@ class RemoteModel:
                     raise problem from error
                 self._pause(error, attempt, request)
                 continue
+
             if self._cache is not None:
                 self._cache.keep(self._server.url, content, reply)
+
             return reply
+
         assert problem is not None
+
         tries = self.section.max_tries
         raise RemoteModelError(f"given up after {tries} requests: {problem}", problem.status)
 
@@ -194,7 +206,9 @@ class RemoteModel:
         """One request, accounted for."""
         if request.until <= time.monotonic():
             raise self._late("it waited for its turn")
-        content, max_new = request.content, request.max_new_tokens
+
+        content = request.content
+        max_new = request.max_new_tokens
         most_tokens = len(content) + max_new  # a token is a byte at the very least
         most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
         number = self.ledger.begin(most, role=call.role, until=request.until)
@@ -205,19 +219,29 @@ class RemoteModel:
             listen = None if request.listen is None else request.tell
             reply, status = self._server.post(content, left, listen, request.headers)
         except BaseException as error:
-            line.seconds, line.error = time.monotonic() - began, str(error)[:300]
+            line.seconds = time.monotonic() - began
+            line.error = str(error)[:300]
             line.status = getattr(error, "status", 0)
             if getattr(error, "may_cost", True):
-                line.tokens, line.cost, line.is_estimated = most.tokens, most.cost, True
+                line.tokens = most.tokens
+                line.cost = most.cost
+                line.is_estimated = True
+
             self.ledger.end(line)
             raise
-        line.seconds, line.status, line.state = time.monotonic() - began, status, "completed"
+
+        line.seconds = time.monotonic() - began
+        line.status = status
+        line.state = "completed"
         usage = reply.usage or Usage(prompt_tokens=len(content), completion_tokens=max_new)
         line.is_estimated = reply.usage is None
-        line.prompt_tokens, line.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        line.completion_tokens, line.tokens = usage.completion_tokens, usage.tokens
+        line.prompt_tokens = usage.prompt_tokens
+        line.cached_tokens = usage.cached_tokens
+        line.completion_tokens = usage.completion_tokens
+        line.tokens = usage.tokens
         line.cost = self._price(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         self.ledger.end(line)
+
         return msgspec.structs.replace(reply, cost=line.cost)
 
     def _price(self, prompt: int, cached: int, completion: int) -> float:
@@ -233,6 +257,7 @@ class RemoteModel:
         if error.retry_after_s is not None:
             pause = error.retry_after_s
             self._server.rest(pause)
+
         if attempt + 1 == self.section.max_tries:
             return
         if time.monotonic() + pause >= request.until:
@@ -288,6 +313,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
             raise UnknownNameError(
                 f"there is no remote model {name!r}: {hint}the recipe has {known}"
             )
+
         return self._models[name]
 
     def __contains__(self, name: object) -> bool:
@@ -327,6 +353,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
             if left := model.ledger.left():
                 limits = ", ".join(f"{value:.4g} {what}" for what, value in left.items())
                 lines.append(f"remote model {name}: left of its budget: {limits}")
+
         return lines
 
     def close(self) -> None:
@@ -349,24 +376,28 @@ def key_of_model(name: str, section: RemoteModelSection) -> str | None:
     ConfigError where it is not there."""
     if section.api_key is None:
         return None
+
     reference = REFERENCE.fullmatch(section.api_key)
     if reference is None:
         raise ConfigError(
             f"remote_models.{name}.api_key: write ${{env:NAME}}, the environment variable that "
             "holds the key"
         )
+
     key = os.environ.get(reference[1], "").strip()
     if not key:
         raise ConfigError(
             f"remote_models.{name}.api_key: the environment variable {reference[1]} is not set: "
             "set it for every process of the run"
         )
+
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
             f"remote_models.{name}.api_key: the environment variable {reference[1]} holds a line "
             "break or a character that is not ASCII, which no HTTP header can carry: set it to the "
             "key alone"
         )
+
     return key
 
 
@@ -375,7 +406,8 @@ class Workers:
 
     def __init__(self, limit: int, name: str) -> None:
         self.ended = threading.Event()
-        self._limit, self._name = limit, name
+        self._limit = limit
+        self._name = name
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -391,6 +423,7 @@ class Workers:
             if self._num_threads < min(self._num_busy, self._limit):
                 self._num_threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
         self._jobs.put((future, work))
         return future
 
@@ -399,9 +432,11 @@ class Workers:
         with self._lock:
             self.ended.set()
             num_threads = self._num_threads
+
         with suppress(queue.Empty):
             while job := self._jobs.get_nowait():
                 job[0].set_exception(RemoteModelError(f"{self._name}: the run has ended"))
+
         for _ in range(num_threads):
             self._jobs.put(None)
 
@@ -416,4 +451,5 @@ class Workers:
             finally:
                 with self._lock:
                     self._num_busy -= 1
+
             del job, future, work

@@ -48,6 +48,7 @@ def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
         choice = asked.tool_choice
         named = {"type": "function", "function": {"name": choice}}
         body |= {"tools": asked.tools, "tool_choice": choice if choice in _CHOICES else named}
+
     return body if asked.form is None else body | _form(asked.form, has_tools=bool(asked.tools))
 
 
@@ -60,8 +61,10 @@ def _form(form: AnswerForm, *, has_tools: bool) -> dict[str, Any]:
         named = {"name": "answer", "schema": {} if form.schema is True else schema}
         strict = {"strict": True} if form.strict else {}
         fields["response_format"] = {"type": "json_schema", "json_schema": named | strict}
+
     if has_tools and not form.parallel and form.tool is None:  # not every server has this field
         fields["parallel_tool_calls"] = False
+
     return fields
 
 
@@ -77,9 +80,11 @@ def as_openai(message: Message) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
+
     for name in ("tool_call_id", "name"):
         if getattr(message, name) is not None:
             fields[name] = getattr(message, name)
+
     return fields
 
 
@@ -117,29 +122,36 @@ class StreamedChat:
             error = event["error"]
             said = error.get("message") if isinstance(error, Mapping) else error
             raise BadAnswerError(f"it failed in the middle: {said}")
+
         self._usage = event.get("usage") or self._usage
         if not event.get("choices"):
             return []
+
         choice = event["choices"][0]
         delta = choice.get("delta") or {}
         self._finish = choice.get("finish_reason") or self._finish
+
         for call in delta.get("tool_calls") or ():
             self._add_call(call)
+
         self._refusal += [delta["refusal"]] if delta.get("refusal") else []
         news: list[ContentDelta | ReasoningDelta] = []
         reasoning = next((delta[key] for key in REASONING_KEYS if delta.get(key)), "")
         if reasoning:
             self._reasoning.append(_text(reasoning))
             news.append(ReasoningDelta(reasoning))
+
         if content := delta.get("content"):
             self._content.append(_text(content))
             news.append(ContentDelta(content))
+
         return news
 
     def _add_call(self, part: Mapping[str, Any]) -> None:
         place = part.get("index")
         if place is None:  # some servers don't number their calls
             place = len(self._calls) - (not part.get("id"))
+
         call = self._calls.setdefault(place, {"id": None, "type": "function", "name": ""})
         call["id"] = part.get("id") or call["id"]
         function = part.get("function") or {}
@@ -149,6 +161,7 @@ class StreamedChat:
     def answer(self) -> Mapping[str, Any]:
         if self._finish is None:
             raise BadAnswerError("it ended in the middle")
+
         calls = [
             {
                 "id": call["id"],
@@ -175,6 +188,7 @@ def _text(value: Any) -> str:
 def _usage(usage: Any) -> Usage | None:
     if not isinstance(usage, Mapping) or "prompt_tokens" not in usage:
         return None
+
     details = usage.get("prompt_tokens_details") or {}
     return Usage(
         prompt_tokens=int(usage["prompt_tokens"]),

@@ -21,7 +21,8 @@ def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
     ConfigError for a server that can't be reached or refuses the key."""
     import httpx
 
-    wire, key = WIRES[section.api], key_of_model(name, section)
+    wire = WIRES[section.api]
+    key = key_of_model(name, section)
     url = _list_url(section)
     try:
         with httpx.stream(
@@ -32,18 +33,21 @@ def served_models(name: str, section: RemoteModelSection) -> list[str] | None:
                 content += part
                 if len(content) > MAX_LIST:
                     return None
+
         status = response.status_code
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"remote_models.{name}: {section.url} can't be reached "
             f"({type(error).__name__}): start its server, or correct base_url"
         ) from error
+
     if status in (401, 403):
         what = f"the key of {section.api_key}" if section.api_key else "a request without a key"
         raise ConfigError(
             f"remote_models.{name}: {section.url} refuses {what} (status {status}): give "
             "api_key: ${env:NAME} with a key that is good there"
         )
+
     return _names(content) if status == 200 else None
 
 
@@ -69,9 +73,11 @@ def check_served(name: str, section: RemoteModelSection) -> None:
     """Raises ConfigError where the server lists its models and this one is not among them."""
     if section.api == "engine":
         return
+
     known = served_models(name, section)
     if known is None or section.model in known or not known:
         return
+
     guess = nearest(section.model, known)
     hint = f"did you mean {guess!r}? " if guess else ""
     more = f" and {len(known) - MAX_LISTED} others" if len(known) > MAX_LISTED else ""

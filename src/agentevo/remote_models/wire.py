@@ -124,6 +124,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
                 f"message {number + 1} has an image, which is known by its digest alone: a remote "
                 "model can't see it; send text"
             )
+
         if message.role == "tool":
             known = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
             message = msgspec.structs.replace(message, tool_call_id=known)
@@ -134,5 +135,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
                 for call, one in zip(message.tool_calls, ids, strict=True)
             )
             message = msgspec.structs.replace(message, tool_calls=calls)
+
         whole.append(message)
+
     return whole

@@ -37,13 +37,15 @@ ANSWER_SCHEMA = "answer_schema"
 recipe's rewards say."""
 _INDEX = re.compile(r"[0-9]{1,9}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BOX, _FRAME = re.compile(r"\\boxed\s{0,9}\{"), re.compile(r"\\fbox\s{0,9}\{")
+_BOX = re.compile(r"\\boxed\s{0,9}\{")
+_FRAME = re.compile(r"\\fbox\s{0,9}\{")
 _JSON = json.JSONDecoder()
 _JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
 """Where an object or array may begin, unlike most braces of TeX."""
-MAX_JSON_TRIES, MAX_JSON_READINGS = 2000, 20
-"""Places of a text at which a JSON value is tried in vain, and how many times the length of the
-text these tries may read."""
+MAX_JSON_TRIES = 2000
+"""Places of a text at which a JSON value is tried in vain."""
+MAX_JSON_READINGS = 20
+"""How many times the length of the text these tries may read."""
 
 
 def check_place(place: str) -> str:
@@ -71,19 +73,24 @@ def find_answer(text: str, place: str) -> str | None:
 def _finder(place: str) -> Callable[[str], str | None]:
     if place in _FIXED:
         return _FIXED[place]
+
     kind, colon, detail = place.partition(":")
     if kind == "regex" and detail:
         return _stripped(Pattern(detail).last)
+
     if kind == "json" and bool(colon) == bool(detail):
         keys = detail.split(".") if detail else []
         return lambda text: _in_json(text, keys)
+
     if not _WORD.fullmatch(place):
         raise ValueError(
             f"{place[:200]!r} is no place of an answer: give {', '.join(_FIXED)}, json:KEY, "
             "regex:PATTERN, or the name of an XML tag such as answer"
         )
+
     if place == "answer_tag":
         raise ValueError("the tag <answer> is written `answer`: give the name of the tag itself")
+
     return lambda text: _in_tag(text, place)
 
 
@@ -93,6 +100,7 @@ def _in_tag(text: str, tag: str) -> str | None:
     ends = [match.start() for match in re.finditer(f"</{name}>", text, re.IGNORECASE)]
     if not ends:
         return None
+
     starts = [m.end() for m in re.finditer(f"<{name}>", text, re.IGNORECASE) if m.end() <= ends[-1]]
     if not starts:
         return None
@@ -104,11 +112,14 @@ def _in_box(text: str) -> str | None:
     boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
     if not boxes:
         return None
-    begin, depth = boxes[-1].end(), 1
+
+    begin = boxes[-1].end()
+    depth = 1
     for match in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             return text[begin : match.start()].strip()
+
     return None
 
 
@@ -140,8 +151,10 @@ def _in_json(text: str, keys: list[str]) -> str | None:
             value = value[int(key)]
         else:
             return None
+
     if value is None:
         return None
+
     return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -154,12 +167,15 @@ def _last_json(text: str) -> Any:
 def jsons_in(text: str) -> Iterator[Any]:
     """The objects and arrays that stand in a text, in order; of what lies in another only that. A
     text with very many beginnings of some is not read to its end."""
-    place, tries, left = 0, 0, MAX_JSON_READINGS * len(text)
+    place = 0
+    tries = 0
+    left = MAX_JSON_READINGS * len(text)
     while tries < MAX_JSON_TRIES and left > 0 and (start := _JSON_START.search(text, place)):
         try:
             found, place = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
-            place, tries = start.end(), tries + 1
+            place = start.end()
+            tries += 1
             left -= _end_of_try(error, len(text)) - start.start()
         else:
             yield found

@@ -84,6 +84,7 @@ class Contains:
             raise ValueError(
                 f"the answer of the task {task.id!r} has no words to look for: {task.answer!r}"
             )
+
         found = any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) for answer in words)
         return Score(float(found))
 

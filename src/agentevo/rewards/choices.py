@@ -39,18 +39,23 @@ def options_of(task: Task, key: str | None) -> Options:
     names = [key] if key is not None else [name for name in OPTION_KEYS if name in task.metadata]
     if not names:
         return WITHOUT_TEXTS
+
     given: Any = task.metadata.get(names[0])
     if isinstance(given, Mapping) and given.keys() == {"label", "text"}:
-        labels, texts = given["label"], given["text"]
+        labels = given["label"]
+        texts = given["text"]
         fit = isinstance(labels, list) and isinstance(texts, list) and len(labels) == len(texts)
         given = dict(zip(labels, texts, strict=True)) if fit else None
+
     if isinstance(given, (list, tuple)) and 0 < len(given) <= len(ascii_uppercase):
         given = dict(zip(ascii_uppercase, given, strict=False))
+
     if not isinstance(given, Mapping) or not given:
         raise ValueError(
             f"the options of the task {task.id!r} (key {names[0]}) are no list of texts or mapping "
             "from letters to texts: set options_key"
         )
+
     return {str(label).strip().upper(): str(text) for label, text in given.items()}
 
 
@@ -62,11 +67,13 @@ def check_right(answer: Any, options: Options, name: str) -> str:
         label = labels[answer] if 0 <= answer < len(labels) else None
     else:
         label = choice_of(str(answer), options)
+
     if label is None:
         raise ValueError(
             f"the answer of the task {name!r} is none of its options: got {answer!r}; they are "
             f"{', '.join(options)}"
         )
+
     return label
 
 
@@ -76,22 +83,28 @@ def choice_of(text: str, options: Options) -> str | None:
     bare = text.strip(_MARKS).upper()
     if bare in options:
         return bare
+
     said = squad_normalised(text)
     same = [label for label, option in options.items() if option and said == _words(option)]
     if len(same) == 1:
         return same[0]
+
     stated = [label for label in _STATED.findall(text) if label in options]
     if stated:
         return str(stated[-1])
+
     leading = _LEADING.match(text)
     if leading and leading[1].upper() in options:
         return leading[1].upper()
+
     named = [label for label in _SAID.findall(text) if label in options]
     if named:
         return str(named[-1])
+
     letters = {label for label in _TOKEN.findall(text) if label in options}
     if len(letters) == 1:
         return str(letters.pop())
+
     return None if letters else _by_text(said, options)
 
 

@@ -55,9 +55,11 @@ def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
             f"the task {task.id!r} has no tests: give its row {key or 'tests'}, such as "
             '{"inputs": ["1 2"], "outputs": ["3"]} or a list of asserts'
         )
+
     tests = _read(_parsed(given), metadata, most)
     if not tests.number:
         raise ValueError(f"the tests of the task {task.id!r} are empty: give at least one")
+
     return tests
 
 
@@ -76,10 +78,12 @@ def _read(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
         if "assert_case" in given:
             return _asserts(given["assert_case"], metadata, most)
         return _pairs(given, str(given.get("fn_name") or ""), most)
+
     if isinstance(given, str):
         return _asserts([given], metadata, most)
     if isinstance(given, Sequence) and all(isinstance(one, str) for one in given):
         return _asserts(given, metadata, most)
+
     if isinstance(given, Sequence) and all(isinstance(one, Mapping) for one in given):
         columns = {
             "inputs": [one.get("input") for one in given],
@@ -90,13 +94,16 @@ def _read(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
         name = metadata.get("fn_name") or metadata.get("func_name")
         if not name and isinstance(about, Mapping):
             name = about.get("func_name")
+
         return _pairs(columns, str(name or ""), most)
+
     raise ValueError(f"tests are {type(given).__name__}: give asserts, or inputs with outputs")
 
 
 def _asserts(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
     if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
         raise ValueError("the asserts are no list of texts")
+
     tests = tuple(given[:most])
     name = metadata.get("entry_point")
     if isinstance(name, str) and name.isidentifier():
@@ -104,18 +111,22 @@ def _asserts(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
             f"{one}\ncheck({name})" if "def check(" in one and "\ncheck(" not in one else one
             for one in tests
         )
+
     return CodeTests(asserts=tests, setup=str(metadata.get("test_setup_code") or ""))
 
 
 def _pairs(given: Mapping[str, Any], function: str, most: int) -> CodeTests:
-    inputs, outputs = given.get("inputs"), given.get("outputs")
+    inputs = given.get("inputs")
+    outputs = given.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("tests need inputs and outputs, both lists")
     if len(inputs) != len(outputs):
         raise ValueError(f"tests have {len(inputs)} inputs and {len(outputs)} outputs")
+
     both = list(zip(inputs, outputs, strict=True))[:most]
     if not function:
         return CodeTests(pairs=tuple((_text(one), _text(two)) for one, two in both))
+
     calls = tuple((_arguments(one), _value(two)) for one, two in both)
     return CodeTests(calls=calls, function=function)
 
@@ -179,6 +190,7 @@ def _same_word(one: str, two: str) -> bool:
         return True
     if "." not in one + two or max(len(one), len(two)) > 40:
         return False
+
     try:
         return math.isclose(float(one), float(two), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except ValueError:

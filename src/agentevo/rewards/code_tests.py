@@ -78,6 +78,7 @@ def code_of(reply: str) -> str:
     blocks = [piece.partition("\n") for piece in pieces[1::2]]
     if len(pieces) % 2 == 0 and len(blocks) > 1:
         blocks.pop()  # it is not closed
+
     python = [code for words, _, code in blocks if words.strip().lower() in _PYTHON]
     if not blocks:
         return reply
@@ -100,12 +101,15 @@ class CodeTestsReward:
         be opened."""
         config = self.config
         tests = cases_of(task, config.tests_key, config.max_tests)
+
         code = await in_thread(code_of, completion_of(trajectory))
         if not code.strip():
             return Score(0.0)
+
         async with sandboxes.open() as sandbox:
             work = _Testing(sandbox, code, config)
             passed = await (work.programs(tests) if tests.pairs else work.functions(tests))
+
         share = passed / tests.number
         value = share if config.partial else float(passed == tests.number)
         reason = f"{passed} of {tests.number} tests passed"
@@ -116,7 +120,8 @@ class _Testing:
     """Tests of one code in one sandbox."""
 
     def __init__(self, sandbox: Sandbox, code: str, config: CodeTestsConfig) -> None:
-        self._sandbox, self._config = sandbox, config
+        self._sandbox = sandbox
+        self._config = config
         self._code = code.replace("\0", "").encode("utf-8", "replace")
         self._ends = time.monotonic() + config.tests_timeout_s
 
@@ -125,13 +130,15 @@ class _Testing:
 
     async def programs(self, tests: CodeTests) -> int:
         """How many inputs lead to the right output."""
-        passed, is_written = 0, False
+        passed = 0
+        is_written = False
         for given, right in tests.pairs:
             left = self._left_s(self._config.test_timeout_s)
             if left <= 0:
                 break
             if not is_written:
                 await self._sandbox.write_file("solution.py", self._code)
+
             ran = await self._sandbox.execute(
                 ["python", "solution.py"],
                 stdin=given.encode("utf-8", "replace"),
@@ -141,8 +148,10 @@ class _Testing:
             is_written = not ran.files_lost
             is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
             passed += is_right
+
             if not (is_right or self._config.partial):
                 break
+
         return passed
 
     async def functions(self, tests: CodeTests) -> int:
@@ -164,9 +173,11 @@ class _Testing:
             deadline_s=self._left_s(self._config.tests_timeout_s),
         )
         check_ran(ran)
+
         told = await in_thread(_values, ran.stdout, mark)
         if tests.asserts:
             return sum(told.get(index) is True for index in range(tests.number))
+
         return sum(
             index in told and is_right_value(told[index], right)
             for index, (_, right) in enumerate(tests.calls)
@@ -183,4 +194,5 @@ def _values(stdout: str, mark: str) -> dict[int, Any]:
                 values[told["index"]] = told["value"]
             except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
                 continue
+
     return values

@@ -18,10 +18,13 @@ def main() -> None:
     """See the module."""
     spec = json.load(sys.stdin)
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+
     nothing = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
         os.dup2(nothing, handle)
-    mark, limit_s = spec.pop("mark"), spec["limit_s"]
+
+    mark = spec.pop("mark")
+    limit_s = spec["limit_s"]
 
     def late(*_: object) -> None:
         raise TimeoutError
@@ -31,6 +34,7 @@ def main() -> None:
     names: dict[str, Any] = {"__name__": "solution"}
     exec(compile(spec["setup"], "setup", "exec"), names)
     exec(compile(spec["code"], "solution", "exec"), names)
+
     for index, test in enumerate(spec["calls"] or spec["asserts"]):
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
@@ -44,6 +48,7 @@ def main() -> None:
             continue
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
         print(mark, line, file=told, flush=True)
 
 

@@ -76,11 +76,14 @@ def records_of(
         parts.append(("what all attempts begin with", shown.context))
     if shown.tools:
         parts.append(("the tools that they had", shown.tools))
+
     if config.reference and task.answer is not None:
         answer = json.dumps({"right_answer": task.answer}, ensure_ascii=False, default=str)
         parts.append(("the right answer", [escaped(answer)]))
+
     for number, place in enumerate(order, 1):
         parts.append((f"attempt {number}", shown.attempts[place]))
+
     mark = mark_of(config.rubric, *(line for what, lines in parts for line in (what, *lines)))
     records = "\n\n".join(fenced(mark, what, lines) for what, lines in parts)
     return _RULES.format(mark=mark), records

@@ -98,6 +98,7 @@ async def ask_in_order(
         if name not in models:
             problems.append(f"{name}: there is no remote model of that name")
             continue
+
         num_left = len(names) - index
         share_s = max(0.0, (until - time.monotonic()) / num_left)
         try:
@@ -110,6 +111,7 @@ async def ask_in_order(
             problems.append(f"{name}: no answer within its share of timeout_s, {share_s:.1f} s")
         except (AgentEvoError, UnusableError) as error:
             problems.append(f"{name}: {error}")
+
     raise NoScoreError(
         f"no judge gave a score: {'; '.join(problems)}: see that it answers so, or name another "
         "one in the reward's `models`"
@@ -150,5 +152,6 @@ async def _ask(
             {"role": "assistant", "content": said},
             {"role": "user", "content": correction(str(error))},
         ]
+
     reply = await model.generate(messages, role=ROLE, attempt=attempt, **chosen)
     return read(reply.text), reply.text

@@ -98,20 +98,24 @@ class JudgeConfig(JudgeOptions, AnswerConfig):
     def _has_its_placeholders(cls, value: str) -> str:
         if not value:
             return value
+
         known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
         try:
             fields = [part[1:] for part in Formatter().parse(value) if part[1] is not None]
         except ValueError as error:
             raise ValueError(f"{error}: placeholders are {known}; double other braces") from error
+
         for name, form, conversion in fields:
             if name not in PLACEHOLDERS or form or conversion:
                 raise ValueError(
                     f"the placeholder {{{name}}} is unknown: there are {known}; double other braces"
                 )
+
         names = [ALIASES.get(str(name), name) for name, *_ in fields]
         missing = [name for name in ("question", "response") if name not in names]
         if missing:
             raise ValueError(f"it has no {{{missing[0]}}}: placeholders are {known}")
+
         return value
 
     @model_validator(mode="after")
@@ -142,6 +146,7 @@ class LlmJudge:
         stated = await stated_answer(trajectory, task, self.config.place)
         if stated is None:
             return Score(0.0)
+
         answered = await ask_in_order(
             models,
             self.config.models,

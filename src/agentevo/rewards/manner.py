@@ -74,7 +74,8 @@ class Length:
         """DAPO's soft penalty of overlong replies (https://arxiv.org/abs/2503.14476, equation 13)
         with L_max = max_length + margin and L_cache = margin, and its mirror image for short
         ones."""
-        config, reply = self.config, completion_of(trajectory)
+        config = self.config
+        reply = completion_of(trajectory)
         counts = {
             "tokens": lambda: _num_tokens(trajectory),
             "words": lambda: len(words_of(reply)),
@@ -141,9 +142,11 @@ class ToolUse:
                 )
                 if place is not None and _is_error(text_of(message.content)):
                     good[place] = False
+
             calls = () if (said := _reply(turn)) is None else said.tool_calls
             under_way = {call.id: len(good) + n for n, call in enumerate(calls) if call.id}
             good += [bool(call.name) and _is_object(call.arguments) for call in calls]
+
         number = len(good) + trajectory.metrics.get("num_malformed_calls", 0.0)
         return Score(sum(good) / number if number else 0.0)
 

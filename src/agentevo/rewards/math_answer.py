@@ -61,10 +61,12 @@ class MathAnswer:
         stated = await stated_answer(trajectory, task, self.config.place)
         if not stated:
             return Score(0.0)
+
         request = {"right": right, "stated": stated[-MAX_CHARACTERS:]}
         answer = await self._workers.ask(request, self.config.deadline_s)
         if "problem" in answer:
             raise ValueError(f"the answers can't be compared: {answer['problem']}")
+
         return Score(float(answer["equal"]))
 
 
@@ -119,7 +121,9 @@ class _Worker:
     def _answer(self, limit_s: float, what: str) -> dict[str, Any]:
         """The next line. Whatever goes wrong ends the process."""
         assert self._process.stdout is not None
-        until, line = time.monotonic() + limit_s, b""
+
+        until = time.monotonic() + limit_s
+        line = b""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -129,14 +133,18 @@ class _Worker:
                         raise TimeoutError(
                             f"the process of math-verify took longer than {limit_s:g} s to {what}"
                         )
+
                     piece = os.read(self._process.stdout.fileno(), 65536)
                     if not piece:
                         raise RuntimeError(f"the process of math-verify ended; it was to {what}")
+
                     line += piece
+
             answer: dict[str, Any] = json.loads(line)
         except BaseException:
             self._end()
             raise
+
         return answer
 
 

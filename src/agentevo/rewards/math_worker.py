@@ -60,6 +60,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
                 return {"equal": True}
     except Exception as error:  # noqa: BLE001 (whatever sympy raises)
         return {"problem": f"{type(error).__name__}: {str(error)[:300]}"}
+
     return {"equal": False}
 
 
@@ -72,6 +73,7 @@ def _parsed(text: str) -> list[Any]:
         alone: list[Any] = parse(f"${text}$", parsing_timeout=None)
         if alone:
             return alone
+
     within: list[Any] = parse(text, parsing_timeout=None)
     return within
 

@@ -38,6 +38,7 @@ def last_numeral(text: str) -> tuple[str, float] | None:
         if minus is None or not _is_a_sign(text, minus):
             return match[0].rstrip("."), value
         return text[minus.start() : match.end()].rstrip("."), -value
+
     return None
 
 
@@ -61,16 +62,20 @@ def _is_a_sign(text: str, minus: re.Match[str]) -> bool:
 
 
 def _value(match: re.Match[str]) -> float | None:
-    digits, below = match["digits"], match["below"] or "1"
+    digits = match["digits"]
+    below = match["below"] or "1"
     if digits is None:
         digits = match["european"].replace(".", "").replace(",", ".")
     if max(len(digits), len(below)) > LONGEST:
         return None
+
     value = Fraction(digits.replace(",", "").rstrip("."))
     value *= Fraction(10) ** int(match["exponent"] or 0)
+
     divisor = Fraction(below)
     if divisor == 0:
         return None
+
     try:
         return float(value / divisor / (100 if match["percent"] else 1))
     except OverflowError:

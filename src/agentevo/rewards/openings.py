@@ -40,8 +40,10 @@ def find_opening(text: str, place: str) -> int | None:
         begin = text.index("####") + 4 if text.count("####") == 1 else None
     else:
         begin = _tag(text, place)
+
     if begin is None:
         return None
+
     space = _SPACE.match(text, begin)
     end = begin if space is None else space.end()
     return begin if _is_empty(text, end, place) else end
@@ -66,9 +68,12 @@ def _box(text: str) -> int | None:
     boxes = list(_BOX.finditer(text))
     if len(boxes) != 1:
         return None
-    begin, depth = boxes[0].end(), 1
+
+    begin = boxes[0].end()
+    depth = 1
     for match in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
             return begin
+
     return None

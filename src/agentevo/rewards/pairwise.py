@@ -94,6 +94,7 @@ def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]
     ring, in which everybody meets as many others."""
     if opponents is None or opponents >= num - 1:
         return [(i, j) for i in range(num) for j in range(i + 1, num)]
+
     ring = list(range(num))
     random.Random(seed).shuffle(ring)
     pairs = {
@@ -126,6 +127,7 @@ class Pairwise:
         num = len(shown.attempts)
         if num == 1:
             return equal_group(config, len(trajectories))
+
         pairs = pairs_of(
             num,
             config.opponents,
@@ -183,6 +185,7 @@ class Pairwise:
                 f"max_contradicted={self.config.max_contradicted:g}",
                 evidence=words,
             )
+
         value = math.fsum(one.of(place) for one in own) / len(own)
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
@@ -199,9 +202,11 @@ def _better_in(text: str) -> tuple[float, str]:
     for value in jsons_in(text):
         if isinstance(value, dict) and "better" in value:
             found = value
+
     better = None if found is None else found["better"]
     won = {"1": 1.0, "2": 0.0, "0": 0.5}.get("" if isinstance(better, bool) else str(better))
     if found is None or won is None:
         raise UnusableError('there is no JSON object in which "better" is 1, 2 or 0')
+
     words = found.get("explanation") or ""
     return won, storable(" ".join(str(words).split()), MAX_EXPLANATION)

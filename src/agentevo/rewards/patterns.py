@@ -24,12 +24,14 @@ class Pattern:
         """Raises ValueError for what is no regular expression."""
         if len(pattern) > MAX_PATTERN:
             raise ValueError(f"the pattern has {len(pattern)} characters; give at most 10,000")
+
         try:
             self._compiled = regex.compile(pattern, regex.DOTALL)
         except (regex.error, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"got {pattern[:200]!r}; it is no regular expression: {error}"
             ) from error
+
         self._pattern = pattern
 
     def matches_whole(self, text: str) -> bool:

@@ -86,7 +86,8 @@ class Placed(NamedTuple):
 def placed(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
     """The answer behind a context and a text that has no ids of its own yet. The ids of that text
     alone are no part of the answer."""
-    ids, skipped = policy.encode(before + answer), 0
+    ids = policy.encode(before + answer)
+    skipped = 0
     while before and skipped < len(ids) - 1:
         if not before.startswith(policy.text(ids[: skipped + 1])):
             break
@@ -97,17 +98,20 @@ def placed(policy: ScoredPolicy, context_ids: list[int], before: str, answer: st
 def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[list[int], str]:
     """The ids that end at or before character `end` of their text, and the characters between
     them and it. Raises ValueError for a tokenizer whose texts do not add up."""
-    low, high = 0, len(ids)
+    low = 0
+    high = len(ids)
     while low < high:  # texts grow with the ids
         middle = (low + high + 1) // 2
         if len(policy.text(ids[:middle])) <= end:
             low = middle
         else:
             high = middle - 1
+
     for count in range(low, max(low - MAX_STEPS_BACK, -1), -1):
         told = policy.text(ids[:count])
         if text.startswith(told) and len(told) <= end:  # not in the middle of a character
             return ids[:count], text[len(told) : end]
+
     raise ValueError("the texts of the reply's first tokens are no beginning of the reply's text")
 
 
@@ -126,6 +130,7 @@ class Rlpr:
         it is now. What can't be computed is left out: the score of such a task says why."""
         if not self.config.debias:
             return
+
         known = await policy.baselines.known()
         wanted = {
             baseline_key(policy.agent, one.context_ids, one.ids): (task, one)
@@ -152,6 +157,7 @@ class Rlpr:
         reply = self._reply(trajectory, task, policy)
         if reply is None:
             return self._score(0.0, is_valid=False, solved=False)
+
         context, before = reply
         values = await gather_all(
             [self._value(trajectory, task, policy, context, before, one) for one in answers]
@@ -187,11 +193,13 @@ class Rlpr:
         place = self._place(task)
         if not trajectory.turns:
             return None
+
         said = list(trajectory.turns[-1].completion_ids)
         text = policy.text(said)
         end = find_opening(text, place)
         if end is None:
             return None
+
         kept, before = split(policy, said, text, end)
         return [*context_of(trajectory.turns, len(trajectory.turns) - 1), *kept], before
 
@@ -210,6 +218,7 @@ class Rlpr:
         found = measured(logprobs[one.skipped :], self.config.measure)
         if not self.config.debias:
             return found, found
+
         without = [
             measured((await self._kept(policy, task, directly)).logprobs, self.config.measure)
             for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
@@ -236,6 +245,7 @@ class Rlpr:
                     for answer in self._answers(task)
                     for one in self._directly(policy, task, prompt, answer)
                 ]
+
         return []
 
     def _directly(

@@ -20,6 +20,7 @@ def reasoning_gym(model_answer: str, task: Task) -> float:
             f"the task {task.id!r} is none of reasoning-gym's: make tasks by `agentevo data "
             "prepare reasoning_gym/NAME FOLDER`"
         )
+
     package = load_extra("reasoning_gym", "reasoning-gym", "the reward reasoning_gym")
     score = package.get_score_answer_fn(metadata["source_dataset"])
     entry = {"question": task.query, "answer": task.answer, "metadata": metadata}

@@ -17,9 +17,10 @@ LARGEST = 1e12
 leave the range of floating point."""
 LARGEST_METRIC = 1e30
 """Numbers that are only averaged may be larger: times in nanoseconds, say."""
-MAX_NAMES, MAX_NAME = 200, 200
-"""Names of one attempt's metrics or reward parts, and characters of a name: every one is a column
-of the metrics."""
+MAX_NAMES = 200
+"""Names of one attempt's metrics or reward parts: every one is a column of the metrics."""
+MAX_NAME = 200
+"""Characters of such a name."""
 
 
 def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
@@ -32,10 +33,12 @@ def plain_number(value: Any, what: str, largest: float = LARGEST) -> float:
         number = math.inf
     except Exception:  # noqa: BLE001 (whatever `__float__` of a user's object raises)
         raise TypeError(f"{what} is {shown(value)}: give a number") from None
+
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}")
     if abs(number) > largest:
         raise ValueError(f"{what} is {number:g}: numbers go up to {largest:g}")
+
     return number
 
 
@@ -69,6 +72,7 @@ def _name(name: Any, what: str) -> str:
         raise TypeError(f"{what} has the name {shown(name)}: names are texts")
     if len(name) > MAX_NAME:
         raise ValueError(f"{what} has a name of {len(name)} characters: give at most {MAX_NAME}")
+
     if not name.isascii():
         try:
             name.encode()
@@ -77,4 +81,5 @@ def _name(name: Any, what: str) -> str:
                 f"{what} has the name {shown(name)}, which is no Unicode: it holds half of a "
                 "surrogate pair"
             ) from None
+
     return name

@@ -31,8 +31,18 @@ from agentevo.types import Task, Trajectory
 
 R = TypeVar("R")
 PARAMETERS = (
-    *("completion", "task", "trajectory", "answer", "query", "metadata", "models"),
-    *("model_answer", "solution_str", "ground_truth", "data_source", "extra_info"),
+    "completion",
+    "task",
+    "trajectory",
+    "answer",
+    "query",
+    "metadata",
+    "models",
+    "model_answer",
+    "solution_str",
+    "ground_truth",
+    "data_source",
+    "extra_info",
 )
 """What a reward function may ask for: the policy's last reply, the task, the whole attempt, the
 task's own answer, query and metadata, and the run's remote models by name. The second line is what
@@ -206,6 +216,7 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the scorer {name!r} can't be called: {error}") from error
+
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [one for one in parameters if one.kind in positional]
     needed = [one for one in parameters if one.default is one.empty and one in taken]
@@ -217,6 +228,7 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
             f"the scorer {name!r} needs two or three positional parameters, as in `async def "
             "scorer(model_answer, ground_truth, task)`; agentevo.reward takes parameters by name"
         )
+
     number = 3 if len(needed) == 3 else 2
 
     def scorer(model_answer: str, ground_truth: Any, task: Task) -> Any:
@@ -237,6 +249,7 @@ def check_reward(name: str, item: Any) -> None:
                 f"{', '.join(PARAMETERS)}, as in `def reward(completion, task) -> float`"
             )
         return
+
     methods = [
         getattr(item, method) for method in ("score", "score_group") if hasattr(item, method)
     ]
@@ -245,6 +258,7 @@ def check_reward(name: str, item: Any) -> None:
             f"the reward {name!r} needs a method `async def score(self, trajectory, task)` or "
             f"`async def score_group(self, trajectories, task)` in {item.__name__}"
         )
+
     options = getattr(item, "Config", RewardConfig)
     if not (inspect.isclass(options) and issubclass(options, RewardConfig)):
         raise ConfigError(
@@ -268,6 +282,7 @@ def make_reward(config: RewardConfig) -> Any:
     check_reward(config.name, item)
     if not inspect.isclass(item):
         return item
+
     make: Any = item
     try:
         return make(config)
@@ -365,14 +380,17 @@ def score_of(returned: Any) -> Score:
             None if success is None else plain_bool(success, "its success"),
             str(returned.reason),
         )
+
     if isinstance(returned, Mapping):
         parts = named_parts(returned, "the mapping that it returned")
         return Score(plain_number(sum(parts.values()), "its value"), parts)
+
     if returned is None or isinstance(returned, str):
         raise TypeError(
             f"it returned {shown(returned)}: return a number, a mapping of named parts, or an "
             "agentevo.Score"
         )
+
     return Score(plain_number(returned, "its value"))
 
 
@@ -381,6 +399,7 @@ def _asked_for(function: Any) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the reward {function!r} can't be called: {error}") from error
+
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
         parameter.name

@@ -25,8 +25,10 @@ from agentevo.types import Message, Task, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MEAN, STD = "reward_mean", "reward_std"
-"""Keys of a model's config.json: the rewards of the answers that it was tried on."""
+MEAN = "reward_mean"
+"""Key of a model's config.json: the mean reward of the answers that it was tried on."""
+STD = "reward_std"
+"""Key of a model's config.json: the standard deviation of those rewards."""
 
 
 class ModelRewardConfig(RewardConfig):
@@ -68,13 +70,16 @@ def conversation_ids(
             raise ModelError(
                 f"the reward model's chat template does not take this conversation: {error}"
             ) from error
+
         ids = tokenizer.encode(str(text), add_special_tokens=False)[-max_tokens:]
     else:
         before = "\n".join(text_of(one.content) for one in messages[:-1])
         reply = text_of(messages[-1].content)
         ids = tokenizer(before, reply, truncation=True, max_length=max_tokens)["input_ids"]
+
     if not ids:
         raise ModelError("the conversation is empty: there is nothing to judge")
+
     return list(ids)
 
 
@@ -89,19 +94,22 @@ def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Any:
     """The model's outputs [n, labels] for conversations of any lengths, padded on the right."""
     import torch
 
-    width, pad = max(map(len, rows)), model.config.pad_token_id
+    width = max(map(len, rows))
+    pad = model.config.pad_token_id
     ids = torch.full((len(rows), width), 0 if pad is None else pad)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = torch.tensor(row)
         mask[index, : len(row)] = 1
+
     device = next(model.parameters()).device
     return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
 
 
 def conversation_of(trajectory: Trajectory) -> list[Message]:
     """The messages up to the last reply, as its turn saw them."""
-    pieces, turn = [], trajectory.turns[-1]
+    pieces = []
+    turn = trajectory.turns[-1]
     while True:
         pieces.append(turn.messages)
         if turn.parent is None:
@@ -133,6 +141,7 @@ class Classifier:
                     self._valued(outputs(model, rows[begin : begin + size]).float(), model.config)
                     for begin in range(0, len(rows), size)
                 ]
+
             found: list[float] = torch.cat(parts).tolist()
             return found
 
@@ -146,12 +155,15 @@ class Classifier:
                     f"counts by output=0 to {logits.shape[-1] - 1} (its config.json names them)"
                 )
             return logits.softmax(dim=-1)[:, config.output]
+
         values = logits[:, 0]
         if config.normalise == "sigmoid":
             return values.sigmoid()
+
         std = getattr(shape, STD, None)
         if config.normalise == "model" and std:
             return (values - getattr(shape, MEAN, 0.0)) / std
+
         return values
 
     def _load(self) -> tuple[Any, Any]:
@@ -163,9 +175,12 @@ class Classifier:
         from agentevo.devices import find
 
         logging.disable_progress_bar()  # the terminal is the live view's
-        name, device = self.config.model, find(self.config.device, "device")
+        name = self.config.model
+
+        device = find(self.config.device, "device")
         if device.type == "cpu":
             check_threads(torch.get_num_threads())
+
         path = Path(name).expanduser()
         source = str(path) if path.is_dir() else name
         try:
@@ -181,13 +196,16 @@ class Classifier:
                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): give a folder of "
                 "`agentevo rm`, or a hub name of one"
             ) from error
+
         if info["missing_keys"]:
             raise ModelError(
                 f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is no "
                 "trained sequence classifier; `agentevo rm` makes one of it"
             )
+
         if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
             model.config.pad_token_id = tokenizer.pad_token_id
+
         return model, tokenizer
 
 
@@ -210,10 +228,12 @@ class ModelReward:
         along as many as there are."""
         if not trajectory.turns:
             raise ValueError("the attempt has no reply to judge")
+
         loop = asyncio.get_running_loop()
         mine: asyncio.Future[float] = loop.create_future()
         entry = (conversation_of(trajectory), mine)
         self._waiting.append(entry)
+
         try:
             async with self._turn(loop):
                 if not mine.done():
@@ -221,6 +241,7 @@ class ModelReward:
         finally:
             if entry in self._waiting:
                 self._waiting.remove(entry)
+
         value = mine.result()
         return Score(value, success=value >= self.config.solved_from)
 
@@ -241,6 +262,7 @@ class ModelReward:
                 raise
             values = await in_thread(self._classifier.values, [mine[0]])
             together = [mine]
+
         for (_, future), value in zip(together, values, strict=True):
             if not future.done():
                 future.set_result(value)
@@ -257,6 +279,7 @@ def check_classifier(name: str) -> None:
             f"reward_model.model: {name} does not exist: give the folder of a sequence classifier, "
             "such as RUN/model of `agentevo rm`"
         )
+
     try:
         kinds = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -264,6 +287,7 @@ def check_classifier(name: str) -> None:
             f"reward_model.model: {name} has no config.json that names a model: give the folder of "
             "a sequence classifier, such as RUN/model of `agentevo rm`"
         ) from error
+
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds or ()):
         raise ConfigError(
             f"reward_model.model: {name} holds {', '.join(map(str, kinds or ('nothing',)))}, no "

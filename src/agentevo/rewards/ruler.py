@@ -120,6 +120,7 @@ class Ruler:
         num = len(shown.attempts)
         if num == 1 and len(trajectories) > 1 and config.skip_equal:
             return equal_group(config, len(trajectories))
+
         seeds = config.seed, task.id, trajectories[0].group_id
         until = time.monotonic() + config.timeout_s
         about = trajectories[0].id
@@ -180,6 +181,7 @@ class Ruler:
                 f"max_spread={self.config.max_spread:g}",
                 evidence=words,
             )
+
         value = math.fsum(scores) / len(scores)
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
@@ -200,24 +202,31 @@ def marks_in(text: str, num: int) -> list[Mark]:
     entries = _entries(text)
     if entries is None:
         raise UnusableError('there is no JSON object with a list "scores" in it')
+
     found: dict[int, Mark] = {}
-    twice, unknown, wrong = list[int](), list[str](), list[str]()
+    twice = list[int]()
+    unknown = list[str]()
+    wrong = list[str]()
     for entry in entries:
         number = _whole(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not 1 <= number <= num:
             said = entry.get("id") if isinstance(entry, dict) else entry
             unknown.append(json.dumps(said, ensure_ascii=False, default=str)[:40])
             continue
+
         if number in found:
             twice.append(number)
             continue
+
         score = _number(entry.get("score"))
         if score is None or not 0 <= score <= 1:
             said = json.dumps(entry.get("score"), ensure_ascii=False, default=str)[:40]
             wrong.append(f"the score of {number} is {said}, which is no number from 0 to 1")
             score = 0.0
+
         words = entry.get("explanation") or ""
         found[number] = Mark(score, storable(" ".join(str(words).split()), MAX_EXPLANATION))
+
     missing = [number for number in range(1, num + 1) if number not in found]
     problems = [
         f"{what} {', '.join(map(str, which[:20]))}"
@@ -230,6 +239,7 @@ def marks_in(text: str, num: int) -> list[Mark]:
     ] + wrong[:20]
     if problems:
         raise UnusableError("; ".join(problems))
+
     return [found[number] for number in range(1, num + 1)]
 
 
@@ -255,8 +265,10 @@ def _number(value: object) -> float | None:
             value = float(value)
         except ValueError:
             return None
+
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
+
     try:
         return float(value) if math.isfinite(value) else None
     except OverflowError:

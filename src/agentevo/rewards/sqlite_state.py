@@ -69,20 +69,26 @@ def expected_of(task: Task, key: str) -> tuple[str | None, list[Expected]]:
     given = task.metadata.get(key)
     if not isinstance(given, Mapping):
         raise ValueError(f"the task {task.id!r} has no {key}: {_FORM}")
-    tables, queries = given.get("tables") or {}, given.get("queries") or []
+
+    tables = given.get("tables") or {}
+    queries = given.get("queries") or []
     if not isinstance(tables, Mapping) or not isinstance(queries, list):
         raise ValueError(f"{key} of the task {task.id!r}: {_FORM}")
+
     found = []
     for name, rows in tables.items():
         quoted = str(name).replace('"', '""')
         found.append(Expected(f'SELECT * FROM "{quoted}"', rows, False))
+
     for query in queries:
         sql = query.get("sql") if isinstance(query, Mapping) else None
         if not isinstance(sql, str) or "rows" not in query:
             raise ValueError(f"{key} of the task {task.id!r}: a query needs sql and rows: {_FORM}")
         found.append(Expected(sql, query["rows"], bool(query.get("ordered"))))
+
     if not found or not all(isinstance(one.rows, list) for one in found):
         raise ValueError(f"{key} of the task {task.id!r} expects nothing, or no rows: {_FORM}")
+
     file = given.get("file")
     return (None if file is None else str(file)), found
 
@@ -105,9 +111,11 @@ class SqliteState:
         files = trajectory.files
         if file is None:
             file = next((path for path in files if path.endswith(ENDINGS)), None)
+
         _check_kept(trajectory, file)
         if file is None or file not in files:
             return Score(0.0)
+
         spec = {
             "file": "world.db",
             "queries": [one.sql for one in expected],
@@ -117,12 +125,14 @@ class SqliteState:
             for ending in ("", *BESIDE):
                 if (content := files.get(file + ending)) is not None:
                     await sandbox.write_file(f"world.db{ending}", content)
+
             await sandbox.write_file("runner.py", RUNNER.read_bytes())
             ran = await sandbox.execute(
                 ["python", "runner.py"],
                 stdin=json.dumps(spec).encode(),
                 deadline_s=self.config.queries_timeout_s,
             )
+
         check_ran(ran)
         told = _told(ran.stdout, len(expected))
         right = sum(_is_so(rows, one) for rows, one in zip(told, expected, strict=True))

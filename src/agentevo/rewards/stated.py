@@ -24,7 +24,8 @@ class AnswerConfig(RewardConfig):
 async def stated_answer(trajectory: Trajectory, task: Task, place: str) -> str | None:
     """The answer that the last reply states, where the task or else `place` says. None: it is not
     there. Raises TimeoutError for a regular expression that does not end."""
-    where, reply = place_of(task, place), completion_of(trajectory)
+    where = place_of(task, place)
+    reply = completion_of(trajectory)
     if where.startswith("regex:"):
         return await in_thread(find_answer, reply, where)
     return find_answer(reply, where)

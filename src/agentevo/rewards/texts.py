@@ -47,7 +47,8 @@ def f1(stated: str, right: str) -> float:
     """Harmonic mean of precision and recall of the normalised words, as SQuAD's evaluation does it:
     2 * shared / (words of the one + words of the other). Where either has no words, 1 if neither
     has."""
-    mine, gold = squad_normalised(stated).split(), squad_normalised(right).split()
+    mine = squad_normalised(stated).split()
+    gold = squad_normalised(right).split()
     if not mine or not gold:
         return float(mine == gold)
     shared = sum((Counter(mine) & Counter(gold)).values())
@@ -79,8 +80,12 @@ def share_of_language(text: str, language: str) -> float:
         letter = next((character for character in word if character.isalpha()), None)
         if letter is None:
             continue
+
         if letter not in known:
             script = unicodedata.name(letter, "").partition(" ")[0]
             known[letter] = script in scripts
-        mine, counted = mine + known[letter], counted + 1
+
+        mine += known[letter]
+        counted += 1
+
     return mine / counted if counted else 1.0

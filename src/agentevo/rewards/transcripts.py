@@ -79,6 +79,7 @@ def shown_group(trajectories: Sequence[Trajectory], limits: Limits) -> Shown:
     for trajectory, histories in zip(trajectories, all_histories, strict=True):
         if not histories:
             raise ValueError(f"the attempt {trajectory.id} said nothing that could be judged")
+
     wholes = [
         json.dumps(
             [one.truncated]
@@ -128,6 +129,7 @@ def _histories_of(trajectory: Trajectory, lines: Mapping[int, list[_Line]]) -> l
     leaves = [index for index in parents if index not in inner]
     if len(leaves) > MAX_HISTORIES:
         leaves = leaves[: MAX_HISTORIES // 2] + leaves[-MAX_HISTORIES // 2 :]
+
     histories = []
     for leaf in leaves:
         path: list[int] = []
@@ -135,9 +137,11 @@ def _histories_of(trajectory: Trajectory, lines: Mapping[int, list[_Line]]) -> l
         while place is not None:
             path.append(place)
             place = parents[place]
+
         history = [line for index in reversed(path) for line in lines[index]]
         if history:
             histories.append(history)
+
     return histories
 
 
@@ -152,19 +156,25 @@ def _common(histories: Sequence[Sequence[_Line]]) -> int:
 def _attempt_lines(histories: Sequence[Sequence[_Line]], common: int, cut_off: bool) -> list[str]:
     lines: list[str] = []
     for number, history in enumerate(histories):
-        shared, earlier = common, 0
+        shared = common
+        earlier = 0
         for index, other in enumerate(histories[:number]):
             same = _common([other, history]) if other != history else len(history)
             if same > shared:
-                shared, earlier = same, index + 1
+                shared = same
+                earlier = index + 1
+
         if len(histories) > 1:
             head: dict[str, object] = {"history": number + 1, "of": len(histories)}
             if earlier:
                 head |= {"goes_on_from_history": earlier, "after_message": shared - common}
             lines.append(json.dumps(head))
+
         lines += [line.shown for line in history[shared:]]
+
     if cut_off:
         lines.append(json.dumps({"cut_off_by_a_limit": True}))
+
     return lines
 
 
@@ -210,6 +220,7 @@ def _schemas(text: str) -> list[str]:
         tools = json.loads(text)
     except ValueError:
         tools = [text]
+
     written = (
         json.dumps(
             tool.get("function", tool) if isinstance(tool, dict) else tool, ensure_ascii=False
@@ -225,7 +236,8 @@ def clipped(text: str | None, longest: int | None) -> str | None:
     """The head and the tail of a text, with how many characters are left out between them."""
     if text is None or longest is None or len(text) <= longest:
         return text
-    head, tail = longest - longest // 2, longest // 2
+    head = longest - longest // 2
+    tail = longest // 2
     left_out = len(text) - longest
     return f"{text[:head]} [... {left_out} characters left out ...] {text[len(text) - tail :]}"
 
@@ -234,14 +246,18 @@ def _within(lines: Sequence[str], longest: int) -> list[str]:
     """The first and the last lines of those that are too many, with how many are left out."""
     if sum(map(len, lines)) <= longest:
         return list(lines)
+
     head: list[str] = []
     tail: list[str] = []
-    room, place, end = longest, 0, len(lines)
+    room = longest
+    place = 0
+    end = len(lines)
     while place < end:
         from_head = sum(map(len, head)) <= sum(map(len, tail))
         line = lines[place] if from_head else lines[end - 1]
         if len(line) > room and (head or tail):
             break
+
         room -= len(line)
         if from_head:
             head.append(line)
@@ -249,6 +265,7 @@ def _within(lines: Sequence[str], longest: int) -> list[str]:
         else:
             tail.append(line)
             end -= 1
+
     return [*head, json.dumps({"messages_left_out": end - place}), *reversed(tail)]
 
 

@@ -34,6 +34,7 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
             f"{where}: {described(error)}: it must return the tasks to train on and the held-out "
             "ones"
         ) from error
+
     taken: set[str] = set()
     return GivenTasks(_checked(train, where, taken), _checked(held_out, where, taken), [])
 
@@ -42,6 +43,7 @@ def _checked(rows: Any, where: str, taken: set[str]) -> list[Task]:
     """`taken`: the ids so far."""
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise ConfigError(f"{where} gave {shown(rows)}: give lists of tasks")
+
     tasks = []
     for number, row in enumerate(rows):
         try:
@@ -49,8 +51,11 @@ def _checked(rows: Any, where: str, taken: set[str]) -> list[Task]:
             task = given if isinstance(given, Task) else task_of(given, TaskFields())
         except RowError as error:
             raise ConfigError(f"{where}: task {number}: {error}") from error
+
         if task.id in taken:
             raise ConfigError(f"{where}: two tasks have the id {task.id!r}: give each its own")
+
         taken.add(task.id)
         tasks.append(task)
+
     return tasks

@@ -50,7 +50,10 @@ class TaskCurriculum:
         self, section: Curriculum, tasks: Sequence[Task], seed: int, groups: int, *, lag: int
     ) -> None:
         """Raises ConfigError where no task may be played at first, or a variant is of none."""
-        self._section, self.tasks, self._seed, self._lag = section, list(tasks), seed, lag
+        self._section = section
+        self.tasks = list(tasks)
+        self._seed = seed
+        self._lag = lag
         self._groups = min(groups, len(self.tasks))
         self._place = {task.id: place for place, task in enumerate(self.tasks)}
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
@@ -58,6 +61,7 @@ class TaskCurriculum:
         self._known = 0
         """The newest committed step that was learnt."""
         self._orders: dict[int, list[int]] = {}
+
         lost = next((one.id for one, parent in self._pairs() if parent not in self._place), None)
         if lost is not None or all(parent is not None for parent in self._parents):
             what = f"{lost!r}: {VARIANT_OF} is no task to train on" if lost else "all are variants"
@@ -104,6 +108,7 @@ class TaskCurriculum:
         """All tasks by their number, in the order in which the step would play them."""
         if not self.is_known(step):
             raise ValueError(f"the tasks of step {step} are not decided: learn() comes first")
+
         if step not in self._orders:
             state = [self._state(place, step) for place in range(len(self.tasks))]
             draws = np.random.RandomState(
@@ -116,7 +121,9 @@ class TaskCurriculum:
                 rank = 2 if is_locked else 1 if is_retired else 0
                 key = -math.log(max(float(draws[place]), 1e-300)) / weight
                 keys.append((rank, key, place))
+
             self._orders = {step: [place for _, _, place in sorted(keys)]}  # steps go forward
+
         return self._orders[step]
 
     def standing(self) -> list[bool]:
@@ -130,6 +137,7 @@ class TaskCurriculum:
         retired = [one[1] for one in state]
         locked = sum(not retired[self._place[parent]] for _, parent in self._pairs())
         chosen = self.order(step)[: self._groups]
+
         return {
             "curriculum/retired": float(sum(retired)),
             "curriculum/locked": float(locked),
@@ -145,9 +153,11 @@ class TaskCurriculum:
 
     def _state(self, place: int, step: int) -> tuple[float, bool]:
         """A task's weight, and whether it is retired."""
-        section, before = self._section, self._before(place, step)
+        section = self._section
+        before = self._before(place, step)
         newest = before[-section.window :]
-        solved, attempts = sum(one.solved for one in newest), sum(one.attempts for one in newest)
+        solved = sum(one.solved for one in newest)
+        attempts = sum(one.attempts for one in newest)
         p = (solved + 1) / (attempts + 2)
         last = before[-section.retire_after :] if section.retire_after else []
         is_retired = len(last) == section.retire_after > 0 and all(

@@ -39,6 +39,7 @@ def failure_kind(error: str | None) -> str:
         return "no_reward"
     if scorer := _SCORER.match(text):
         return f"scorer_{failure_kind(text[scorer.end() :])}"
+
     named = _CLASS.match(text)
     return named[1] if named is not None and named[1].isascii() else "other"
 
@@ -56,6 +57,7 @@ def failure_words(errors: list[str | None], num_attempts: int) -> str:
     first: dict[str, str] = {}
     for error in errors:
         first.setdefault(failure_kind(error), error or "no reason")
+
     kinds = [
         f"{count} {_short(first.get(kind, kind))}" for kind, count in count_kinds(errors).items()
     ]
@@ -81,6 +83,7 @@ class FirstFailures:
         kind = failure_kind(error)
         if kind in self._traces or len(self._traces) >= MAX_KINDS:
             return
+
         self._traces[kind] = trace
         self._tell(
             f"the attempt {name} failed: {_short(error)}"

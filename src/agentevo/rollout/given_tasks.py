@@ -73,6 +73,7 @@ def read_tasks(
     for key, sources in ((train_key, section.train), ("tasks.eval", section.eval)):
         for source in sources:
             check_source(source, key)
+
     reports = [RowReport(train_key), RowReport("tasks.eval")]
     read = partial(_read, section.fields, {}, isinstance(agent, CodeAgentSection))
     by_source = [read(reports[0], source) for source in section.train]
@@ -85,11 +86,14 @@ def read_tasks(
     if no_train or (section.eval and not held_out):
         which = train_key if no_train else "tasks.eval"
         raise ConfigError("\n".join([f"{which}: no row is a task", *lines]))
+
     if any(report.bad for report in reports) and not section.allow_bad_rows:
         raise ConfigError("\n".join(["tasks: tasks.allow_bad_rows is false", *lines]))
+
     empty = [s for s, tasks in zip(section.train, by_source, strict=True) if not tasks]
     if section.weights and empty:
         raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
+
     sizes, held_sizes = (tuple(map(len, one)) for one in (by_source, held_by_source))
     return GivenTasks(train, held_out, reports, sizes, held_sizes)
 
@@ -112,8 +116,10 @@ def _read(
         except RowError as error:
             report.add(row.where, error)
             continue
+
         taken[task.id] = row.where
         tasks.append(task)
+
     return tasks
 
 
@@ -133,27 +139,33 @@ def task_of(
         raise row
     if not isinstance(row, dict):
         raise RowError("unknown_form", f"a {type(row).__name__}: a task is an object with keys")
+
     check_text(row)
     for key, meaning in RESERVED_KEYS.items():
         if key in row:
             raise RowError(
                 "unknown_form", f"the key {key} is reserved for {meaning}: rename the column"
             )
+
     is_named = fields.query is not None or fields.answer is not None
     columns, query_keys, answer_keys = PlainRow(dict(row)) if is_named else plain_row(row, form)
     query = _take(columns, fields.query, query_keys, "query", remedy, needed=True)
     answer = _take(columns, fields.answer, answer_keys, "answer", remedy)
     name = _take(columns, fields.id, ID_KEYS, "id", remedy)
     scorer = _take(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
+
     metadata = columns
     if isinstance(query, list):
         metadata = {**columns, QUERY_MESSAGES: query}
         query = _last_text(query)
+
     if not isinstance(query, str) or not query.strip():
         raise RowError("empty", f"the query is {query!r}: it must be a text that is not empty")
+
     _check_metadata(metadata)
     if isinstance(name, (dict, list, bool)) or name == "":
         raise RowError("unknown_form", f"the id is {name!r}: it must be a text or a number")
+
     return Task(
         id=content_id(row) if name is None else str(name),
         query=query,
@@ -167,12 +179,14 @@ def _scorer(given: Any) -> str | None:
     """The name of a scorer, or several in one text."""
     if given is None:
         return None
+
     names = given.split(",") if isinstance(given, str) else given
     is_list = isinstance(names, list) and bool(names)
     if is_list and all(isinstance(name, str) and name.strip() for name in names):
         names = [name.strip() for name in names]
         if len(set(names)) == len(names):
             return ",".join(names)
+
     raise RowError(
         "unknown_form", f"the scorer is {given!r}: it must be a name, or a list of different ones"
     )
@@ -181,14 +195,17 @@ def _scorer(given: Any) -> str | None:
 def _check_metadata(metadata: dict[str, Any]) -> None:
     """Raises RowError for a place of the answer that is none, an agent that is no name, and checks
     of the state that are none."""
-    place, agent = metadata.get(ANSWER_SCHEMA), metadata.get(AGENT_NAME)
+    place = metadata.get(ANSWER_SCHEMA)
+    agent = metadata.get(AGENT_NAME)
     try:
         if place is not None:
             check_place(place if isinstance(place, str) else repr(place))
     except ValueError as error:
         raise RowError("unknown_form", f"{ANSWER_SCHEMA}: {error}") from error
+
     if agent is not None and not (isinstance(agent, str) and agent.strip()):
         raise RowError("unknown_form", f"the {AGENT_NAME} is {agent!r}: it must be a name")
+
     try:
         state_checks(metadata)
     except ValueError as error:
@@ -215,6 +232,7 @@ def _take(
     present = [name for name in ([key] if key is not None else names) if name in row]
     if present:
         return row.pop(next((name for name in present if row[name] is not None), present[0]))
+
     if needed or key is not None:
         missing = key if key is not None else f"one of {', '.join(names)}"
         raise RowError(
@@ -222,6 +240,7 @@ def _take(
             f"no {what}: it has no key {missing}, only {', '.join(map(str, row)) or 'none'}: "
             f"{remedy.format(what)}",
         )
+
     return None
 
 
@@ -233,9 +252,11 @@ def _last_text(messages: list[Any]) -> str:
         raise RowError(
             "unknown_form", f"the query is a list, but no chat messages ({error})"
         ) from error
+
     texts = [m.content for m in chat if m.role == "user" and isinstance(m.content, str)]
     if not texts or chat[-1].role == "assistant":
         raise RowError("wrong_roles", "the chat must end with a message of the user, as text")
+
     return texts[-1]
 
 
@@ -264,9 +285,11 @@ def check_same_tasks(config: RunConfig, given: GivenTasks) -> None:
     now = {"digest": given.digest, "train": len(given.train), "eval": len(given.held_out)}
     if not record.is_file():
         create_atomic(record, json.dumps(now))
+
     before = read_json_object(record)
     if before.keys() != now.keys():
         raise ConfigError(f"{record}: is damaged: it has other keys: restore or delete it")
+
     if before != now:
         source = ", ".join((*config.tasks.train, *config.tasks.eval)) or "what the agent plays"
         raise ConfigError(

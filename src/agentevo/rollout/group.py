@@ -68,12 +68,14 @@ class Attempt:
         show: ShowFailure = lambda name, error, trace: None,
     ) -> None:
         """`show` is told of a failure as it happens, with its traceback."""
-        self.name, self.policy = name, policy
+        self.name = name
+        self.policy = policy
         self._show = show
         self.unrewarded: set[str] = set()
         """Ids of the trajectories whose reward the agent has left to a scorer."""
         self._endings: dict[str, str] = {}
-        self._agent, self._task = agent, task
+        self._agent = agent
+        self._task = task
         self._limit_s = limit_s
         self._scope = TaskScope()
         self._playing: asyncio.Task[Outcome] | None = None
@@ -103,6 +105,7 @@ class Attempt:
                 call.outcome(trajectory.status, trajectory.error)
                 call.keep(ending=self._endings.get(trajectory.id, ""))
                 self._tell(call, trajectory)
+
             return trajectories
 
     def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
@@ -114,22 +117,28 @@ class Attempt:
             call.note(reward=trajectory.reward, success=trajectory.success)
         if trajectory.truncated:
             call.note(truncated=True)
+
         if call.tracing.contents and trajectory.turns:
-            first, last = trajectory.turns[0], trajectory.turns[-1]
+            first = trajectory.turns[0]
+            last = trajectory.turns[-1]
             call.said = Said(asked=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""
-        started, clock = time.time(), time.perf_counter()
+        started = time.time()
+        clock = time.perf_counter()
         self._playing = self._scope.start(self._play())
         self._playing.add_done_callback(_heard)
+
         if self._cut is not None:
             self._playing.cancel()
+
         try:
             await self._until_over(self._playing)
             late = not self._playing.done() and self._cut is None
         finally:
             await self._let_go(self._playing)
+
         ended, status, error, raised = self._ended(self._playing, late)
         conversations = self.policy.conversations
         broken = next((one.broken for one in conversations.values() if one.broken), None)
@@ -137,14 +146,17 @@ class Attempt:
             raise InfrastructureFailure(
                 f"{self.name}: {type(broken).__name__}: {broken}"
             ) from broken
+
         remote = self.policy.remote
         if status == "failed":
             self._show(self.name, error or "", traceback_of(raised))
+
         trajectories = []
         for agent, conversation in conversations.items():
             outcome = ended.agents.get(agent, ended)
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
+
             self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
             is_main = conversation is self.policy.conversation
             beside = remote if is_main else None
@@ -171,6 +183,7 @@ class Attempt:
                     duration_s=time.perf_counter() - clock,
                 )
             )
+
         return trajectories
 
     async def _play(self) -> Outcome:
@@ -217,19 +230,24 @@ class Attempt:
             not playing.done() or playing.cancelled() or playing.exception() is not None
         ):
             return nothing, "cancelled", self._cut, None
+
         if late:
             reason = f"{TOO_LONG} agent.timeout_s={self._limit_s:g} s"
             return nothing, "failed", reason, None
+
         if playing.cancelled():
             return nothing, "failed", "CancelledError: the agent cancelled itself", None
+
         error = playing.exception()
         if error is None:
             try:
                 return self._checked(playing.result()), "completed", None, None
             except Exception as problem:  # noqa: BLE001 (what a user's objects raise)
                 error = problem
+
         if isinstance(error, Interrupt):
             raise error
+
         return nothing, "failed", described(error), error
 
     def _checked(self, returned: Any) -> Outcome:
@@ -246,6 +264,7 @@ class Attempt:
                     f"the {who}'s turn_rewards name the turn {min(unknown)}, but it took "
                     f"{len(turns)}: the first is 0"
                 )
+
         return outcome
 
 
@@ -270,7 +289,9 @@ class Group:
         self.group_id = group_id
         self.members = list(members)
         self.beside = beside
-        self._wanted, self._score, self._ended = wanted, score, ended
+        self._wanted = wanted
+        self._score = score
+        self._ended = ended
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -292,12 +313,14 @@ class Group:
                     self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)
                 )
             )
+
         try:
             pending = set(runs)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for failed in done:
                     failed.result()
+
                 self._ended(len(runs) - len(pending))
                 if len(self.members) > self._wanted and pending & members:
                     completed = sum(
@@ -305,6 +328,7 @@ class Group:
                     )
                     if completed >= self._wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
+
             return await self._scored([run.result() for run in runs])
         finally:
             for run in runs:
@@ -315,12 +339,14 @@ class Group:
         """The one beside the group is judged alone, and every agent beside itself."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: own for attempt in self.attempts for name, own in attempt.calls.items()}
-        count, scored = len(self.members), list[Trajectory]()
+        count = len(self.members)
+        scored = list[Trajectory]()
         for of_agent in zip(*attempts, strict=True):
             for judged in (of_agent[:count], of_agent[count:]):
                 if judged:
                     without = [one.id in unrewarded for one in judged]
                     scored += await self._score(judged, without, calls)
+
         return scored
 
     def cut(self, reason: str) -> None:

@@ -29,7 +29,9 @@ class Mixture:
         self.shares = [max(1, int(weight * scarcest + 1e-9)) for weight in weights]
         """Tasks of each source in a round."""
         self.round_size = sum(self.shares)
-        self._sizes, self._seed = list(sizes), seed
+        self._sizes = list(sizes)
+        self._seed = seed
+
         if self.round_size < at_least:
             raise ConfigError(
                 f"tasks.weights: with {', '.join(map(str, sizes))} tasks a round has "
@@ -46,6 +48,7 @@ class Mixture:
             own = permutation(size, derive_seed(self._seed, "source", source, turn))
             tasks += [first + index for index in own[part * share : (part + 1) * share]]
             first += size
+
         shuffled = permutation(len(tasks), derive_seed(self._seed, "order", round_))
         return [tasks[place] for place in shuffled]
 
@@ -57,14 +60,17 @@ class TaskPool:
     def __init__(
         self, tasks: Sequence[Task], seed: int, groups_per_step: int, mixture: Mixture | None = None
     ) -> None:
-        self.tasks, self._seed, self._mixture = list(tasks), seed, mixture
+        self.tasks = list(tasks)
+        self._seed = seed
+        self._mixture = mixture
         self._round_size = len(self.tasks) if mixture is None else mixture.round_size
         self._count = min(groups_per_step, self._round_size)
         self._steps_per_round = self._round_size // self._count
 
     def of_step(self, place: int) -> list[Task]:
         """Tasks of the pool's step number `place`, from 0."""
-        round_, part = self.round_of(place), place % self._steps_per_round
+        round_ = self.round_of(place)
+        part = place % self._steps_per_round
         order = (
             self.shuffled("order", round_) if self._mixture is None else self._mixture.order(round_)
         )

@@ -28,12 +28,16 @@ class NextTasks:
         self, config: RunConfig, tasks: TaskSource | None, sessions: OutsideSessions, store: Store
     ) -> None:
         """`tasks`: None where the recipe names none."""
-        self._config, self._tasks = config, tasks
-        self._sessions, self._store = sessions, store
+        self._config = config
+        self._tasks = tasks
+        self._sessions = sessions
+        self._store = store
         self._lock = asyncio.Lock()
         self._task: Task | None = None
-        self._group, self._left = "", 0
-        """The group that is being filled, and how many of its attempts are free."""
+        self._group = ""
+        """The group that is being filled."""
+        self._left = 0
+        """How many of its attempts are free."""
         self._ahead: list[Task] = []
         self._step = 0
 
@@ -45,6 +49,7 @@ class NextTasks:
                 "or bring the task along",
                 param="next",
             )
+
         async with self._lock:
             if not self._left or not self._sessions.is_under_way(self._group):
                 await self._begin(self._tasks)
@@ -56,11 +61,13 @@ class NextTasks:
 
     async def _begin(self, tasks: TaskSource) -> None:
         """Begins the group of the next task that nobody has."""
-        config, store = self._config, self._store
+        config = self._config
+        store = self._store
         last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
         done = 0 if last is None else last.step
         if done >= config.trainer.steps:
             raise Refusal("the run has made its last step: no task is left", status=404)
+
         wanted = (config.rollout.staleness + 1) * config.trainer.groups_per_step
         waiting = await with_retries(
             lambda: store.outstanding("train"), within_s=STORE_RETRY_S, what="outstanding"
@@ -72,6 +79,7 @@ class NextTasks:
                 status=503,
                 kind="server_error",
             )
+
         self._step = max(self._step, done)
         while True:
             if not self._ahead:
@@ -83,12 +91,16 @@ class NextTasks:
                         status=503,
                         kind="server_error",
                     )
+
                 self._step += 1
                 self._ahead = tasks.queued(self._step)
+
             task = self._ahead.pop(0)
             if not await self._is_known(task):
                 break
-        self._task, self._left = task, config.trainer.group_size
+
+        self._task = task
+        self._left = config.trainer.group_size
         self._group = f"next-{secrets.token_hex(4)}"
 
     async def _is_known(self, task: Task) -> bool:
@@ -100,4 +112,5 @@ class NextTasks:
             raise
         except StoreError:
             return False
+
         return True

@@ -90,15 +90,18 @@ class OutsideSession:
 
     def __init__(self, task: Task, policy: Policy) -> None:
         self.id = secrets.token_hex(8)
-        self.task, self.policy = task, policy
+        self.task = task
+        self.policy = policy
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
         """Headers that name its place in a trace."""
         self.door: Session | None = None
         """How its agent reaches the policy, once it has been claimed."""
         self.opened_at = 0.0
-        self.claimed, self.opened = asyncio.Event(), asyncio.Event()
-        self.ended, self.over = asyncio.Event(), asyncio.Event()
+        self.claimed = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.over = asyncio.Event()
         self.failure: str | None = None
         """What its agent has failed with, as that said."""
         self.trajectory: Trajectory | None = None
@@ -108,6 +111,7 @@ class OutsideSession:
         """What is recorded, with what was posted; before its group has been scored that is all."""
         if self.trajectory is not None:
             return self.trajectory
+
         posted = self.door.posted if self.door is not None else ()
         outcome = outcome_of_rewards(posted, self.policy.received)
         error = self.failure if self.ended.is_set() else "its agent did not end it"
@@ -129,7 +133,8 @@ class OutsideSession:
     def state(self) -> SessionState:
         """For its agent: how far it is."""
         turns = self.policy.conversation.turns
-        done, ended = self.trajectory, self.over.is_set() or self.ended.is_set()
+        done = self.trajectory
+        ended = self.over.is_set() or self.ended.is_set()
         return SessionState(
             id=self.id,
             state=("ended" if done is None else done.status) if ended else "open",
@@ -161,14 +166,19 @@ class OutsideAgent:
         try:
             with policy.waiting():
                 await self._until_claimed(session)
+
             door = policy.session
             assert isinstance(door, Session)
-            session.door, session.opened_at = door, time.time()
+
+            session.door = door
+            session.opened_at = time.time()
             session.trace = trace_headers()
             session.opened.set()
             await session.ended.wait()
+
             if session.failure is not None:
                 raise OutsideFailure(session.failure)
+
             return outcome_of_rewards(door.posted, policy.received)
         finally:
             session.over.set()
@@ -196,6 +206,7 @@ class OutsideAgent:
     async def _until_claimed(self, session: OutsideSession) -> None:
         group = session.group_id
         self._queue(group).put_nowait(session)
+
         touched = self._touched.setdefault(group, time.monotonic())
         while (left := touched + self._within_s - time.monotonic()) > 0:
             try:
@@ -204,6 +215,7 @@ class OutsideAgent:
                 return
             except TimeoutError:
                 touched = self._touched.get(group, touched)
+
         raise OutsideFailure(
             f"nobody opened this attempt within agent.timeout_s={self._within_s:g} s of the last "
             "one of its group"
@@ -242,8 +254,12 @@ class OutsideSessions:
         note: Callable[[str], None],
     ) -> None:
         """`sampler` plays with `agent` and draws from `engine`."""
-        self._config, self._sampler, self._agent = config, sampler, agent
-        self._engine, self._store, self._note = engine, store, note
+        self._config = config
+        self._sampler = sampler
+        self._agent = agent
+        self._engine = engine
+        self._store = store
+        self._note = note
         self._groups: dict[str, _Opened] = {}
         """Those under way, by the name that was given."""
         self._sessions: dict[str, tuple[OutsideSession, _Opened]] = {}
@@ -278,6 +294,7 @@ class OutsideSessions:
         be opened, EngineUnavailableError while no engine serves."""
         if self._engine.version < 0:
             raise EngineUnavailableError("no engine serves weights of this run yet: try again")
+
         async with self._opening:
             opened = self._groups.get(group) if group is not None else None
             if opened is None:
@@ -285,6 +302,7 @@ class OutsideSessions:
             self._check_same(opened, task, size)
             session = await self._agent.claim(opened.id)
             opened.num_claimed += 1
+
         opened.sessions.append(session)
         self._sessions[session.id] = (session, opened)
         self._counts["opened"] += 1
@@ -316,6 +334,7 @@ class OutsideSessions:
         if not session.ended.is_set() and not session.over.is_set():
             session.failure = failure
             session.ended.set()
+
         await session.over.wait()
         _, opened = self._sessions[session.id]
         is_last = opened.num_claimed == opened.size and all(
@@ -329,11 +348,14 @@ class OutsideSessions:
         opened = list(self._groups.values())
         for one in opened:
             one.group.cut("the gateway was stopped")
+
         playing = [one.playing for one in opened if one.playing is not None]
         if playing:
             await asyncio.wait(playing, timeout=STOPPING_S)
+
         for task in playing:
             task.cancel()
+
         await asyncio.gather(*playing, return_exceptions=True)
 
     async def _begin(
@@ -341,6 +363,7 @@ class OutsideSessions:
     ) -> _Opened:
         if name is not None:
             await self._check_group(name)
+
         least = self._config.trainer.group_size
         size = 1 if name is None else least if size is None else size
         if name is not None and size < least:
@@ -349,6 +372,7 @@ class OutsideSessions:
                 "more",
                 param="size",
             )
+
         busy = sum(len(one.group.members) for one in self._groups.values())
         if busy + size > MAX_OPEN:
             raise Refusal(
@@ -356,10 +380,12 @@ class OutsideSessions:
                 status=429,
                 kind="rate_limit_error",
             )
+
         label = name or f"session-{secrets.token_hex(8)}"
         task = task if task is not None else Task(id=label)
         step = self._engine.version + 1
         await self._add(task)
+
         group = self._sampler.group(
             task,
             attempts=size,
@@ -381,6 +407,7 @@ class OutsideSessions:
             self._sampler.check_scorer(task)
         except AgentEvoError as error:
             raise Refusal(f"the task's scorer: {error}", param="task") from error
+
         try:
             await self._retried(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
@@ -400,12 +427,15 @@ class OutsideSessions:
                 f"{', '.join(sorted(_TAKEN))}",
                 param="group",
             )
+
         if self._names is None:
             written = await self._retried(lambda: self._store.summaries(split="train"))
             found = (_LABEL.search(summary.group_id) for summary in written)
             self._names = {label[1] for label in found if label is not None}
+
         if name in self._names:
             raise Refusal(f"the group {name} was written already: give it another name", status=409)
+
         if self._config.rollout.policy == "wait":
             raise Refusal(
                 "this run trains on its own tasks in their order (rollout.policy=wait), so nobody "
@@ -422,10 +452,12 @@ class OutsideSessions:
                 status=409,
                 param="task",
             )
+
         if size is not None and size != opened.size:
             raise Refusal(
                 f"the group {opened.name} has {opened.size} attempts", status=409, param="size"
             )
+
         if opened.num_claimed >= opened.size:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
@@ -442,6 +474,7 @@ class OutsideSessions:
                 ),
             )
             self._counts["groups_written"] += 1
+
             if opened.split == "train" and self._names is not None:
                 self._names.add(opened.name)
         except Exception as error:  # noqa: BLE001 (whatever it is, its sessions are told)
@@ -451,6 +484,7 @@ class OutsideSessions:
         finally:
             del self._groups[opened.name]
             self._agent.forget(opened.id)
+
         self._remember(opened, trajectories)
 
     def _remember(self, opened: _Opened, trajectories: Sequence[Trajectory]) -> None:

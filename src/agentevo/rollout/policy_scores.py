@@ -31,8 +31,11 @@ class PolicyScores:
         baselines: Baselines,
         agent: str = "",
     ) -> None:
-        self._config, self._engine, self._chat = config, engine, chat
-        self.baselines, self.agent = baselines, agent
+        self._config = config
+        self._engine = engine
+        self._chat = chat
+        self.baselines = baselines
+        self.agent = agent
 
     async def score(
         self, context_ids: Sequence[int], ids: Sequence[int]
@@ -41,6 +44,7 @@ class PolicyScores:
         in the engine is no attempt's failure: InfrastructureFailure."""
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
+
         try:
             with outside_scopes():  # the engine's own tasks outlive the reward
                 scores = await self._engine.score(
@@ -55,6 +59,7 @@ class PolicyScores:
             raise InfrastructureFailure(
                 f"a reward asked the engine: {type(error).__name__}: {error}"
             ) from error
+
         return scores.logprobs, scores.version
 
     def encode(self, text: str) -> list[int]:

@@ -74,6 +74,7 @@ def make_family(section: SelfPlay) -> QuestionFamily:
             f"`@agentevo.question_family({section.family!r})`, in a file that the recipe imports "
             "(key import)"
         ) from error
+
     try:
         family: QuestionFamily = kind(**section.options)
     except Exception as error:
@@ -81,6 +82,7 @@ def make_family(section: SelfPlay) -> QuestionFamily:
             f"tasks.self_play: the family {section.family!r} can't be made with the options "
             f"{shown(section.options)}: {described(error)}"
         ) from error
+
     return family
 
 
@@ -89,8 +91,10 @@ class SelfPlayAgent(FunctionAgent):
     for the proposer's."""
 
     def __init__(self, solver: FunctionAgent, family: QuestionFamily) -> None:
-        self._solver, self._family = solver, family
-        self.needs_scorer, self.needs_session = solver.needs_scorer, solver.needs_session
+        self._solver = solver
+        self._family = family
+        self.needs_scorer = solver.needs_scorer
+        self.needs_session = solver.needs_session
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. What the family raises, but for ValueError, fails the attempt. The reward
@@ -125,6 +129,7 @@ def encoded(question: Question) -> bytes:
             f"the family's read returned {shown(question)}: return an agentevo.Question, or raise "
             "ValueError where the reply asks none"
         )
+
     number = question.difficulty
     if number is not None and not (isinstance(number, (int, float)) and math.isfinite(number)):
         raise TypeError(f"the difficulty of a question is {shown(number)}: give a finite number")
@@ -132,17 +137,22 @@ def encoded(question: Question) -> bytes:
         raise TypeError(f"the cluster of a question is {shown(question.cluster)}: give a text")
     if not isinstance(question.metadata, Mapping):
         raise TypeError(f"the metadata of a question is {shown(question.metadata)}: give a mapping")
+
     try:
         text = json.dumps(msgspec.structs.asdict(question), allow_nan=False)
     except ValueError as error:
         raise TypeError(f"a question holds what JSON can't: {error}") from error
+
     if len(text) > LARGEST:
         raise TypeError(f"a question of {len(text)} bytes: {LARGEST} are the most")
+
     row = json.loads(text)
     check_text(row)
     task_of_question(row, "question")
+
     if question.scorer is not None:
         rewards.get(question.scorer)
+
     return text.encode()
 
 

@@ -31,7 +31,7 @@ class RemoteSampler(Sampler):
     ) -> None:
         """`model`: a name of the recipe's remote_models, which has no named agents."""
         nothing = cast("Any", None)  # no engine draws tokens here, and no store takes them
-        super().__init__(config, nothing, nothing, agent, nothing, 0, calls, note)
+        super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
         self._model = model
 
     async def _scored(
@@ -65,6 +65,7 @@ class RemoteSampler(Sampler):
             max_new_tokens=section.max_new_tokens,
             stop_strings=section.stop or None,
         )
+
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)

@@ -98,7 +98,7 @@ class Player(NamedTuple):
 class Sampler:
     """See the module. One sampler serves training and evaluation."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what several agents and a program's own loop need is optional)
         self,
         config: RunConfig,
         engine: Engine,
@@ -106,6 +106,7 @@ class Sampler:
         agent: Agent,
         store: Store,
         context_length: int,
+        *,
         calls: CallLog | None = None,
         note: Callable[[str], None] = lambda text: None,
         players: Mapping[str, Player] = MappingProxyType({}),
@@ -179,7 +180,8 @@ class Sampler:
         names = [one for task in tasks for one in self._group_names(task, labels, step)]
         known = await _with_retries(lambda: self._known(names, split, step), "known groups")
         extra = self._config.rollout.extra_attempts if split == "train" else 0
-        size, counted = attempts + extra + baseline, dict[str, int]()
+        size = attempts + extra + baseline
+        counted = dict[str, int]()
 
         def ended(task: Task, number: int) -> None:
             passed.advance(number - counted.get(task.id, 0))
@@ -190,6 +192,7 @@ class Sampler:
             if len(stored[0]) >= attempts and all(stored):
                 ended(task, size)
                 return list(itertools.chain(*stored))
+
             trajectories = await self.play(
                 task,
                 attempts=attempts,
@@ -204,6 +207,7 @@ class Sampler:
 
         with bar(f"playing ({label})", len(tasks) * size, "attempts") as passed:
             groups = await gather_all([group(task) for task in tasks])
+
         return list(itertools.chain(*groups))
 
     async def write(
@@ -231,7 +235,7 @@ class Sampler:
         agents = (role_of(task),) if self._has_roles else self._players or ("",)
         return [group_of_agent(one, agent) for agent in agents for one in names]
 
-    def group(
+    def group(  # noqa: PLR0913 (the ways in which a step, an evaluation and a search play)
         self,
         task: Task,
         *,
@@ -252,7 +256,8 @@ class Sampler:
         `shown` is the task as the agent gets it. `engines`: see `policy`. `ended`: see Group.
         `texts`: named texts in the place of the recipe's.
         """
-        name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
+        name = group_name(task.id, label, step)
+        limit = self._config.agent.timeout_s
         name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
         def attempt(group_id: str, number: int, temperature: float) -> Attempt:
@@ -298,11 +303,13 @@ class Sampler:
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):
             return list(trajectories)
+
         player = self._players.get(agent, self._player)
         engine = engines.get(agent, player.engine)
         policy = PolicyScores(self._config, engine, player.chat, self._baselines, agent)
         if self._scoring.prepares:
             await self._prepared(policy)
+
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
     async def _prepared(self, policy: PolicyScores) -> None:
@@ -310,6 +317,7 @@ class Sampler:
         step is made before the first group is scored. Begun again after a failure."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
+
         preparing = self._preparing
         try:
             await asyncio.shield(preparing)
@@ -331,7 +339,8 @@ class Sampler:
         names of the agents, empty for a single one; `door`: where clients of its own ask, if not at
         the gateway of this process; `texts`: see `group`."""
         group_id, _, number = name.rpartition("#")
-        run_seed, models = self._config.run.seed, self.remote_models
+        run_seed = self._config.run.seed
+        models = self.remote_models
 
         def conversation(agent: str, own: str) -> Conversation:
             player = self._players.get(agent, self._player)
@@ -356,7 +365,9 @@ class Sampler:
         if models:
             seed = derive_seed(run_seed, main.name)
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
-        others, own = remote_agents(self._config), self.texts(texts)
+
+        others = remote_agents(self._config)
+        own = self.texts(texts)
         return Policy(main, door or self._gateway, remote, agents, others, own)
 
     def texts(self, given: Mapping[str, str] | None = None) -> Texts:
@@ -390,6 +401,7 @@ class Sampler:
                 known[name] = sorted(
                     (row.trajectory for row in rows), key=lambda trajectory: trajectory.attempt
                 )
+
         return known
 
 

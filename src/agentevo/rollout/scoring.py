@@ -101,6 +101,7 @@ class NamedReward:
         score = getattr(self._item, "score", None)
         if score is None or "sandboxes" not in inspect.signature(score).parameters:
             return None
+
         options = getattr(self._item, "sandbox", {})
         try:
             return Sandboxes(SandboxSection(**options))
@@ -191,7 +192,8 @@ class NamedReward:
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
-        own, task = copy_of_trajectory(trajectory), copy_of_task(task)
+        own = copy_of_trajectory(trajectory)
+        task = copy_of_task(task)
 
         async def work() -> Score:
             with self._recorded([trajectory], calls) as note:
@@ -212,7 +214,8 @@ class NamedReward:
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
-        own, task = [copy_of_trajectory(t) for t in trajectories], copy_of_task(task)
+        own = [copy_of_trajectory(t) for t in trajectories]
+        task = copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
             with self._recorded(trajectories, calls) as note:
@@ -226,6 +229,7 @@ class NamedReward:
                     f"score_group returned a {type(returned).__name__}: return a list with the "
                     "scores of the attempts in their order"
                 )
+
             scores = [
                 score if isinstance(score, Unscored) else score_of(score)
                 for score in islice(returned, len(trajectories) + 1)
@@ -233,11 +237,13 @@ class NamedReward:
             if len(scores) != len(trajectories):
                 many = "more" if len(scores) > len(trajectories) else str(len(scores))
                 raise ValueError(f"{many} scores for {len(trajectories)} attempts")
+
             return scores
 
         scores = await self._within_limit(work)
         if isinstance(scores, ScorerFailure):
             return [scores] * len(trajectories)
+
         return [self._failure(one.why) if isinstance(one, Unscored) else one for one in scores]
 
     async def _call(self, call: Callable[[], Any]) -> Any:
@@ -252,7 +258,8 @@ class NamedReward:
     async def _within_limit(self, work: Callable[[], Any]) -> Any:
         """What the work gives, or why it gives nothing. A scorer that does not even end when it is
         cancelled is left alone."""
-        limit, scope = self.config.timeout_s, TaskScope()
+        limit = self.config.timeout_s
+        scope = TaskScope()
         working = scope.start(_guarded(work))
         late = False
         try:
@@ -262,6 +269,7 @@ class NamedReward:
             scope.cancel()
             if not working.done():
                 await asyncio.wait([working], timeout=LETTING_GO_S)
+
         error: BaseException | None = None
         if late:
             what = f"no score within timeout_s={limit:g} s"
@@ -275,6 +283,7 @@ class NamedReward:
             if is_engines or isinstance(error, Interrupt):
                 raise error
             what = described(error)
+
         failure = self._failure(what)
         failure.raised = error
         return failure
@@ -315,6 +324,7 @@ class Scoring:
         one that has none, and for a remote model that is not there."""
         for reward in self._configured:
             reward.check()
+
         for task in tasks:
             is_judged = bool(self._configured) or task.scorer is not None
             if needed and not is_judged and STATE_CHECKS not in task.metadata:
@@ -322,6 +332,7 @@ class Scoring:
                     f"rewards: nothing judges the task {task.id!r}: set rewards=[exact_match] "
                     "(`agentevo list rewards` has others), or give each row a scorer"
                 )
+
             if task.scorer is not None:
                 try:
                     for reward in self._all_for(task):
@@ -382,7 +393,9 @@ class Scoring:
                     f"{name} needs options ({missing}), and a row can't give any: list it in the "
                     "recipe, rewards=[{name: " + name + ", ...}]"
                 ) from error
+
             self._named[name] = NamedReward(config, self._models)
+
         return self._named[name]
 
     async def score(
@@ -405,6 +418,7 @@ class Scoring:
                 self._failed(t, NO_REWARD) if missing and t.status == "completed" else t
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
+
         own = len(scorers_of(task)) == 1  # judged by it alone, whatever it weighs in the list
         weights = [1.0 if own else reward.config.weight for reward in rewards]
         columns = [
@@ -413,6 +427,7 @@ class Scoring:
         ]
         keeps_own = any(reward.keeps_own_reward for reward in rewards)
         rows = {t.id: list(row) for t, *row in zip(judged, *columns, strict=True)}
+
         return [
             self._with_scores(
                 _with_own(t) if keeps_own and not missing else t, rewards, weights, rows[t.id]
@@ -467,10 +482,12 @@ def _with_scores(
             score = Score(0.0, dict.fromkeys(score.parts, 0.0), success=False)
         if index == 0:
             success = score.is_success
+
         name = reward.config.title
         own = {f"{name}/{part}": value for part, value in score.parts.items()}
         for part, value in (own or {name: score.value}).items():
             parts[part] = parts.get(part, 0.0) + weight * value
+
     total = plain_number(sum(parts.values()), "the weighted sum of its rewards")
     return replace(trajectory, reward=total, reward_parts=parts, success=success)
 
@@ -488,4 +505,5 @@ def _met(
         name for name in met if met[name] and not all(met.get(one, True) for one in needed[name])
     ]:
         met |= dict.fromkeys(blocked, False)
+
     return met

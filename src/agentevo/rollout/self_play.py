@@ -60,7 +60,8 @@ class ProposalTasks:
     """What the proposer is asked, step by step: from the run's seed."""
 
     def __init__(self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int) -> None:
-        self._family, self._seed = family, seed
+        self._family = family
+        self._seed = seed
         self.group_size = groups if section.group_size is None else section.group_size
         self._prompts = groups // self.group_size
 
@@ -78,6 +79,7 @@ class ProposalTasks:
                 f"tasks.self_play: the family's prompt(rng) gives nothing to ask: "
                 f"{described(error)}: return a text, or chat messages that end with the user's"
             ) from error
+
         return replace(task, metadata=task.metadata | {PROPOSES: step})
 
 
@@ -115,6 +117,7 @@ class Proposals:
         for one in self.all:
             if one.key is not None and not one.is_held_out:
                 asked[one.key].append(one)
+
         tasks = []
         for key, proposals in asked.items():
             row = proposals[0].row
@@ -123,6 +126,7 @@ class Proposals:
             by = {PROPOSED_BY: [one.trajectory.id for one in proposals]}
             tasks.append(replace(task, metadata=task.metadata | by))
             self._task_of[key] = task.id
+
         object.__setattr__(self, "tasks", tasks)
 
     def task_of(self, proposal: Proposal) -> str | None:
@@ -142,10 +146,12 @@ def read_proposals(
         if row is None or "invalid" in row:
             found.append(Proposal(one, None))
             continue
+
         query = task_of_question(row, "question").query or ""
         key = asked_key(query)
         assert key is not None  # task_of_question refuses an empty text
         found.append(Proposal(one, row, key, key in never))
+
     return Proposals(step, found)
 
 
@@ -159,6 +165,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
             f"{trajectory.id}: its {QUESTION} is missing or damaged ({described(error)}): the "
             "store was changed from outside"
         ) from error
+
     return row
 
 
@@ -178,33 +185,42 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
     for one in attempts:
         if one.status == "completed":
             solved[one.task_id].append(one.success)
-    size, repeats = Counter[str](), Counter[tuple[str, str]]()
+
+    size = Counter[str]()
+    repeats = Counter[tuple[str, str]]()
     for proposal in proposals.all:
         group = proposal.trajectory.group_id
         size[group] += proposal.trajectory.status == "completed"
         if proposal.row is not None:
             repeats[group, proposal.cluster] += 1
+
     dropped: dict[str, str] = {}
     paid: list[Trajectory] = []
     for proposal in proposals.all:
-        one, task = proposal.trajectory, proposals.task_of(proposal)
+        one = proposal.trajectory
+        task = proposals.task_of(proposal)
         if one.status != "completed":
             paid.append(one)
             continue
+
         if proposal.row is None:
             paid.append(_with(one, {"invalid": section.invalid}, {}))
             continue
+
         tries = solved.get(task or "", [])
         if not tries:
             dropped[one.id] = HELD_OUT if proposal.is_held_out else UNTRIED
             paid.append(_with(one, {}, {dropped[one.id].replace("-", "_"): True}))
             continue
-        p, same = fmean(tries), repeats[one.group_id, proposal.cluster]
+
+        p = fmean(tries)
+        same = repeats[one.group_id, proposal.cluster]
         worth = learnability(p, section.reward)
         taken = min(worth, section.repetition * same / size[one.group_id])
         found = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
         parts = {"learnability": worth, "repetition": -taken}
         paid.append(_with(one, parts, found, success=0.0 < p < 1.0))
+
     return Paid(paid, dropped, _metrics(proposals, solved, repeats))
 
 
@@ -242,12 +258,15 @@ def _metrics(
         metrics["selfplay/valid"] = len(valid) / len(completed)
     if valid:
         metrics["selfplay/distinct"] = len(repeats) / len(valid)
+
     shares = [fmean(tries) for tries in solved.values()]
     if shares:
         metrics["selfplay/success_rate"] = fmean(shares)
         metrics["selfplay/at_edge"] = fmean(0.0 < p < 1.0 for p in shares)
+
     rows = [one.row for one in valid if one.row is not None]
     levels = [row["difficulty"] for row in rows if row["difficulty"] is not None]
     if levels:
         metrics["selfplay/difficulty"] = fmean(levels)
+
     return metrics

@@ -114,7 +114,9 @@ class SamplerService:
         self._engine = engine
         self._store = store
         self._tasks = tasks
-        self._worker, self._patience_s, self._note = worker, retry_s, note
+        self._worker = worker
+        self._patience_s = retry_s
+        self._note = note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
         self._agents = by_rank(config) or ("",)
@@ -154,11 +156,13 @@ class SamplerService:
             while not stop():
                 if self._failures:
                     raise self._failures[0]
+
                 version = self._engine.version
                 if version >= 0:
                     await self._feed(version)
                     await self._lease(version)
                     self._cancel_old(version)
+
                 await self._pause()
         finally:
             await self._stop()
@@ -185,7 +189,9 @@ class SamplerService:
                         return  # the weights are there before their step is committed
                 await self._add(self._tasks.queued(self._next_step))
                 self._next_step += 1
+
             return
+
         rounds = self._rollout.staleness + max(1, self._config.algorithm.dynamic_sampling)
         for _ in range(FED_AT_ONCE):
             if (
@@ -212,6 +218,7 @@ class SamplerService:
         room = self._capacity - len(self._works)
         if room <= 0:
             return
+
         leases = await self._with_retries(
             lambda: self._store.lease_tasks(
                 self._worker, lease_s=self._rollout.lease_s, limit=room
@@ -225,6 +232,7 @@ class SamplerService:
             ):  # it ran out while the database was away, and nobody else has taken it
                 ours[lease.task.id].lease = lease
                 continue
+
             work = _Work(lease, int(lease.task.metadata.get(QUEUED_FOR_STEP, version + 1)))
             self._works.add(work)
             work.running = asyncio.create_task(self._work(work))
@@ -240,6 +248,7 @@ class SamplerService:
         """`cancel`: breaks off what no trainer may use any more."""
         if self._rollout.policy != "cancel":
             return
+
         bound = self._rollout.staleness
         for attempt in (
             a for work in self._works if work.group is not None for a in work.group.members
@@ -262,6 +271,7 @@ class SamplerService:
                     work, lambda: self._store.complete_task(work.lease), "groups_known"
                 )
                 return
+
             trajectories = await self._play(work)
             work.writing = True
             await self._write(work, trajectories)
@@ -273,6 +283,7 @@ class SamplerService:
                     "tasks_returned",
                     within_s=STOPPING_S / 2,
                 )
+
             raise
         except (InfrastructureFailure, EngineError) as error:
             await self._retry(work, str(error))
@@ -341,10 +352,13 @@ class SamplerService:
                     or unreached > MAX_UNREACHED
                 ):
                     raise
+
                 await asyncio.sleep(self._rollout.poll_s)
                 continue
+
             if self._waits:
                 self._check_age(work.step, trajectories)
+
             return trajectories
 
     def _engines_of(self, step: int) -> dict[str, Engine]:
@@ -353,6 +367,7 @@ class SamplerService:
         newer ones come."""
         if not self._waits:
             return {}
+
         version = max(0, step - 1 - self._rollout.staleness)
         return {
             agent: engine.serving(own)
@@ -411,7 +426,9 @@ class SamplerService:
                 )
             else:
                 await self._write(work, trajectories)
+
             return
+
         self._counts["groups_written"] += 1
         for trajectory in trajectories:
             self._counts[f"attempts_{trajectory.status}"] += 1
@@ -463,6 +480,7 @@ class SamplerService:
         for work in self._works:
             if not work.writing and work.running is not None:
                 work.running.cancel()
+
         if running:
             _, late = await asyncio.wait(running, timeout=STOPPING_S)
             for task in late:

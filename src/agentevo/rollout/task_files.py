@@ -22,7 +22,8 @@ from agentevo.rollout.given_tasks import task_of
 from agentevo.store.export import whole_file
 from agentevo.types import Task
 
-TRAIN, HELD_OUT = "train.jsonl", "eval.jsonl"
+TRAIN = "train.jsonl"
+HELD_OUT = "eval.jsonl"
 RENAME = "rename the column that has it to {}"
 """What is to be done with a row that has no such field."""
 GSM8K_SCORER = "numeric"
@@ -45,7 +46,9 @@ def converted(source: str, read_form: str, form: str, report: RowReport) -> list
         except RowError as error:
             report.add(row.where, error)
             continue
+
         taken[task.id] = row.where
+
     return rows
 
 
@@ -59,25 +62,30 @@ def gsm8k_tasks(source: str, agent: str | None, report: RowReport) -> list[Task]
             tasks.append(_gsm8k_task(row.value, number, agent))
         except RowError as error:
             report.add(row.where, error)
+
     return tasks
 
 
 def _gsm8k_task(row: Any, number: int, agent: str | None) -> Task:
     if isinstance(row, RowError):
         raise row
+
     texts: list[Any] = []
     if isinstance(row, dict):
         texts = [row.get("question"), row.get("answer")]
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise RowError("unknown_form", "a row of GSM8K has question and answer, both texts")
+
     question, solution = texts
     work, mark, stated = solution.rpartition("####")
     value = last_numeral(stated) if mark else None
     if value is None:
         raise RowError("unknown_form", "the answer of GSM8K ends with #### and a number")
+
     metadata = {"solution": work.strip(), "data_source": "openai/gsm8k"}
     if agent is not None:
         metadata[AGENT_NAME] = agent
+
     answer = value[0].replace(",", "")
     name = f"gsm8k-{number}"
     return Task(id=name, query=question, answer=answer, scorer=GSM8K_SCORER, metadata=metadata)
@@ -92,12 +100,14 @@ def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> 
         guess = nearest(name, known)
         hint = f": did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"data prepare: reasoning-gym has no dataset {name!r}{hint}")
+
     tasks = []
     for number, entry in enumerate(package.create_dataset(name, size=count, seed=seed)):
         plain = json.loads(json.dumps(entry["metadata"], default=str))
         metadata: dict[str, Any] = {"entry": plain | {"source_dataset": name}}
         if agent is not None:
             metadata[AGENT_NAME] = agent
+
         tasks.append(
             Task(
                 id=f"{name}-{seed}-{number}",
@@ -107,6 +117,7 @@ def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> 
                 metadata=metadata,
             )
         )
+
     return tasks
 
 
@@ -115,6 +126,7 @@ def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
     how many are held out: never all."""
     rows = [row_of(task, "agentevo") for task in tasks]
     number = min(round(len(rows) * share), len(rows) - 1)
+
     # of an earlier split: its tasks would be trained on now
     (folder / HELD_OUT).unlink(missing_ok=True)
     write_rows(rows[: len(rows) - number], folder / TRAIN)
@@ -129,8 +141,10 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
     if out.name.endswith(".parquet"):
         _write_parquet(rows, out)
         return
+
     if not out.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{out}: give a file named .jsonl, .jsonl.gz or .parquet")
+
     with whole_file(out) as file:
         for line in _lines(rows):
             file.write(line)
@@ -155,4 +169,5 @@ def _write_parquet(rows: Sequence[dict[str, Any]], out: Path) -> None:
             f"{out}: a column of Parquet has values of one type, and here they differ ({reason}): "
             "write JSONL"
         ) from error
+
     write_atomic(out, sink.getvalue().to_pybytes())

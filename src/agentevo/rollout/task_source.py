@@ -45,14 +45,18 @@ class TaskSource:
         """What the recipe's files or its agent gave, with the account of bad rows."""
         self.proposals: ProposalTasks | None = None
         """What the proposer is asked, under self-play."""
+
         if given is None and config.tasks.given:
             self.read = read_tasks(config.tasks, config.agent)
         elif given is None and brings_tasks(config.agent.type):
             self.read = tasks_of_agent(config.agent)
+
         if given is None and config.tasks.self_play is not None:
-            section, groups = config.tasks.self_play, config.trainer.groups_per_step
+            section = config.tasks.self_play
+            groups = config.trainer.groups_per_step
             family = make_family(section)
             self.proposals = ProposalTasks(section, family, config.run.seed, groups)
+
         train, self._held_out = self._split(given)
         staged = config.tasks.stages if given is None else ()
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
@@ -67,22 +71,27 @@ class TaskSource:
 
     def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
         """What training goes round, of each stage."""
-        seed, groups = self._config.run.seed, self._config.trainer.groups_per_step
+        seed = self._config.run.seed
+        groups = self._config.trainer.groups_per_step
         if not self.stages.stages:
             return [TaskPool(train, seed, groups, self._mixture(train, seed))]
+
         pools = []
         for number, stage in enumerate(self.stages.stages):
             own = of_stage(stage, train, self._files)
             check_stage(stage, len(own), train, groups)
             own_seed = derive_seed(seed, "stage", number) if number else seed
             pools.append(TaskPool(own, own_seed, groups, self._mixture(own, own_seed)))
+
         return pools
 
     def _curriculum_of(self, train: Sequence[Task] | None) -> TaskCurriculum | None:
-        config, section = self._config, self._config.tasks.curriculum
+        config = self._config
+        section = self._config.tasks.curriculum
         if section is None or train is None:
             return None
-        seed, groups = config.run.seed, config.trainer.groups_per_step
+        seed = config.run.seed
+        groups = config.trainer.groups_per_step
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
 
     async def learn(self, store: Store) -> None:
@@ -102,6 +111,7 @@ class TaskSource:
         section = self._config.tasks
         if self.read is None or not section.weights:
             return None
+
         sizes = Counter(self._files[task.id] for task in tasks)
         weights = dict(zip(section.train, section.weights, strict=True))
         present = [source for source in weights if sizes[source]]
@@ -119,14 +129,17 @@ class TaskSource:
             return None, self.never_trained()[:count]
         if self.read is not None and self.read.held_out:
             return self.read.train, self.read.held_out[:count]
+
         tasks = self.read.train if self.read is not None else given
         if tasks is None:
             return None, []
+
         if len(tasks) < 2:
             raise ConfigError(
                 f"tasks: {len(tasks)} given, at least 2 are needed: one to train on and one held "
                 "out"
             )
+
         count = max(1, min(count, len(tasks) // 5))
         return list(tasks[:-count]), list(tasks[-count:])
 
@@ -147,11 +160,14 @@ class TaskSource:
         """Tasks of step `step` (from 1); under self-play the proposer's prompts."""
         if self.proposals is not None:
             return self.proposals.of_step(step)
+
         if self._pools is None:
             count = self._config.trainer.groups_per_step
             return self._environment("train", (step - 1) * count, count)
+
         if self.curriculum is not None:
             return self.curriculum.of_step(step)
+
         begins = self.stages.begins(step)
         return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
@@ -214,10 +230,12 @@ class TaskSource:
             assert self._config.environment is not None
             yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
             return
+
         if self.curriculum is not None:
             order = self.curriculum.order(step)[len(self.train(step)) :]
             yield from (self.curriculum.tasks[place] for place in order)
             return
+
         pool = self._pools[len(self.stages.begins(step)) - 1]
         taken = {task.id for task in self.train(step)}
         yield from (
@@ -239,15 +257,18 @@ class TaskSource:
         ConfigError where there are fewer."""
         if is_train and self._pools is None and self.proposals is None:
             return self._environment("train", number, 1)[0]
+
         if is_train and self.proposals is not None:
             raise ConfigError(
                 "tasks.self_play: there are no tasks to train on before they are proposed: give a "
                 "held-out one"
             )
+
         tasks = self._train if is_train else self.held_out()
         if not 0 <= number < len(tasks):
             kind = "to train on" if is_train else "that are held out"
             raise ConfigError(f"task {number}: there are {len(tasks)} tasks {kind}, counted from 0")
+
         return tasks[number]
 
     def held_out(self) -> list[Task]:
@@ -274,6 +295,7 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
         rest = iter(tasks)
         for source, size in zip(sources, sizes, strict=False):  # an agent's tasks have no source
             found |= {task.id: source for task in islice(rest, size)}
+
     return found
 
 
@@ -285,6 +307,7 @@ def _check_ids(tasks: Mapping[str, Task]) -> None:
             f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, where a queued "
             "task's step is kept: rename the key"
         )
+
     repeated = next(
         (
             name
@@ -310,4 +333,5 @@ def source_names(sources: Sequence[str]) -> list[str]:
         while name in names or (name != stem and name in stems):
             name += "_"
         names.append(name)
+
     return names

@@ -29,7 +29,8 @@ class TaskStages:
 
     def __init__(self, stages: Sequence[TaskStage], *, lag: int) -> None:
         """`lag`: steps whose tasks are chosen before the one that is trained on."""
-        self.stages, self._lag = tuple(stages), lag
+        self.stages = tuple(stages)
+        self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
         """Of each committed step; None where no attempt was completed."""
@@ -42,6 +43,7 @@ class TaskStages:
         """Reads what was committed since, if anything depends on it."""
         if not self._by_success:
             return
+
         records = await with_retries(
             lambda: store.steps(after=len(self._success)),
             within_s=STORE_RETRY_S,
@@ -66,12 +68,14 @@ class TaskStages:
         is known."""
         if not self.is_known(step):
             raise ValueError(f"the stage of step {step} is not decided yet: learn() comes first")
+
         while len(self._begins) < len(self.stages) and self._begins[-1] <= step:
             last = self._last_step(self.stages[len(self._begins) - 1], self._begins[-1])
             if last is None or last >= step:
                 break
             self._begins.append(last + 1)
             self._looked = last
+
         return [first for first in self._begins if first <= step]
 
     def name_at(self, step: int) -> str:
@@ -85,13 +89,16 @@ class TaskStages:
             for step in range(max(enough, self._looked + 1), len(self._success) + 1):
                 if stage.until_step is not None and step + self._lag >= stage.until_step:
                     break
+
                 window = [
                     self._success[t] for t in range(step - stage.success_window + 1, step + 1)
                 ]
                 known = [one for one in window if one is not None]
                 if len(known) == len(window) and fmean(known) >= stage.until_success:
                     return step + self._lag
+
                 self._looked = step
+
         return stage.until_step
 
 
@@ -109,6 +116,7 @@ def check_stage(stage: TaskStage, found: int, tasks: Sequence[Task], at_least: i
     """Raises ConfigError for a stage whose tasks do not fill a step."""
     if found >= at_least:
         return
+
     what = f" (where {stage.in_words})" if stage.in_words else ""
     if found:
         raise ConfigError(
@@ -116,6 +124,7 @@ def check_stage(stage: TaskStage, found: int, tasks: Sequence[Task], at_least: i
             f"a step needs trainer.groups_per_step={at_least}: let it have more, or set fewer "
             "groups"
         )
+
     hints = [_values_in_words(key, tasks) for key in stage.where]
     raise ConfigError(
         f"tasks.stages: no task to train on is of the stage {stage.name!r}{what}"
@@ -129,6 +138,7 @@ def value_of(task: Task, key: str) -> Any:
         return task.metadata[key]
     if key == "scorer":
         return task.scorer
+
     found: Any = task.metadata
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -139,10 +149,13 @@ def _meets(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, Mapping):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        least, most = wanted.get("min"), wanted.get("max")
+        least = wanted.get("min")
+        most = wanted.get("max")
         return (least is None or value >= least) and (most is None or value <= most)
+
     if isinstance(wanted, (list, tuple)):
         return any(_meets(value, one) for one in wanted)
+
     return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
 
 

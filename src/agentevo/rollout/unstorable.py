@@ -28,6 +28,7 @@ async def written(
             raise
         attempts = storable
         await write(attempts)
+
     return attempts
 
 
@@ -45,4 +46,5 @@ def _storable(trajectory: Trajectory) -> Trajectory:
             status="failed",
             error=described(error),
         )
+
     return trajectory

@@ -69,12 +69,15 @@ async def export_annotations(
             attempts[name] = await store.trajectory(name)
         except AgentEvoError:
             continue  # told as GONE, once for each annotation
+
     evaluated: set[str] = set()
     if form != "judge" and not held_out:
         tasks = {trajectory.task_id for trajectory in attempts.values()}
         for task in tasks:
             evaluated |= {one.id for one in await store.summaries(task_id=task, split="eval")}
-    count, left_out = 0, Counter[str]()
+
+    count = 0
+    left_out = Counter[str]()
     with whole_file(path) as file:
         for row in _rows(found, attempts, evaluated, form, read):
             if isinstance(row, LeftOutError):
@@ -82,12 +85,14 @@ async def export_annotations(
                 continue
             file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             count += 1
+
         if not count:
             said = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
             raise ConfigError(
                 f"no annotation gives a row of the format {form}: "
                 f"{said or 'annotate attempts on their pages (agentevo ui --control)'}"
             )
+
     return count, left_out
 
 
@@ -105,6 +110,7 @@ def _rows(
                 raise LeftOutError(GONE)
             if one.attempt in held_out:
                 raise LeftOutError(HELD_OUT)
+
             if form == "sft":
                 yield from _sft_rows(one, trajectory, read)
             elif form == "pairs" and one.reply is not None:
@@ -117,6 +123,7 @@ def _rows(
                 yield _judge_row(one, trajectory, read)
         except LeftOutError as error:
             yield error
+
     for two in found.pairs.values() if form == "pairs" else ():
         try:
             if two.better not in attempts or two.worse not in attempts:
@@ -134,12 +141,14 @@ def _edited(trajectory: Trajectory, reply: str) -> Trajectory:
     last = last_answer(trajectory)
     if last is None or not last.messages:
         raise LeftOutError(SILENT)
+
     said = msgspec.structs.replace(last.messages[-1], content=reply, tool_calls=(), reasoning=None)
     messages = [*last.messages[:-1], said]
     turn = msgspec.structs.replace(last, messages=messages, finish_reason="stop")
     if isinstance(turn, RemoteTurn):
         turns = [*trajectory.remote_turns[:-1], turn]
         return msgspec.structs.replace(trajectory, remote_turns=turns)
+
     return msgspec.structs.replace(trajectory, turns=[*trajectory.turns[:-1], turn])
 
 
@@ -148,14 +157,17 @@ def _sft_rows(one: Annotation, trajectory: Trajectory, read: Read) -> Iterator[R
         return
     if one.reply is not None:
         trajectory = _edited(trajectory, one.reply)
+
     rows = list(conversations_of(trajectory, read))
     if not rows:
         raise LeftOutError(SILENT)
+
     if one.verdict != RIGHT:  # its other answers are nobody's: they are context
         row = rows[-1]
         *before, last = row["messages"]
         context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]
         rows = [row | {"messages": [*context, last]}]
+
     for row in rows:
         answers = [m for m in row["messages"] if m["role"] == "assistant"]
         if all(answer.get("weight") == 0 for answer in answers):
@@ -182,15 +194,19 @@ def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
     that is none of the assistant's."""
     if chosen == rejected:
         raise LeftOutError(SAME)
+
     place = 0
     while place < min(len(chosen), len(rejected)) and chosen[place] == rejected[place]:
         place += 1
+
     while place >= 0 and not all(
         place < len(side) and side[place]["role"] == "assistant" for side in (chosen, rejected)
     ):
         place -= 1
+
     if place < 1:
         raise LeftOutError(OTHER_TASK)
+
     return {"prompt": chosen[:place], "chosen": chosen[place:], "rejected": rejected[place:]}
 
 
@@ -199,6 +215,7 @@ def _label_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
     first = _first_answer(messages)
     if first == 0:
         raise LeftOutError(OTHER_TASK)
+
     return {
         "prompt": messages[:first],
         "completion": messages[first:],

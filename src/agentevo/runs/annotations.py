@@ -20,7 +20,8 @@ from agentevo.observability.curves import wilson_interval
 from agentevo.runs.records import add_record, read_records
 
 ANNOTATIONS = "annotations.jsonl"
-RIGHT, WRONG = "right", "wrong"
+RIGHT = "right"
+WRONG = "wrong"
 MAX_NOTE = 10_000
 MAX_REPLY = 200_000
 """Characters."""
@@ -101,8 +102,10 @@ def read_annotations(folder: Path) -> Annotations:
             record: Record = msgspec.convert(found, Annotation | Preference)
         except msgspec.ValidationError:
             continue
+
         if record.id and record.id in ids:
             continue
+
         ids.add(record.id)
         history.append(record)
         if isinstance(record, Annotation):
@@ -114,6 +117,7 @@ def read_annotations(folder: Path) -> Annotations:
             pairs.pop(both, None)
             if record.says_something:
                 pairs[both] = record
+
     return Annotations(attempts, pairs, history)
 
 
@@ -175,6 +179,7 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
         rows.append(
             agreement(f"{name} ≥ {least:g}", ((right, value >= least) for right, value in values))
         )
+
     pairs = [one.rewards for one in found.pairs.values()]
     rows.append(agreement("reward, of two", ((True, better > worse) for better, worse in pairs)))
     return [row for row in rows if row.num]

@@ -94,6 +94,7 @@ def read_head(folder: Path) -> Head | None:
     path = folder / HEAD
     if not path.exists():
         return None
+
     try:
         check_file(path)
         return msgspec.json.decode(path.read_bytes(), type=Head)
@@ -115,6 +116,7 @@ def is_given_up(folder: Path) -> bool:
         has_rows = any(digests_by_step(folder / "metrics.jsonl"))
     except (AgentEvoError, OSError):
         return False
+
     checkpoints = (folder / "checkpoints").glob("step-*")
     return not has_rows and not any(path.name.strip("step-0") for path in checkpoints)
 

@@ -40,7 +40,8 @@ class KeptCheckpoints:
 
 def kept_checkpoints(folder: Path, config: Mapping[str, Any]) -> KeptCheckpoints:
     """Of a run with this configuration, as it was written. Looks at disks: on a thread."""
-    steps, needs_model = [], False
+    steps = []
+    needs_model = False
     inside = os.path.realpath(folder) + os.sep
     try:
         with os.scandir(folder / "checkpoints") as entries:
@@ -54,14 +55,17 @@ def kept_checkpoints(folder: Path, config: Mapping[str, Any]) -> KeptCheckpoints
                     needs_model = needs_model or os.path.isfile(adapter)
     except OSError:
         pass  # none has been saved yet
+
     section = config.get("model")
     model = section.get("name") if isinstance(section, Mapping) else None
     if not isinstance(model, str):
         model = str(ModelSection.model_fields["name"].default)
+
     try:
         missing = missing_model(model)
     except AgentEvoError as error:
         missing = str(error)
+
     steps.sort(reverse=True)
     best = _best(folder)
     return KeptCheckpoints(

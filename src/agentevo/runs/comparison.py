@@ -47,8 +47,10 @@ def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
         )
         if not inside:
             raise ConfigError(f"{folder}: no run of this sweep has begun yet")
+
         for one in inside:
             found.setdefault(one.resolve(), _measured(one))
+
     return list(found.values())
 
 
@@ -60,6 +62,7 @@ def settings_of(
     groups: dict[object, list[MeasuredRun]] = {}
     for run in runs:
         groups.setdefault(run.folder if each else (run.name, run.setting), []).append(run)
+
     names = [group[0].name for group in groups.values()]
     return [
         (one[0].name if names.count(one[0].name) == 1 else str(one[0].folder), one)
@@ -76,8 +79,10 @@ def _measured(folder: Path) -> MeasuredRun:
             pass
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror or error}") from error
+
     if not table.num_rows:
         raise ConfigError(f"{folder}: the run has no numbers yet: leave it out, or wait")
+
     return MeasuredRun(
         folder, str(config.get("run.name") or folder.name), setting_of(config), table
     )

@@ -31,7 +31,8 @@ from agentevo.errors import ConfigError
 from agentevo.files import create_atomic, open_regular, write_atomic
 from agentevo.runs.records import CHANGES, add_record
 
-SESSION, REQUESTS = "control.json", "control"
+SESSION = "control.json"
+REQUESTS = "control"
 LOOK_S = 0.5
 END_S = 3.0
 LARGEST = 100_000
@@ -87,6 +88,7 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
     ConfigError where it can't be written."""
     if not _ID.fullmatch(id):
         raise ConfigError(f"{id[:70]!r} is no id of a request: use letters, digits and -, 8 to 64")
+
     request = Request(id=id, do=do, session=session, at=time.time(), who=who)
     place = folder / REQUESTS
     try:
@@ -119,7 +121,10 @@ class RunControl:
         note: Callable[[str], None] = lambda text: None,
         look_s: float = LOOK_S,
     ) -> None:
-        self._folder, self._stop, self._note, self._look_s = folder, stop, note, look_s
+        self._folder = folder
+        self._stop = stop
+        self._note = note
+        self._look_s = look_s
         self._session = Session(
             id=uuid.uuid4().hex,
             host=socket.gethostname(),
@@ -151,17 +156,21 @@ class RunControl:
     def take_saves(self) -> list[Request]:
         """Requests to save, each given once; `answer` them."""
         with self._lock:
-            taken, self._saves = self._saves, []
+            taken = self._saves
+            self._saves = []
         return taken
 
     def paused(self, step: int) -> None:
         """The run stands still from now on, after that step."""
         with self._lock:
-            asked, self._pauses = self._pauses, []
+            asked = self._pauses
+            self._pauses = []
             is_new = not self._session.is_paused
             self._session = msgspec.structs.replace(self._session, is_paused=True)
+
         for request in asked:
             self.answer(request, f"paused after step {step}")
+
         if is_new and not asked:
             self._write()
 
@@ -177,10 +186,12 @@ class RunControl:
         with self._lock:
             answers = [*self._session.answers, one][-KEPT_ANSWERS:]
             self._session = msgspec.structs.replace(self._session, answers=answers)
+
         self._write()
         self._answered.add(request.id)
         with suppress(OSError):
             (self._folder / REQUESTS / f"{request.id}.json").unlink(missing_ok=True)
+
         about = {"at": one.at, "who": "the trainer", "address": self._session.host}
         try:
             add_record(
@@ -195,13 +206,17 @@ class RunControl:
         while not self._over.is_set():
             self._look()
             self._over.wait(self._look_s)
+
         self._look()  # what was asked meanwhile gets its answer
         with self._lock:
             left = [*self._saves, *self._pauses]
-            self._saves, self._pauses = [], []
+            self._saves = []
+            self._pauses = []
             self._session = msgspec.structs.replace(self._session, has_ended=True, is_paused=False)
+
         for request in left:
             self.answer(request, "the run has ended", is_done=False)
+
         self._write()
 
     def _look(self) -> None:
@@ -210,18 +225,22 @@ class RunControl:
                 names = [one.name for one in entries if one.name.endswith(".json")]
         except OSError:
             return  # nobody has ever asked for anything
+
         found: list[Request] = []
         for name in names[:MAX_REQUESTS]:
             id = name.removesuffix(".json")
             if id in self._answered:  # it came a second time
                 with suppress(OSError):
                     (self._folder / REQUESTS / name).unlink(missing_ok=True)
+
             if id in self._seen or not _ID.fullmatch(id):
                 continue
+
             request = _read(self._folder / REQUESTS / name, Request)
             self._seen.add(id)
             if request is not None and request.id == id:
                 found.append(request)
+
         for request in sorted(found, key=lambda one: one.at):
             self._take(request)
 
@@ -234,11 +253,15 @@ class RunControl:
             self._stop()
             self.answer(request, "it stops after this step, or within this evaluation")
         elif request.do == "resume":
-            was_asked, self._is_pause_asked = self._is_pause_asked, False
+            was_asked = self._is_pause_asked
+            self._is_pause_asked = False
             with self._lock:
-                given_up, self._pauses = self._pauses, []
+                given_up = self._pauses
+                self._pauses = []
+
             for pause in given_up:
                 self.answer(pause, "it was asked to go on before it stood still", is_done=False)
+
             self.answer(request, "it goes on" if was_asked else "it was not paused")
         elif request.do == "pause":
             with self._lock:
@@ -256,6 +279,7 @@ class RunControl:
                 problem = f"{self._folder / SESSION} can't be written ({error.strerror or error})"
             else:
                 return
+
         self._tell(f"{problem}: the run goes on, and nobody can ask it for anything")
 
     def _tell(self, problem: str) -> None:

@@ -45,14 +45,18 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
     Refuses to mix two runs, or to replace one that is being trained.
     """
     check_folder(config)
-    folder, replaced = config.run_dir.absolute(), None
-    exists, final = (folder / "config.yaml").is_file() or was_killed_early(folder), False
+    folder = config.run_dir.absolute()
+    replaced = None
+    exists = (folder / "config.yaml").is_file() or was_killed_early(folder)
+    final = False
+
     with only_trainer(folder) if exists else nullcontext():
         prepare_store(config)
         if exists:
             remove_leftovers(folder)
             replaced = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
             folder.rename(replaced)
+
     missing = [parent for parent in folder.parents if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -79,6 +83,7 @@ def check_folder(config: RunConfig) -> None:
     place of one that was given up, or killed before it was a run."""
     folder = config.run_dir
     check_new_folder(folder, "run.dir")
+
     exists = (folder / "config.yaml").is_file()
     if exists and not config.run.overwrite and not is_given_up(folder):
         raise ConfigError(
@@ -86,6 +91,7 @@ def check_folder(config: RunConfig) -> None:
             "another run.dir, or "
             "delete it with run.overwrite=true"
         )
+
     if not exists and _has_something(folder) and not was_killed_early(folder):
         raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
 

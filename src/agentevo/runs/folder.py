@@ -51,6 +51,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     file = path / "summary.json"
     if not is_run_folder(path) or not file.is_file():
         return None
+
     summary = read_summary(file)
     from agentevo.config import TrainerSection
 
@@ -58,14 +59,17 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     if planned is None:  # a run of an older version
         default = TrainerSection.model_fields["steps"].default
         planned = _section(path, "trainer").get("steps", default)
+
     if not isinstance(planned, int):
         raise ConfigError(
             f"{path}: the number of steps in summary.json or config.yaml is "
             f"{sources.shortened(str(planned))}: restore these files"
         )
+
     missing = [key for key in ("seed", "steps", "wall_s") if key not in summary]
     if missing:
         raise ConfigError(f"{file}: is damaged: it has no {missing[0]}: restore or delete it")
+
     evaluation = summary["eval"]
     all_failed = (evaluation.get("failed") or {}).get("after") == 1.0
     is_evaluated = evaluation["after"] is not None or all_failed
@@ -79,6 +83,7 @@ def check_run_folder(path: Path) -> Path:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
     if is_run_folder(path):
         return path
+
     near = sorted(
         {
             str(config_file.parent)
@@ -118,11 +123,14 @@ def queued_group_size(path: Path) -> int | None:
     from agentevo.config import TrainerSection
 
     try:
-        rollout, trainer = _section(path, "rollout"), _section(path, "trainer")
+        rollout = _section(path, "rollout")
+        trainer = _section(path, "trainer")
     except ConfigError:
         return None
+
     if command_of(path) == "loop":
         return None
+
     counts = [rollout.get("staleness", 0), rollout.get("samplers", 0)]
     size = trainer.get("group_size", TrainerSection.model_fields["group_size"].default)
     queues = any(isinstance(count, int) and count > 0 for count in counts)
@@ -172,7 +180,8 @@ def traced_run(path: Path) -> RunFacts:
     """What the spans of a run say of it, but for its id."""
     from agentevo.tracing.spans import RunFacts
 
-    name, model = _section(path, "run").get("name"), _section(path, "model").get("name")
+    name = _section(path, "run").get("name")
+    model = _section(path, "model").get("name")
     samplers = _section(path, "rollout").get("samplers", 0)
     is_remote = isinstance(samplers, int) and samplers > 0
     return RunFacts(str(name or path.resolve().name), "", str(model or "policy"), is_remote)

@@ -59,6 +59,7 @@ def ensure_run_folder(
             known = _is_known(config, shared, within_s, stop, note)
         if held is None or known is None:
             return False
+
         if known or not held:
             if shared is not None and not known:
                 shared.write(to_yaml(config))
@@ -72,6 +73,7 @@ def ensure_run_folder(
             )
     elif not _take_over(config, within_s, stop, note):
         return False
+
     _refuse_others(changes(config), short(folder), _remedy(folder))
     return True
 
@@ -85,13 +87,16 @@ def _take_over(
     """Gives a folder that is there, and is no trainer's, this recipe where the object store of its
     run has it by now; raises ConfigError where that has another. False if `stop` came before the
     answer."""
-    changed, shared = changes(config), SharedConfig.of(config)
+    changed = changes(config)
+    shared = SharedConfig.of(config)
     if shared is None or _is_trainers(config.run_dir) or "rollout.weights.url" in changed:
         return True
+
     known = _is_known(config, shared, within_s, stop, note)
     if known and changed:
         check_resume(config, apart=True)  # else it is another run's folder
         write_atomic(config.run_dir / "config.yaml", to_yaml(config))
+
     return known is not None
 
 
@@ -101,8 +106,11 @@ async def confirm_run(
     """Of the one process that has the run's lock: that its folder has this configuration still, or
     with `resume` may change to it. Returns what brings the run's object store to it, which a kill
     may have left with another. Raises ConfigError, also where another run is there."""
-    folder, shared, changed = config.run_dir, SharedConfig.of(config), changes(config)
+    folder = config.run_dir
+    shared = SharedConfig.of(config)
+    changed = changes(config)
     differing: dict[str, tuple[Any, Any]] = {}
+
     if not resume:
         _refuse_others(changed, short(folder), _remedy(folder))
     elif changed and not _is_trainers(folder):
@@ -112,6 +120,7 @@ async def confirm_run(
         )
     else:
         check_resume(config, apart=True)
+
     if shared is not None:
         known = await shared.read(OPENING_S, note)
         differing = changes(config, known)
@@ -119,6 +128,7 @@ async def confirm_run(
             others = {key: values for key, values in differing.items() if is_fixed(key)}
             _refuse_others(others, shared.place)
         await shared.check_writer(folder, OPENING_S, note)
+
     note_changes(changed, note)
 
     def make_final() -> None:

@@ -39,6 +39,7 @@ def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, 
     for one in summaries:
         if one.status == "completed":
             groups[one.group_id].append(one)
+
     found = {}
     for members in groups.values():
         mean = sum(one.reward for one in members) / len(members)
@@ -46,6 +47,7 @@ def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, 
             same = sum(other.success == one.success for other in members) - 1
             bits = -math.log2((same + 1) / (len(members) + 1))
             found[one.id] = (bits, abs(one.reward - mean))
+
     return found
 
 
@@ -68,12 +70,15 @@ def pairs_to_compare(
     for one in summaries:
         if one.id in surprise:
             groups[one.group_id].append(one)
+
     found = []
     for members in groups.values():
         if len(members) < 2:
             continue
+
         ranked = sorted(members, key=lambda one: (one.reward, one.attempt))
-        first, second = ranked[-1], ranked[0]
+        first = ranked[-1]
+        second = ranked[0]
         if frozenset((first.id, second.id)) not in said.pairs:
             most = max(surprise[one.id] for one in members)
             # The better one is not always shown first: that would be its hint.
@@ -81,6 +86,7 @@ def pairs_to_compare(
                 (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)
             )
             found.append((most, pair))
+
     found.sort(key=lambda one: (*(-part for part in one[0]), one[1]))
     return [pair for _, pair in found]
 
@@ -99,12 +105,15 @@ def annotation_of(
     what can't be kept, or has no last reply to be edited."""
     if verdict not in ("right", "wrong", ""):
         raise ConfigError("a verdict is right, wrong, or none")
+
     if len(note) > MAX_NOTE or len(reply or "") > MAX_REPLY:
         raise ConfigError(
             f"a note has at most {MAX_NOTE:,} characters, an edited reply {MAX_REPLY:,}"
         )
+
     if reply is not None and last_answer(trajectory) is None:
         raise ConfigError("nothing was said in this attempt that could be edited")
+
     return Annotation(
         attempt=trajectory.id,
         who=who,
@@ -133,6 +142,7 @@ def preference_of(
     for another id."""
     if better not in ("", left.id, right.id):
         raise ConfigError("the better one is one of these two, or neither")
+
     first, second = (right, left) if better == right.id else (left, right)
     return Preference(
         better=first.id,

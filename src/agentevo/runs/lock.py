@@ -30,6 +30,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
             f"{folder / LOCK} can't be written ({error.strerror or error}), so nothing may be "
             "trained there: make room, make the folder writable, or give another run.dir"
         ) from error
+
     try:
         yield
     finally:

@@ -44,8 +44,11 @@ class NowFile:
         is_written: bool = True,
     ) -> None:
         """`is_written`: whether this process is the one to write it."""
-        self._path, self._look, self._note = folder / NOW, look, note
-        self._least_s, self._is_written = least_s, is_written
+        self._path = folder / NOW
+        self._look = look
+        self._note = note
+        self._least_s = least_s
+        self._is_written = is_written
         self._started_at = time.time()
         self._over = threading.Event()
         self._ended: tuple[Ended, str] = ("", "")
@@ -68,12 +71,15 @@ class NowFile:
             self._ended = ("failed", failure(error))
         else:  # Ctrl-C, SIGTERM, a cancellation
             self._ended = ("stopped", "")
+
         if not self._is_written:
             return
+
         self._over.set()
         self._thread.join(END_S)
         if self._thread.is_alive():
             self._problem = "its disk does not answer"
+
         if self._problem:
             self._note(
                 f"{self._path} could not be written ({self._problem}): what shows runs does not "
@@ -81,13 +87,17 @@ class NowFile:
             )
 
     def _write_on(self) -> None:
-        last, written_at = Moment(), -HEARTBEAT_S
+        last = Moment()
+        written_at = -HEARTBEAT_S
         while not self._over.is_set():
-            moment, now = self._look(), time.monotonic()
+            moment = self._look()
+            now = time.monotonic()
             if moment != last or now - written_at >= HEARTBEAT_S:
                 self._write(moment)
-                last, written_at = moment, now
+                last = moment
+                written_at = now
             self._over.wait(self._least_s)
+
         ended, reason = self._ended
         self._write(msgspec.structs.replace(self._look(), ended=ended, reason=reason))
 

@@ -29,6 +29,7 @@ def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
         raise ConfigError(
             f"{folder} can't be written ({error.strerror or error}): give another --out"
         ) from error
+
     try:
         yield
     finally:
@@ -46,5 +47,6 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
         raise ConfigError(
             f"{folder} is no folder that can be read ({described(error)}): give another --out"
         ) from error
+
     if any(name not in but for name in found):
         raise ConfigError(f"{folder} is not empty: give another --out")

@@ -30,21 +30,26 @@ async def export_pairs(
     for one in await store.summaries(split="train"):
         if one.status == "completed":
             groups.setdefault(one.group_id, []).append(one)
+
     with whole_file(path) as file:
         for name, members in groups.items():
             members.sort(key=lambda one: (-one.reward, one.id))
             for place in range(min(per_group, len(members) // 2)):
-                better, worse = members[place], members[-1 - place]
+                better = members[place]
+                worse = members[-1 - place]
                 report.rows += 1
                 try:
                     row = await _row(store, better, worse, margin, read)
                 except RowError as error:
                     report.add(f"{name}, pair {place + 1}", error)
                     continue
+
                 file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+
         if not report.used:
             what = report.lines() or ["it has no training attempts of which two are of one group"]
             raise ConfigError("\n".join(["no pair was written:", *what]))
+
     return report
 
 
@@ -55,10 +60,12 @@ async def _row(
     apart = better.reward - worse.reward
     if not apart > margin:
         raise RowError("alike", f"the rewards differ by {apart:g}, not more than {margin:g}")
+
     try:
         sides = [conversation(await store.trajectory(one.id), read) for one in (better, worse)]
         pair = pair_of(*sides)
     except LeftOutError as error:
         raise RowError("alike", str(error)) from error
+
     about = {"task_id": better.task_id, "better": better.id, "worse": worse.id}
     return {**pair, **about, "rewards": [better.reward, worse.reward]}

@@ -36,6 +36,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
     data = line.encode("utf-8", "backslashreplace") + b"\n"
     if len(data) > MAX_LINE:
         raise RecordTooLongError(f"this has {len(data):,} bytes, and at most {MAX_LINE:,} are kept")
+
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags, 0o666)
@@ -47,6 +48,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
                 data = b"\n" + data  # somebody was killed within a line
             if os.write(handle, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full")
+
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -71,10 +73,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{path} can't be read ({error.strerror or error}): move it away"
         ) from error
+
     found = []
     for line in lines[:-1]:  # after the last newline is what somebody is writing
         if not line or len(line) > MAX_LINE:
             continue
+
         try:
             record = json.loads(line)
             if b"\\u" in line:  # half of a pair of surrogates is no text that anybody can write
@@ -83,6 +87,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
                 )
         except (ValueError, RecursionError):
             continue
+
         if isinstance(record, dict):
             found.append(record)
+
     return found

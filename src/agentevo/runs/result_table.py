@@ -23,7 +23,8 @@ from agentevo.parsing import read_text
 from agentevo.runs.comparison import setting_of
 from agentevo.runs.folder import SWEEP_FILE, check_run_folder, finished_summary, is_sweep_folder
 
-BEGIN, END = "<!-- table -->", "<!-- /table -->"
+BEGIN = "<!-- table -->"
+END = "<!-- /table -->"
 LEGEND = (
     "Success is greedy, on held-out tasks. With several seeds: the mean ± the standard "
     "deviation over them; time is that of one run."
@@ -184,6 +185,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
         entries.append(
             {"run": row.first.name, "environment": row.first.environment, **means, "runs": runs}
         )
+
     return entries
 
 
@@ -217,6 +219,7 @@ def write_sweep_table(folder: Path) -> str | None:
     results = _finished_in(folder)
     if not results:
         return None
+
     rows = make_rows(results)
     table = markdown(rows)
     write_atomic(folder / "table.md", table)
@@ -234,6 +237,7 @@ def _parts(path: Path) -> tuple[str, str]:
             f"{path}: needs one line {BEGIN} and after it one line {END}, with the table's place "
             "between them"
         )
+
     return head, tail
 
 
@@ -252,6 +256,7 @@ def _finished_in(folder: Path) -> list[Result]:
     variants = sources.read_yaml(folder / SWEEP_FILE).get("variants", {})
     if not isinstance(variants, dict):
         raise ConfigError(f"{folder / SWEEP_FILE}: is damaged: variants is no mapping: restore it")
+
     order = list(variants)
     results = [
         _result(path, summary)

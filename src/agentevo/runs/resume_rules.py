@@ -17,8 +17,11 @@ FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_st
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
 QUEUED_KEYS = (
-    *("trainer.groups_per_step", "trainer.group_size"),
-    *("tasks.weights", "tasks.stages", "tasks.curriculum"),
+    "trainer.groups_per_step",
+    "trainer.group_size",
+    "tasks.weights",
+    "tasks.stages",
+    "tasks.curriculum",
     "sampling.temperature",
 )
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
@@ -56,6 +59,7 @@ def check_resume(
             "its folder with "
             "run.dir"
         )
+
     began = command_of(folder) or command
     if began != command:
         raise ConfigError(
@@ -66,6 +70,7 @@ def check_resume(
             else f"{short(folder)} is {KINDS.get(began, KINDS['train'])}: resume it so, or give "
             "another folder"
         )
+
     changed = changes(config)
     others = config.rollout.staleness > 0 or config.rollout.samplers > 0
     beside = apart or (command != "loop" and others)
@@ -76,6 +81,7 @@ def check_resume(
     ]
     if beside and "wait" in changed.get("rollout.policy", ()):
         refused.append("rollout.policy")
+
     if refused:
         raise ConfigError(
             f"{short(folder)} was started with {refused[0]}={changed[refused[0]][0]!r}, "
@@ -83,6 +89,7 @@ def check_resume(
             "are queued for that: resume it so, or "
             "give another run.dir"
         )
+
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     met = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
     fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * met)
@@ -95,6 +102,7 @@ def check_resume(
                 "same recipe and overrides, or give another "
                 "run.dir"
             )
+
     return changed
 
 
@@ -116,6 +124,7 @@ def changes(
     that tree of one: key -> (was, now). The same store with another password is none."""
     if before is None:
         before = sources.read_yaml(config.run_dir / "config.yaml")
+
     before = sources.leaves(with_defaults(before))
     now = sources.leaves(escaped(config.model_dump(mode="json")))
     keys = [

@@ -43,6 +43,7 @@ def answer_reader(chat: ChatFormat | None) -> Read:
         opening = "" if chat is None else chat.opening_of(turn.prompt_ids)
         if chat is None or not (tools or opening):
             return {"role": "assistant", "content": text}
+
         schemas = json.loads(tools) if tools else None
         parsed = chat.parser.parse(text, opening=opening, tools=schemas, calls=bool(tools))
         content = parsed.content + "".join(call.text for call in parsed.malformed)
@@ -64,6 +65,7 @@ def as_row(message: Message) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
+
     for key, value in (
         ("tool_call_id", message.tool_call_id),
         ("name", message.name),
@@ -71,6 +73,7 @@ def as_row(message: Message) -> dict[str, Any]:
     ):
         if value is not None:
             fields[key] = value
+
     return fields
 
 
@@ -82,13 +85,16 @@ def conversations_of(
     turns: Sequence[Turn | RemoteTurn] = trajectory.turns
     if model != POLICY and (model is not None or trajectory.remote_turns):
         turns = trajectory.remote_turns
+
     parents = {turn.parent for turn in turns}
     for leaf in turns:
         if leaf.index in parents or model not in (None, POLICY, _model_of(leaf)):
             continue
+
         path: list[Turn | RemoteTurn] = [leaf]
         while (parent := path[-1].parent) is not None:
             path.append(turns[parent])
+
         tools = path[-1].tools
         messages: list[dict[str, Any]] = []
         for turn in reversed(path):
@@ -97,6 +103,7 @@ def conversations_of(
             last = turn.messages[-1]
             said = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
             messages.append(_untaught(said) if turn.finish_reason == "length" else said)
+
         yield {
             "messages": messages,
             **({"tools": json.loads(tools)} if tools else {}),
@@ -128,6 +135,7 @@ async def export_sft(
     summaries = await store.summaries(split=split)
     if not summaries:
         raise ConfigError(await _nothing(store, split))
+
     report = RowReport("export")
     good = _good(summaries, report, min_reward)
     if per_task is not None:
@@ -137,12 +145,14 @@ async def export_sft(
             if stored.trajectory.id in good
         }
         good = _best(good, taught, per_task, report)
+
     with whole_file(path) as file:
         rows = _Rows(file, report, read, model)
         async for stored in store.trajectories(split=split, status="completed"):
             if stored.trajectory.id in good:
                 rows.add(stored.trajectory, tokens_deleted=stored.tokens_deleted)
         rows.check()
+
     return report
 
 
@@ -162,12 +172,14 @@ def export_played(
     if per_task is not None:
         taught = {one.id: _taught(one, read, model) for one in trajectories if one.id in good}
         good = _best(good, taught, per_task, report)
+
     with whole_file(path) as file:
         rows = _Rows(file, report, read, model)
         for trajectory in trajectories:
             if trajectory.id in good:
                 rows.add(trajectory)
         rows.check()
+
     return report
 
 
@@ -175,7 +187,10 @@ class _Rows:
     """The rows of a file that is being written."""
 
     def __init__(self, file: IO[bytes], report: RowReport, read: Read, model: str | None) -> None:
-        self._file, self._report, self._read, self._model = file, report, read, model
+        self._file = file
+        self._report = report
+        self._read = read
+        self._model = model
         self._known: set[str] = set()
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
@@ -189,7 +204,9 @@ class _Rows:
             except RowError as error:
                 self._report.add(trajectory.id, error)
                 continue
+
             self._file.write(line.encode() + b"\n")
+
         if not found:
             self._report.rows += 1
             who = f"the model {self._model}" if self._model else "a model"
@@ -218,11 +235,13 @@ def _good(
             error = RowError("low_reward", f"no success (reward {one.reward:g})")
         elif min_reward is not None and one.reward < min_reward:
             error = RowError("low_reward", f"reward {one.reward:g} is below {min_reward:g}")
+
         if error is None:
             good[one.id] = one.task_id
         else:
             report.rows += 1
             report.add(one.id, error)
+
     return good
 
 
@@ -249,10 +268,12 @@ def _best(
             error = RowError("beyond_per_task", f"{per_task} of {task} are taken already")
             report.add(name, error)
             continue
+
         chosen[name] = task
         new = taught.get(name, set()) - known
         taken[task] += bool(new)
         known |= new
+
     return chosen
 
 
@@ -278,6 +299,7 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> st
     content = _content(row, trajectory.id)
     if content in known:
         raise RowError("duplicate", "an attempt before it says the same")
+
     known.add(content)
     about = {
         "task_id": trajectory.task_id,

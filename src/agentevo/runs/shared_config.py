@@ -52,6 +52,7 @@ class SharedConfig:
             tree = parse_yaml(content.decode())
         except (UnicodeDecodeError, ParseError) as error:
             raise self._wrong() from error
+
         if tree is not None and not isinstance(tree, dict):
             raise self._wrong()
         return tree or {}

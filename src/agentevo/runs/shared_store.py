@@ -32,6 +32,7 @@ def _prepare(config: RunConfig, *, clear: bool) -> None:
     url = config.store.url
     if url is None:  # in the folder, and goes with it
         return
+
     overwritten = (
         (config.run.overwrite or is_given_up(config.run_dir))
         and is_run_folder(config.run_dir)
@@ -47,6 +48,7 @@ def _prepare(config: RunConfig, *, clear: bool) -> None:
                     "?schema=NAME or database, resume that run with "
                     "--resume, or delete it by run.overwrite=true with its own run.dir"
                 )
+
             if held and clear:
                 await store.clear()
 

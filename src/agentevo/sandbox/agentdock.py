@@ -57,22 +57,27 @@ class AgentDockSandbox(CodeOnlySandbox):
 
     async def ran(self, code: str, limit_s: float) -> tuple[str, str, Failure | None, bool]:
         """See CodeOnlySandbox.ran."""
-        is_new, self._num_calls = self._num_calls > 0, self._num_calls + 1
+        is_new = self._num_calls > 0
+        self._num_calls += 1
         try:
             async with asyncio.timeout(limit_s):
                 status, body = await self._asked(json.dumps({"code": code}).encode())
         except TimeoutError:
             raise ServerLost("Timeout", f"{SERVER} gave no answer in {limit_s:g} s") from None
+
         try:
             answer = parse_json(body.decode())
         except (ParseError, UnicodeDecodeError) as error:
             raise ServerLost("ProtocolViolation", f"HTTP {status}, and no JSON") from error
+
         if status >= 400 or not isinstance(answer, dict):
             said = storable(str(answer), 500)
             raise SandboxError(f"{self.section.url}: {SERVER} was refused (HTTP {status}): {said}")
+
         inner = answer.get("status_code")
         if isinstance(inner, int) and inner >= 400:
             return "", "", Failure("CodeFailed", storable(_text(answer.get("detail")))), is_new
+
         return (*_outcome(answer.get("content")), is_new)
 
     async def _asked(self, content: bytes) -> tuple[int, bytes]:
@@ -116,17 +121,21 @@ def _outcome(content: Any) -> tuple[str, str, Failure | None]:
     """stdout, stderr and the failure that a content tells."""
     if content is None or content in ({}, []):
         return "", "", Failure("CodeFailed", "the tool returned nothing")
+
     if isinstance(content, list):
         parts = [one.get("text", "") if isinstance(one, dict) else one for one in content]
         return "\n".join(map(_text, parts)), "", None
+
     if not isinstance(content, dict):
         return _text(content), "", None
+
     error = content.get("error")
     failed = bool(error) or content.get("status") == "error"
     failure = Failure("CodeFailed", storable(_text(error or content))) if failed else None
     named = {name: _text(content[name]) for name in ("stdout", "stderr") if content.get(name)}
     if named or failed:
         return named.get("stdout", ""), named.get("stderr", ""), failure
+
     return _text(content), "", None
 
 

@@ -56,6 +56,7 @@ class Bubblewrap(LocalKind):
             return f"there is no program `bwrap`: {INSTALL}"
         if not is_supported():
             return "there is no list of system calls for this processor"
+
         return (
             ""
             if working_way(program)
@@ -67,6 +68,7 @@ class Bubblewrap(LocalKind):
         way = working_way(program) if program else ""
         if program is None or not way:
             raise SandboxError(f"bubblewrap: {self.obstacle()}")
+
         uid = new_uid() if os.geteuid() == 0 else None
         read, write = os.pipe()
         os.write(write, seccomp_program())  # less than a pipe holds
@@ -75,11 +77,19 @@ class Bubblewrap(LocalKind):
             program,
             *namespace_words(way),
             *visible_words(section),
-            *("--seccomp", str(read), "--as-pid-1", "--"),
-            *(python_program(), "-I", "-S", "-B", "/agentevo/supervisor.py"),
+            "--seccomp",
+            str(read),
+            "--as-pid-1",
+            "--",
+            python_program(),
+            "-I",
+            "-S",
+            "-B",
+            "/agentevo/supervisor.py",
         ]
         is_root = way == "root"
         settings = supervisor_settings(section, work="/sandbox", uid=uid if is_root else None)
+
         return Launch(
             argv,
             settings,
@@ -134,6 +144,7 @@ def _tried(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
         "/sandbox",
         "--as-pid-1",
     ]
+
     return subprocess.run(
         [*argv, "--as-pid-1", "--", "/usr/bin/env", "-i"],
         user=uid,
@@ -161,6 +172,7 @@ def visible_words(
     folders = [*python_folders(), *package_folders(section), *read_only]
     if any(is_below(path, OWN_FOLDERS) for path in folders):
         raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
+
     parts: list[str] = []
     for path in _above([*folders, *read_write, *SYSTEM_FILES]):
         parts += ["--perms", "0755", "--dir", path]
@@ -174,10 +186,12 @@ def visible_words(
         parts += ["--ro-bind-try", path, path]
     for path in hidden_folders(section):
         parts += ["--perms", "0755", "--tmpfs", path, "--remount-ro", path]
+
     parts += ["--ro-bind", str(INSIDE), "/agentevo", "--proc", "/proc", "--dev", "/dev"]
     parts += _memory_folder("/dev/shm", _SHARED_MIB) + _memory_folder("/sandbox", section.disk_mib)
     if not any(is_below(path, ("/tmp",)) for path in [*folders, *read_write]):
         parts += ["--symlink", "/sandbox/.tmp", "/tmp"]
+
     return [*parts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/sandbox"]
 
 
@@ -194,4 +208,5 @@ def _above(paths: list[str]) -> list[str]:
             above = "/" + "/".join(parts[: index + 1])
             if above not in found and above != "/usr" and not above.startswith("/usr/"):
                 found.append(above)
+
     return found

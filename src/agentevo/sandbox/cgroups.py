@@ -65,8 +65,10 @@ class Group:
             self._write("memory.oom.group", "1")
             with contextlib.suppress(FileNotFoundError):  # a kernel without swap
                 self._write("memory.swap.max", "0")
+
         if "pids" in controllers:
             self._write("pids.max", str(section.processes + OWN_TASKS))
+
         if "cpu" in controllers and section.cpus is not None:
             quota = max(1000, int(section.cpus * _PERIOD_US))
             self._write("cpu.max", f"{quota} {_PERIOD_US}")
@@ -90,12 +92,15 @@ class Group:
         while True:
             with contextlib.suppress(OSError):
                 self._write("cgroup.kill", "1")
+
             with contextlib.suppress(OSError):
                 for inner in [*_below(self._folder), self._folder]:
                     inner.rmdir()
                 return
+
             if not self._folder.exists() or time.monotonic() > until:
                 return
+
             time.sleep(_LOOK_S)
 
     def _write(self, name: str, text: str) -> None:
@@ -110,8 +115,10 @@ def new_group(section: SandboxSection) -> Group | None:
     if section.cpus is not None and "cpu" not in found.controllers:
         why = found.problem or "the cpu controller is not handed down"
         raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
+
     if found.folder is None:
         return None
+
     _remove_stale(found.folder)
     folder = found.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
     folder.mkdir()
@@ -121,6 +128,7 @@ def new_group(section: SandboxSection) -> Group | None:
     except OSError:
         group.end(time.monotonic())
         raise
+
     return group
 
 
@@ -137,8 +145,10 @@ def _found() -> Place:
         own = _own_folders()
     except OSError as error:
         return Place(None, problem=f"there are no cgroups: {error.strerror or error}")
+
     if not own:
         return Place(None, problem="the system has no cgroups of version 2")
+
     problem = f"neither memory nor pids is handed down to groups in {own[-1]}"
     for folder in own:
         try:
@@ -149,6 +159,7 @@ def _found() -> Place:
                 return Place(folder, controllers)
         except OSError as error:
             problem = f"{folder}: {error.strerror or error}"
+
     return Place(None, problem=problem)
 
 
@@ -160,11 +171,14 @@ def _own_folders() -> list[Path]:
         before, _, after = mount.partition(" - ")
         if own is None or after.split()[:1] != ["cgroup2"]:
             continue
+
         root, top = (_unescaped(word) for word in before.split()[3:5])
         if own != root and not own.startswith(root.rstrip("/") + "/"):
             continue  # it shows another part of the tree
+
         folder = Path(top) / own[len(root.rstrip("/")) :].strip("/")
         return [folder, *(one for one in folder.parents if one.is_relative_to(top))]
+
     return []
 
 

@@ -58,6 +58,7 @@ class CodeOnlySandbox(ABC):
             return str(error)
         finally:
             await self.close()
+
         is_good = tried.error is None and "42" in tried.stdout
         return "" if is_good else f"a trial at {self.section.url} has failed: {tried}"
 
@@ -65,22 +66,30 @@ class CodeOnlySandbox(ABC):
         """See Sandbox.run. Raises SandboxError."""
         if self._is_closed:
             raise SandboxError("the sandbox is closed")
+
         limit = self.section.timeout_s if deadline_s is None else deadline_s
         if not 0 < limit < 1e6:
             raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
         if (refusal := refused_code(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
+
         began = time.monotonic()
         try:
             stdout, stderr, error, is_new = await self.ran(code, limit)
         except ServerLost as lost:
             failure = Failure(lost.kind, storable(str(lost), 1000))
             return Execution(
-                *("", "", None, failure, (), time.monotonic() - began),
+                stdout="",
+                stderr="",
+                value=None,
+                error=failure,
+                files=(),
+                duration_s=time.monotonic() - began,
                 is_alive=False,
                 is_new=False,
                 files_lost=True,
             )
+
         longest = self.section.output_kib * 1024
         return Execution(
             clipped(storable(stdout, LARGEST_ANSWER), longest),

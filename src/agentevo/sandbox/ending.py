@@ -31,16 +31,21 @@ def end_all_of(process: subprocess.Popen[bytes], launch: Launch) -> None:
     until = time.monotonic() + ENDING_S
     tree = descendants(process.pid)
     kill(process, launch)
+
     while time.monotonic() < until and not all(_is_dead(one) for one in tree):
         time.sleep(_LOOK_S / 5)
+
     if launch.owned_uid is not None:
         _end_user(launch.owned_uid, until)
     if launch.group is not None:
         launch.group.end(until)
+
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(ENDING_S)
+
     if process.stderr is not None:
         process.stderr.close()
+
     launch.clean()
     _alive.discard((os.getpid(), process, launch))
 
@@ -56,6 +61,7 @@ def kill(process: subprocess.Popen[bytes], launch: Launch) -> None:
                 _kill(one)
         else:
             _end_descendants(process.pid, time.monotonic() + ENDING_S / 2)
+
     process.kill()
 
 
@@ -79,8 +85,10 @@ def _end_user(uid: int, until: float) -> None:
         ]
         if not living:
             return
+
         for one in living:
             _kill(one)
+
         time.sleep(_LOOK_S)
 
 

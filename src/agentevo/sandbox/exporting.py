@@ -29,11 +29,14 @@ async def exported(
                 if has_ended():
                     raise
                 continue  # its name is no UTF-8, or it is gone since
+
             total += len(content)
             if total > disk_mib * 2**20:
                 raise SandboxError("export: the files have more bytes than disk_mib allows")
+
             await in_thread(_write, staging / path, content)
             written.append(path)
+
     return tuple(written)
 
 

@@ -65,6 +65,7 @@ class Landlock(LocalKind):
             return "the kernel has no landlock (Linux 5.13 or newer, with lsm=landlock)"
         if working_way():
             return ""
+
         reasons = "; ".join(f"{way}: {_tried(way)}" for way in _possible_ways())
         return f"no way works here ({reasons})"
 
@@ -79,14 +80,17 @@ def launch_by(way: str, section: SandboxSection) -> Launch:
     """The start of a sandbox by one of WAYS."""
     uid = new_uid() if way in ("namespaces", "own user") else None
     has_namespace = "namespaces" in way
+
     folder = new_folder()
     if uid is not None:
         os.chown(folder, uid, uid)
+
     packages = package_folders(section)
     argv, read = _confined(way, folder, uid, packages, section.disk_mib, section.max_files)
     settings = supervisor_settings(
         section, work=str(folder), counts_processes=has_namespace or uid is not None
     )
+
     return Launch(
         [*argv, python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
         settings,
@@ -106,6 +110,7 @@ def _confined(
     read, write = os.pipe()
     os.write(write, seccomp_program(keeps_attributes=way == "same user"))
     os.close(write)
+
     shown = [*python_folders(), *packages, str(INSIDE)]
     unreachable = [path for path in shown if uid is not None and first_closed_folder(path)]
     settings = {
@@ -143,6 +148,7 @@ def _tried(way: str) -> str:
     try:
         if uid is not None:
             os.chown(folder, uid, uid)
+
         argv, read = _confined(way, folder, uid, [], 1, 100)
         try:
             tried = subprocess.run(
@@ -158,6 +164,7 @@ def _tried(way: str) -> str:
             os.close(read)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
     said = tried.stderr.decode("utf-8", "replace").strip().splitlines()
     return "" if tried.returncode == 0 else (said or ["it says nothing"])[-1][:300]
 

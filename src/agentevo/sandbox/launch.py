@@ -34,8 +34,11 @@ class Seen(Protocol):
 
 
 INSIDE = Path(__file__).parent / "inside"
-FIRST_UID, NUM_UIDS = 1_800_000_000, 100_000_000
-"""Users that no account has; a sandbox that root starts is one of them, alone, by chance."""
+FIRST_UID = 1_800_000_000
+"""The first of the users that no account has; a sandbox that root starts is one of them, alone, by
+chance."""
+NUM_UIDS = 100_000_000
+"""How many such users there are."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 TOO_WIDE = ("/", "/home", "/root", "/opt", "/var", "/etc", "/tmp", "/mnt", "/srv", "/Users")
@@ -87,8 +90,10 @@ def python_folders() -> list[str]:
                 f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
                 "that has a folder of its own, as those of uv, pyenv, conda and the system do"
             )
+
     if any(folder.startswith("/nix/") for folder in found):
         found = {"/nix/store"}
+
     return sorted(folder for folder in found if not is_below(folder, SYSTEM))
 
 
@@ -136,6 +141,7 @@ def supervisor_settings(
         **section.env,
     }
     limits = ("memory_mib", "cpu_s", "processes", "file_mib", "max_files", "output_kib")
+
     return {
         **{name: getattr(section, name) for name in limits},
         "work": work,

@@ -94,12 +94,15 @@ class LocalKind(ABC):
             sandbox = await self.open(section, {})
         except (SandboxError, OSError, subprocess.SubprocessError) as error:
             return str(error)
+
         try:
             tried = await sandbox.run(_TRIAL, deadline_s=10.0)
         finally:
             await sandbox.close()
+
         if tried.value == "'no network'" or (self.name == "none" and tried.error is None):
             return ""
+
         return f"a trial has failed: it has {tried.value}, {tried.error}, {tried.stderr[-300:]}"
 
 
@@ -109,12 +112,15 @@ class LocalSandbox:
     def __init__(
         self, kind: LocalKind, section: SandboxSection, tools: Mapping[str, SandboxTool]
     ) -> None:
-        self._kind, self._section, self._tools = kind, section, dict(tools)
+        self._kind = kind
+        self._section = section
+        self._tools = dict(tools)
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._launch: Launch | None = None
         self._failure: Failure | None = None
-        self._num_requests, self._num_calls = 0, 0
+        self._num_requests = 0
+        self._num_calls = 0
         self._has_lost = False
         self._is_closed = False
         self._longest = longest_message(section)
@@ -125,10 +131,13 @@ class LocalSandbox:
         try:
             async with asyncio.timeout(self._section.start_timeout_s):
                 process, launch, ours = await asyncio.shield(spawning)
-                self._process, self._launch, self._failure = process, launch, None
+                self._process = process
+                self._launch = launch
+                self._failure = None
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
                 self._write(dict(launch.settings))
                 await self._read()
+
                 if launch.group is not None:
                     await in_thread(_move, process.pid, launch.group)
         except TimeoutError as error:
@@ -144,6 +153,7 @@ class LocalSandbox:
         except BaseException:
             await self._abandon(spawning)
             raise
+
         self._watch(process, launch)
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], Launch, socket.socket]:
@@ -151,6 +161,7 @@ class LocalSandbox:
             launch = self._kind.launch(self._section)
         except (OSError, subprocess.SubprocessError) as error:
             raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
+
         ours, theirs = socket.socketpair()
         try:
             launch = replace(launch, group=new_group(self._section))
@@ -177,6 +188,7 @@ class LocalSandbox:
             theirs.close()
             for handle in launch.pass_fds:
                 os.close(handle)
+
         started(process, launch)
         ours.setblocking(False)
         return process, launch, ours
@@ -211,6 +223,7 @@ class LocalSandbox:
 
         if self._process is None:
             spawning.add_done_callback(end)
+
         await self._end()
 
     async def _complaint(self) -> str:
@@ -228,6 +241,7 @@ class LocalSandbox:
         limit = self._deadline(deadline_s)
         if (refusal := refused_code(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
+
         tools = [
             {"name": one.name, "parameters": one.parameters, "description": one.description}
             for one in self._tools.values()
@@ -237,16 +251,23 @@ class LocalSandbox:
             is_new = await self._ensure()
             began = time.monotonic()
             self._num_calls = 0
+
             try:
                 given = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
                 reply = await self._converted(given, RunReply)
             except Ended as ended:
                 return Execution(
-                    *("", "", None, ended.failure, (), time.monotonic() - before),
+                    stdout="",
+                    stderr="",
+                    value=None,
+                    error=ended.failure,
+                    files=(),
+                    duration_s=time.monotonic() - before,
                     is_alive=False,
                     is_new=is_new,
                     files_lost=True,
                 )
+
         return Execution(
             self._kept(reply.stdout),
             self._kept(reply.stderr),
@@ -267,9 +288,11 @@ class LocalSandbox:
             raise SandboxError("execute takes the words of a command, as texts without NUL")
         if len(stdin) > self._section.file_mib * 2**20:
             raise SandboxError(f"stdin has more than file_mib, {self._section.file_mib} MiB")
+
         async with self._lock:
             await self._ensure()
             self._has_lost = False
+
             began = time.monotonic()
             text = base64.b64encode(stdin).decode()
             try:
@@ -280,6 +303,7 @@ class LocalSandbox:
             except Ended as ended:
                 duration_s = time.monotonic() - began
                 return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
+
         return ProgramRun(
             self._kept(reply.stdout),
             self._kept(reply.stderr),
@@ -333,17 +357,21 @@ class LocalSandbox:
             raise SandboxError("the sandbox is closed")
         if self._process is not None and self._process.poll() is not None:
             await self._end()
+
         is_new = self._process is None
         if is_new:
             await self.start()
+
         if self._is_closed:  # while it was started
             await self._end()
             raise SandboxError("the sandbox is closed")
+
         return is_new
 
     async def _file_request(self, do: str, key: str, kind: type[_T], **more: Any) -> _T:
         if not is_unicode(more.get("path", "")):
             raise SandboxError(f"the path {more['path'][:200]!r} is no Unicode: give another name")
+
         async with self._lock:
             await self._ensure()
             try:
@@ -369,6 +397,7 @@ class LocalSandbox:
         except BaseException:
             await self._end()
             raise
+
         await self._end()
         raise Ended(failure)
 
@@ -383,6 +412,7 @@ class LocalSandbox:
                     return message
                 if calling is not None and not calling.done():
                     calling.cancel()  # the code does not wait for it any more
+
                 calling = asyncio.create_task(self._answer(message))
         finally:
             if calling is not None:
@@ -390,7 +420,8 @@ class LocalSandbox:
                 await asyncio.wait([calling], timeout=1.0)
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        number, name = message.get("number"), message["call"]
+        number = message.get("number")
+        name = message["call"]
         answer: dict[str, Any]
         try:
             answer = {"result": await self._call(name, message.get("arguments"))}
@@ -400,6 +431,7 @@ class LocalSandbox:
             answer = {"error": storable(str(error))}
         except Exception as error:  # noqa: BLE001 (a tool's author may raise anything)
             answer = {"error": f"{storable(str(name), 100)} has failed: {type(error).__name__}"}
+
         if isinstance(number, int):
             self._write({"do": "answer", "number": number, **answer})
 
@@ -407,10 +439,12 @@ class LocalSandbox:
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None or not isinstance(arguments, dict):
             raise SandboxError(f"there is no tool {storable(str(name), 100)!r}")
+
         self._num_calls += 1
         if self._num_calls > self._section.max_tool_calls:
             limit = self._section.max_tool_calls
             raise SandboxError(f"no more than max_tool_calls, {limit}, calls of tools in one run")
+
         return await tool.call(arguments)
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -429,8 +463,10 @@ class LocalSandbox:
             raise Ended(self._failure or self._how_it_died()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise violation("what is no JSON") from error
+
         if not isinstance(message, dict):
             raise violation("what is no JSON object")
+
         return message
 
     def _how_it_died(self) -> Failure:
@@ -450,12 +486,17 @@ class LocalSandbox:
 
     async def _end(self) -> None:
         """Ends all processes, deletes its files. Not interrupted by a cancellation."""
-        process, launch, self._process = self._process, self._launch, None
+        process = self._process
+        launch = self._launch
+        self._process = None
+
         if process is None or launch is None:
             return
+
         watch.remove(process.pid)
         if (writer := getattr(self, "_writer", None)) is not None:
             writer.close()
+
         await asyncio.shield(asyncio.ensure_future(in_thread(end_all_of, process, launch)))
 
 

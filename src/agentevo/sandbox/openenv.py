@@ -60,7 +60,8 @@ class OpenEnvSandbox(CodeOnlySandbox):
 
     async def start(self) -> None:
         """Raises SandboxError."""
-        url, ends_at = self.section.url, time.monotonic() + self.section.wait_timeout_s
+        url = self.section.url
+        ends_at = time.monotonic() + self.section.wait_timeout_s
         while True:
             try:
                 await self._connect()
@@ -70,12 +71,15 @@ class OpenEnvSandbox(CodeOnlySandbox):
             except BaseException:
                 self._end()
                 raise
+
             if kind != "error":
                 return
+
             self._end()
             if data.get("code") != NO_SESSION_LEFT or time.monotonic() > ends_at:
                 reason = storable(str(data.get("message")), 300)
                 raise SandboxError(f"{url}: no episode was begun ({reason})")
+
             await asyncio.sleep(AGAIN_S)
 
     async def ran(self, code: str, limit_s: float) -> tuple[str, str, Failure | None, bool]:
@@ -84,18 +88,22 @@ class OpenEnvSandbox(CodeOnlySandbox):
             is_new = self._connection is None
             if is_new:
                 await self.start()
+
             try:
                 kind, data = await self._asked("step", {"code": code}, limit_s)
             except BaseException:
                 self._end()
                 raise
+
             seen = data.get("observation")
             if kind == "error" or not isinstance(seen, dict):
                 self._end()
                 said = storable(str(data.get("message") or data), 500)
                 raise ServerLost("ServerLost", f"{SERVER} has failed: {said}")
+
             if data.get("done") is True:
                 self._end()  # the next call has another episode
+
         texts = [seen.get(name) for name in ("stdout", "stderr")]
         stdout, stderr = (one if isinstance(one, str) else "" for one in texts)
         status = seen.get("exit_code", 0)
@@ -106,7 +114,9 @@ class OpenEnvSandbox(CodeOnlySandbox):
     async def close(self) -> None:
         """See Sandbox.close."""
         await super().close()
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
+
         if connection is not None:
             try:
                 async with asyncio.timeout(2 * CLOSE_S):
@@ -115,7 +125,8 @@ class OpenEnvSandbox(CodeOnlySandbox):
                 connection.transport.abort()
 
     def _end(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.transport.abort()
 
@@ -159,7 +170,9 @@ class OpenEnvSandbox(CodeOnlySandbox):
             raise ServerLost("ServerLost", f"the connection to {SERVER} ended ({error})") from error
         except (ParseError, UnicodeDecodeError) as error:
             raise ServerLost("ProtocolViolation", f"no JSON was answered ({error})") from error
+
         inside = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(inside, dict):
             raise ServerLost("ProtocolViolation", "the answer is none of an OpenEnv server")
+
         return str(answer.get("type")), inside

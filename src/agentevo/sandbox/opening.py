@@ -39,6 +39,7 @@ async def chosen_kind(section: SandboxSection) -> str:
         problems[name] = await problem_of(name, section)
         if not problems[name]:
             return name
+
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     raise SandboxError(
         f"no sandbox can be used on this machine ({reasons}). `agentevo doctor` tries them; "
@@ -60,6 +61,7 @@ class Sandboxes:
         for name in tools or {}:
             if not name.isidentifier():
                 raise SandboxError(f"the tool {name!r} can't be a function: rename it")
+
         wait_s = self._section.wait_timeout_s
         try:
             async with asyncio.timeout(wait_s):
@@ -70,6 +72,7 @@ class Sandboxes:
                 f"{limit} sandboxes are open, and none was closed within {wait_s:g} s: raise "
                 "max_sandboxes, or close them"
             ) from error
+
         try:
             if self._kind is None:
                 self._kind = sandboxes.get(await chosen_kind(self._section))()

@@ -53,22 +53,40 @@ def sandboxed(
     obstacle = Bubblewrap().obstacle()
     if bwrap is None or obstacle:
         raise SandboxError(f"bubblewrap: {obstacle}")
+
     way = working_way(bwrap)
     if way == "user" and os.geteuid() == 0:
         raise SandboxError("bubblewrap: root may make no namespaces here: start it as a user")
+
     limits = {"RLIMIT_DATA": section.memory_mib * 2**20, "RLIMIT_CORE": 0}
     uids = None
     if way == "root":
         uids = [FIRST_UID, NUM_UIDS]  # one for each start: a user that nobody else is
         limits["RLIMIT_NPROC"] = section.processes
+
     read_only = [*_own_folders(program), *map(_there, section.read_only)]
     read_only += [path for path in NETWORK_FILES if section.network and os.path.exists(path)]
     words = [
-        *(bwrap, *_namespaces(way, section.network)),
+        bwrap,
+        *_namespaces(way, section.network),
         *visible_words(_Seen(section.disk_mib), read_only, list(map(_there, section.read_write))),
-        *("--setenv", "HOME", "/sandbox", "--setenv", "TMPDIR", "/sandbox/.tmp"),
-        *("--seccomp", HANDLE, "--", python_program(), "-I", "-S", "-B", "/agentevo/become.py"),
-        *(json.dumps({"limits": limits, "uids": uids}), program, *arguments),
+        "--setenv",
+        "HOME",
+        "/sandbox",
+        "--setenv",
+        "TMPDIR",
+        "/sandbox/.tmp",
+        "--seccomp",
+        HANDLE,
+        "--",
+        python_program(),
+        "-I",
+        "-S",
+        "-B",
+        "/agentevo/become.py",
+        json.dumps({"limits": limits, "uids": uids}),
+        program,
+        *arguments,
     ]
     filter_ = base64.b64encode(seccomp_program(network=section.network)).decode()
     opener = str(INSIDE / "hand_over.py")
@@ -96,21 +114,28 @@ def _program(command: str, folder: Path | None) -> str:
 def _own_folders(program: str) -> list[str]:
     """What a program needs of its own: the virtual environment that it lies in, or its file; and
     likewise what it is a link to, and the interpreter that its first line names."""
-    found, waiting, seen = set[str](), [program], set[str]()
+    found = set[str]()
+    waiting = [program]
+    seen = set[str]()
     while waiting:
         path = waiting.pop()
         if path in seen or not os.path.exists(path):
             continue
+
         seen.add(path)
         above = os.path.dirname(os.path.dirname(path))
         is_in_one = os.path.exists(os.path.join(above, "pyvenv.cfg"))
         found.add(above if is_in_one else path)
+
         if os.path.islink(path):
             target = os.path.join(os.path.dirname(path), os.readlink(path))
             waiting.append(os.path.abspath(target))
+
         waiting += [os.path.realpath(path), *_interpreter(path)]
+
     if os.path.realpath(program) == python_program() and sys.prefix != sys.base_prefix:
         found.add(sys.prefix)
+
     return sorted(path for path in found if not is_below(path, SYSTEM))
 
 

@@ -60,10 +60,12 @@ class Remote:
             sandbox = await self.open(section, {})
         except SandboxError as error:
             return str(error)
+
         try:
             tried = await sandbox.run("6 * 7", deadline_s=min(10.0, section.timeout_s))
         finally:
             await sandbox.close()
+
         return "" if tried.value == "42" else f"a trial at {section.url} has failed: {tried.error}"
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
@@ -77,7 +79,8 @@ class RemoteSandbox:
     """See Sandbox, and the module."""
 
     def __init__(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> None:
-        self._section, self._tools = section, dict(tools)
+        self._section = section
+        self._tools = dict(tools)
         self._lock = asyncio.Lock()
         self._connection: ClientConnection | None = None
         self._ids = itertools.count(1)
@@ -105,8 +108,10 @@ class RemoteSandbox:
         except BaseException:
             self._end()
             raise
+
         if isinstance(answer, wire.Opened):
             return
+
         self._end()
         why = answer.message if isinstance(answer, wire.Refused) else "it speaks another language"
         raise SandboxError(f"{section.url}: {storable(why)}")
@@ -116,6 +121,7 @@ class RemoteSandbox:
         limit = self._deadline(deadline_s)
         if (refusal := refused_code(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
+
         async with self._lock:
             is_new = await self._ensure()
             began = time.monotonic()
@@ -124,11 +130,17 @@ class RemoteSandbox:
                 ran = await self._ask(request, Execution, limit)
             except Ended as ended:
                 return Execution(
-                    *("", "", None, ended.failure, (), time.monotonic() - began),
+                    stdout="",
+                    stderr="",
+                    value=None,
+                    error=ended.failure,
+                    files=(),
+                    duration_s=time.monotonic() - began,
                     is_alive=False,
                     is_new=is_new,
                     files_lost=True,
                 )
+
         return msgspec.structs.replace(ran, is_new=ran.is_new or is_new)
 
     async def execute(
@@ -146,7 +158,12 @@ class RemoteSandbox:
             except Ended as ended:
                 duration_s = time.monotonic() - began
                 return ProgramRun(
-                    *("", "", None, ended.failure, (), duration_s),
+                    stdout="",
+                    stderr="",
+                    exit_code=None,
+                    error=ended.failure,
+                    files=(),
+                    duration_s=duration_s,
                     files_lost=True,
                     server_lost=True,
                 )
@@ -177,7 +194,9 @@ class RemoteSandbox:
     async def close(self) -> None:
         """See Sandbox.close."""
         self._is_closed = True
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
+
         if connection is not None:
             try:
                 async with asyncio.timeout(2 * CLOSE_S):
@@ -201,10 +220,12 @@ class RemoteSandbox:
             raise SandboxError("the sandbox is closed")
         if self._connection is not None:
             return False
+
         await self.start()
         if self._is_closed:  # while it was opened
             self._end()
             raise SandboxError("the sandbox is closed")
+
         return True
 
     async def _file_request(self, request: wire.Request, kind: type[_T]) -> _T:
@@ -236,6 +257,7 @@ class RemoteSandbox:
         except BaseException:
             self._end()
             raise
+
         raise SandboxError(storable(reply.message))
 
     async def _reply_to(self, number: int) -> wire.Done | wire.Failed:
@@ -249,6 +271,7 @@ class RemoteSandbox:
                     raise violation("a reply to no request")
                 if calling is not None and not calling.done():
                     calling.cancel()  # the code does not wait for it any more
+
                 calling = asyncio.create_task(self._answer(message))
         finally:
             if calling is not None:
@@ -256,7 +279,8 @@ class RemoteSandbox:
                 await asyncio.wait([calling], timeout=1.0)
 
     async def _answer(self, call: wire.Call) -> None:
-        tool, error = self._tools.get(call.name), ""
+        tool = self._tools.get(call.name)
+        error = ""
         try:
             if tool is None:
                 raise SandboxError(f"there is no tool {storable(call.name, 100)!r}")
@@ -267,8 +291,10 @@ class RemoteSandbox:
             error = storable(str(problem))
         except Exception as problem:  # noqa: BLE001 (a tool's author may raise anything)
             error = f"{storable(call.name, 100)} has failed: {type(problem).__name__}"
+
         if error:
             answer = wire.Answer(call.number, error=error)
+
         with contextlib.suppress(Ended):  # the reader hears of the end
             await self._send(answer)
 
@@ -278,10 +304,12 @@ class RemoteSandbox:
 
         if self._connection is None:
             raise Ended(Failure("SandboxDied", "the connection has ended"))
+
         try:
             content = wire.to_json(message)
         except UnicodeEncodeError as error:
             raise SandboxError("a text has half of a surrogate pair: give Unicode") from error
+
         try:
             await self._connection.send(content)
         except (ConnectionClosed, OSError) as error:
@@ -293,6 +321,7 @@ class RemoteSandbox:
 
         if self._connection is None:
             raise Ended(Failure("SandboxDied", "the connection has ended"))
+
         try:
             return wire.read_answer(await self._connection.recv())
         except (ConnectionClosed, OSError) as error:
@@ -308,7 +337,8 @@ class RemoteSandbox:
 
     def _end(self) -> None:
         """At once, without a word to the other side."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.transport.abort()
 
@@ -355,10 +385,13 @@ def authorization(section: SandboxSection) -> dict[str, str]:
     """The header with the key, where there is one. Raises SandboxError."""
     if section.api_key is None:
         return {}
+
     try:
         key = with_environment(section.api_key).strip()
     except AgentEvoError as error:
         raise SandboxError(f"sandbox.api_key: {error}") from error
+
     if not key.isascii() or not key.isprintable():
         raise SandboxError("sandbox.api_key: the key has characters that no header may have")
+
     return {"Authorization": f"Bearer {key}"}

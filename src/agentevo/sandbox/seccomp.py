@@ -133,17 +133,29 @@ _ATTRIBUTES = {
     "inotify_add_watch": (254, 27),
 }
 """What landlock leaves open on files that belong to the same user."""
-_CLONE, _CLONE3, _IOCTL, _PERSONALITY = (56, 220), (435, 435), (16, 29), (135, 92)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_IOCTL = (16, 29)
+_PERSONALITY = (135, 92)
 _NEW_NAMESPACES = 0x02000000 | 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000
 _NEW_NAMESPACES |= 0x20000000 | 0x40000000 | 0x00000080
 _TERMINAL_INPUT = (0x5412, 0x541C, 0x541D)
 """TIOCSTI, TIOCLINUX, TIOCCONS: they put words into the mouth of whoever types."""
 
-_LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_LOAD = 0x20
+_EQUAL = 0x15
+_ABOVE = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_EPERM = 1
+_ENOSYS = 38
 _X32 = 0x40000000
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_NUMBER_AT = 0
+_ARCHITECTURE_AT = 4
+_ARGUMENTS_AT = 16
 
 
 def is_supported() -> bool:
@@ -170,11 +182,13 @@ def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) ->
         number = numbers[column]
         if number is not None and not (network and name in _NETWORK):
             lines += _if(_EQUAL, number, _ERRNO | _EPERM)
+
     if keeps_attributes:
         for numbers in _ATTRIBUTES.values():
             number = numbers[column]
             if number is not None:
                 lines += _if(_EQUAL, number, _ERRNO)
+
     lines += _on_argument(_CLONE[column], 0, _if(_ANY_BIT, _NEW_NAMESPACES, _ERRNO | _EPERM))
     terminal = [line for code in _TERMINAL_INPUT for line in _if(_EQUAL, code, _ERRNO | _EPERM)]
     lines += _on_argument(_IOCTL[column], 1, terminal)
@@ -183,6 +197,7 @@ def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) ->
     for numbers in _OF_OTHER_PROCESSES.values():
         own = [*_if(_EQUAL, 0, _ALLOW), _line(_RETURN, _ERRNO | _EPERM)]
         lines += _on_argument(numbers[column], 0, own)
+
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 
 

@@ -41,6 +41,7 @@ def remove_stale() -> None:
         match = _NAME.fullmatch(path.name)
         if match is None or path.is_symlink():
             continue
+
         with contextlib.suppress(OSError):
             is_root = os.geteuid() == 0
             is_ours = is_root or path.stat().st_uid == os.geteuid()

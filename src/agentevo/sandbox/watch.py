@@ -44,17 +44,20 @@ class Watched:
         if num_tasks > self.processes + OWN_TASKS:
             self.end("TooManyProcesses", f"more than {self.processes} processes and threads")
             return
+
         limit = self.memory_mib * MIB
         if sum(map(_resident, tree)) > limit and sum(map(_proportional, tree)) > limit:
             self.end("OutOfMemory", f"more than {self.memory_mib} MiB of memory, all together")
             return
+
         now = time.monotonic()
         if now - self.looked_at_folder > FOLDER_LOOK_S:
             self.looked_at_folder = now
             self._look_at_folder(tree)
 
     def _look_at_folder(self, tree: list[int]) -> None:
-        num_files, num_bytes = 0, 0
+        num_files = 0
+        num_bytes = 0
         if self.folder is not None:
             for what in _entries(self.folder, self.max_files + 100):
                 num_files += 1
@@ -63,6 +66,7 @@ class Watched:
             with contextlib.suppress(OSError):
                 inside = os.statvfs(f"/proc/{tree[-1]}/root{self.work}")
                 num_files = inside.f_files - inside.f_ffree
+
         if num_files > self.max_files + 16:
             self.end("DiskFull", f"more than {self.max_files} files")
         elif num_bytes > self.disk_mib * MIB:
@@ -99,6 +103,7 @@ class Watch:
                     self._thread = None
                     return
                 watched = list(self._watched.values())
+
             for one in watched:
                 try:
                     one.look()
@@ -123,8 +128,10 @@ def descendants(pid: int) -> list[int]:
                 children = [int(word) for word in text.split()]
                 found += children
                 left += children
+
         if len(found) > 100_000:
             break
+
     return found
 
 

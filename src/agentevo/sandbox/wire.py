@@ -30,9 +30,10 @@ REQUESTED = (
     "packages",
 )
 """The keys of a section that a client asks for; the others are the server's own."""
-PING_S, SILENT_S = 20.0, 60.0
-"""Both sides ping each other so often; who has not answered for so long is gone, with its machine
-or its network."""
+PING_S = 20.0
+"""How often both sides ping each other."""
+SILENT_S = 60.0
+"""A side that has not answered for so long is gone, with its machine or its network."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):

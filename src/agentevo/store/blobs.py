@@ -103,7 +103,8 @@ def pack_turns(
     ]
     columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name in TURN_COLUMNS}
     half = len(columns["logprobs"]) // 2
-    noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
+    noise = columns["logprobs"][:half]
+    columns["logprobs"] = columns["logprobs"][half:]
     packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
     more = [
         zlib.compress(part, _LEVEL) if given else b""
@@ -116,6 +117,7 @@ def pack_turns(
     more.append(_pack_routed([turn.get("routed_experts") for turn in turns]))
     while more and not more[-1]:
         more.pop()
+
     return _VERSION + _MSGPACK.encode([packed, noise, *more])
 
 
@@ -137,12 +139,15 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         routed = _unpack_routed(more[3], len(heads)) if len(more) > 3 else [None] * len(heads)
     except _BROKEN as error:
         raise _unreadable(error) from error
+
     columns = (prompt_ids, completion_ids, noise + logprobs, versions)
     numbers = {
         name: from_bytes(code, _from_planes(data))
         for (name, code), data in zip(TURN_COLUMNS.items(), columns, strict=True)
     }
-    turns, prompt, completion = [], 0, 0
+    turns = []
+    prompt = 0
+    completion = 0
     for index, (
         parent,
         num_prompt,
@@ -175,7 +180,9 @@ def unpack_turns(blob: bytes) -> list[Turn]:
             routed_experts=routed[index],
         )
         turns.append(turn)
-        prompt, completion = prompt + num_prompt, new.stop
+        prompt = prompt + num_prompt
+        completion = new.stop
+
     return turns
 
 
@@ -210,6 +217,7 @@ def _pack_routed(turns: Sequence[RoutedExperts | None]) -> bytes:
     """Empty where no turn has any."""
     if all(routed is None for routed in turns):
         return b""
+
     shapes = [
         None
         if routed is None
@@ -238,6 +246,7 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         if shape is None:
             found.append(None)
             continue
+
         layers, top_k, num_experts, tokens = shape
         width = 1 if num_experts <= 256 else 2
         stop = start + tokens * layers * top_k * width
@@ -245,8 +254,10 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         rows = planes.reshape(layers, width, tokens, top_k).transpose(2, 0, 3, 1)
         found.append(RoutedExperts(layers, top_k, num_experts, rows.tobytes()))
         start = stop
+
     if len(found) != num_turns or start != len(data):
         raise ValueError(f"routed experts of {len(found)} turns, and there are {num_turns}")
+
     return found
 
 

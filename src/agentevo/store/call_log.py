@@ -52,7 +52,8 @@ MAX_STARTS = 2_000
 """Limit of the calls that may begin between two writes."""
 BATCH = 500
 """Calls in one transaction."""
-MAX_TEXT, MAX_ATTRIBUTES = 300, 16
+MAX_TEXT = 300
+MAX_ATTRIBUTES = 16
 MAX_KEPT = 2**16
 """Characters of a text that is kept whole."""
 WRITE_TIMEOUT_S = 10.0
@@ -83,7 +84,8 @@ class CallLog:
         self.tracing = tracing
         self.dropped = 0
         """Number of calls that were not recorded."""
-        self._open_store, self._tell = open_store, tell
+        self._open_store = open_store
+        self._tell = tell
         self._problem = ""
         """Why the first of them were not."""
         self._lock = threading.Lock()
@@ -106,6 +108,7 @@ class CallLog:
                     many = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
                     self._problem = self._problem or many
                 return False
+
             self._num_held += 1
             self._num_started += 1
             self._num_recorded += 1
@@ -129,14 +132,19 @@ class CallLog:
         with self._lock:
             self._closed = True
             wake = self._wake
+
         if wake is not None:
             with contextlib.suppress(RuntimeError):  # its loop has just ended
                 wake()
+
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
+
         with self._lock:
             self.dropped += len(self._new.keys() | dict(self._writing).keys())
-            self._new, self._writing = {}, []
+            self._new = {}
+            self._writing = []
+
         if self.dropped:
             why = self._problem or "the run ended before the store had taken them"
             self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
@@ -151,24 +159,30 @@ class CallLog:
             self._wake = lambda: loop.call_soon_threadsafe(ended.set)
             if self._closed:
                 ended.set()
+
         store: Store | None = None
-        pause, renewed_at = FLUSH_S, time.monotonic()
+        pause = FLUSH_S
+        renewed_at = time.monotonic()
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), pause)
+
                 try:
                     if store is None and self._new:
                         store = await self._open_store()
+
                     if store is not None:
                         await self._write(store)
                         if self._num_held and time.monotonic() - renewed_at > RENEW_S:
                             await store.renew_calls(self.recorder)
                             renewed_at = time.monotonic()
+
                     pause = FLUSH_S
                 except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
                     self._problem = f"{type(error).__name__}: {error}"
                     pause = min(2 * pause, LONGEST_PAUSE_S)
+
                 if ended.is_set():
                     return
         finally:
@@ -179,9 +193,11 @@ class CallLog:
     async def _write(self, store: Store) -> None:
         """Writes what is new, in batches. A batch that can't be written stays new."""
         with self._lock:
-            waiting, self._new = list(self._new.items()), {}
+            waiting = list(self._new.items())
+            self._new = {}
             self._writing = waiting
             self._num_started = 0
+
         done = 0
         try:
             while done < len(waiting):
@@ -279,6 +295,7 @@ class AttemptCalls:
             self.listen(call)
         if self._log is None:
             return
+
         if self._log.admit(call):
             self._open[call.number] = call
         else:
@@ -287,12 +304,14 @@ class AttemptCalls:
     def end(self, call: RunningCall) -> None:
         if self.listen is not None:
             self.listen(call)
+
         self._open.pop(call.number, None)
         if call is self._root:
             if self.dropped:
                 call.note(calls_dropped=self.dropped)
             for left in list(self._open.values()):
                 left.end("cancelled", "its attempt ended")
+
         if self._log is not None and call.number:
             self._log.changed(call)
             if self.tracing is not None:
@@ -310,7 +329,9 @@ class RunningCall:
     def __init__(
         self, calls: AttemptCalls, kind: str, name: str, attributes: dict[str, Attribute]
     ) -> None:
-        self.calls, self.kind, self.name = calls, kind, name
+        self.calls = calls
+        self.kind = kind
+        self.name = name
         self.number = 0
         self.is_let_go = False
         self.outer: RunningCall | None = None
@@ -321,7 +342,8 @@ class RunningCall:
         self._attributes = attributes
         self._kept: dict[str, str] = {}
         self._parent = 0
-        self._started_at, self._clock = 0.0, 0.0
+        self._started_at = 0.0
+        self._clock = 0.0
         self._ended_at: float | None = None
         self._status: Status | None = None
         self._error: str | None = None
@@ -339,11 +361,14 @@ class RunningCall:
         nothing is traced."""
         if self.calls.trace is None:
             return None
+
         call: RunningCall | None = self
         while call is not None and not call.number:
             call = call.outer
+
         if call is None or call.calls.trace is None:
             return None
+
         return Place(call.calls.trace.trace_id, span_of(call.id), call.calls.trace.is_sampled)
 
     @property
@@ -367,12 +392,14 @@ class RunningCall:
 
     def outcome(self, status: Status, error: str | None) -> None:
         """Sets how the call ends, where no exception of its block says so."""
-        self._status, self._error = status, error
+        self._status = status
+        self._error = error
 
     def end(self, status: Status, error: str | None) -> None:
         """Ends the call; only the first end counts."""
         if self._ended_at is None:
-            self._status, self._error = self._status or status, self._error or error
+            self._status = self._status or status
+            self._error = self._error or error
             self._ended_at = self._started_at + (time.monotonic() - self._clock)
             self.calls.end(self)
 
@@ -380,7 +407,9 @@ class RunningCall:
         """The call as it is now. Called by the log's thread and the tracer's, at any moment."""
         if (known := self._record) is not None:
             return known
-        ended_at, attributes = self._ended_at, self._attributes
+
+        ended_at = self._ended_at
+        attributes = self._attributes
         record = Call(
             id=f"{recorder}-{self.number}",
             trajectory_id=self.calls.trajectory_id,
@@ -399,15 +428,20 @@ class RunningCall:
         )
         if ended_at is not None:
             self._record = record
+
         return record
 
     def __enter__(self) -> Self:
-        self._started_at, self._clock = time.time(), time.monotonic()
+        self._started_at = time.time()
+        self._clock = time.monotonic()
         self._parent = self.calls.parent_of(self)
         self.calls.begin(self)
+
         self.outer = _current.get()
         if (asker := _asker.get()) is not None and asker.outer is self.outer:
-            self.asker, asker.call = asker.place, asker.call or self
+            self.asker = asker.place
+            asker.call = asker.call or self
+
         self._token = _current.set(self)
         return self
 
@@ -417,6 +451,7 @@ class RunningCall:
         if self._token is not None:
             with contextlib.suppress(ValueError):  # it ends in another task than it began in
                 _current.reset(self._token)
+
         if error is None:
             self.end("completed", None)
         elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):

@@ -33,11 +33,14 @@ async def insert_new(connection: AsyncConnection, rows: Sequence[dict[str, Any]]
     for chunk in chunks({row["trajectory_id"] for row in rows}):
         query = select(calls.c.trajectory_id, calls.c.id).where(calls.c.trajectory_id.in_(chunk))
         known.update((row.trajectory_id, row.id) for row in await connection.execute(query))
+
     new = {(row["trajectory_id"], row["id"]): row for row in rows}
     for key in known:
         new.pop(key, None)
+
     if new:
         await connection.execute(insert(calls), list(new.values()))
+
     return len(new)
 
 
@@ -80,6 +83,7 @@ async def read_page(
         query = query.where(_in_state(state, now))
     if seqs is not None:
         query = query.where(calls.c.seq >= seqs.start, calls.c.seq < seqs.stop)
+
     query = query.order_by(calls.c.seq.desc() if newest_first else calls.c.seq).limit(limit)
     rows = await connection.execute(query)
     return [(row.seq, decode_call(row._mapping, now.steady)) for row in rows]

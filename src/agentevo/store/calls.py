@@ -49,13 +49,16 @@ class CallFilter(TypedDict, total=False):
 
 def checked_call_filters(filters: CallFilter) -> tuple[str | None, CallState | None, int | None]:
     """(trajectory id, state, limit). Refuses a state that does not exist and a negative limit."""
-    state, limit = filters.get("state"), filters.get("limit")
+    state = filters.get("state")
+    limit = filters.get("limit")
     if state is not None and state not in get_args(CallState):
         raise StoreError(
             f"calls: state={state!r} is unknown: use one of {', '.join(get_args(CallState))}"
         )
+
     if limit is not None and limit < 0:
         raise StoreError(f"calls: limit={limit} is negative: leave it out to get all")
+
     return filters.get("trajectory_id"), state, limit
 
 
@@ -73,6 +76,7 @@ def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
             f"call {call.id!r} of {call.trajectory_id!r} can't be stored: {error}; attributes are "
             "texts, numbers and truth values"
         ) from error
+
     row = {name: getattr(call, name) for name in COLUMNS}
     seen_at = seen_at if call.ended_at is None else None
     return row | {"attributes": attributes, "seen_at": seen_at}

@@ -50,7 +50,8 @@ _METRICS = msgspec.json.Decoder(dict[str, float])
 _TASK = msgspec.json.Decoder(Task)
 _HISTORY = msgspec.json.Decoder(list[TaskEvent])
 _RECORD = msgspec.json.Decoder(dict[str, Any])
-_STATUSES, _FINISH_REASONS = get_args(Status), get_args(FinishReason)
+_STATUSES = get_args(Status)
+_FINISH_REASONS = get_args(FinishReason)
 
 _UNSTORABLE = (
     TypeError,
@@ -85,6 +86,7 @@ def encode_task(task: Task) -> EncodedTask:
             f"task {task.id!r} can't be stored: {error}; answer and metadata must be plain JSON "
             "values"
         ) from error
+
     digest = _digest(text)
     row = {
         "id": task.id,
@@ -113,6 +115,7 @@ def encode_stored_task(stored: StoredTask) -> EncodedTask:
             f"task {stored.task.id!r} is not the one that was exported (its digest differs): the "
             "file or the store that it comes from was changed"
         )
+
     ledger = {
         "state": "queued" if stored.state == "leased" else stored.state,
         "fencing_id": stored.fencing_id,
@@ -135,6 +138,7 @@ def decode_task(row: Mapping[Any, Any]) -> StoredTask:
     task = _TASK.decode(row["task"])
     if task.id != row["id"]:
         raise ValueError(f"it holds the task {task.id!r}")
+
     return StoredTask(
         task=task,
         state=row["state"],
@@ -157,6 +161,7 @@ def decode_lease(row: Mapping[Any, Any], worker: str, *, now: float, lease_s: fl
             "it is not the one that was added (its digest differs): its row was changed; restore "
             "the store from a copy, or begin a new run"
         )
+
     return Lease(
         task=_TASK.decode(row["task"]),
         fencing_id=row["fencing_id"] + 1,
@@ -210,12 +215,14 @@ def encode_trajectories(
     """Raises StoreError naming the trajectory that can't be stored."""
     if split not in SPLITS:
         raise StoreError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
+
     encoded = []
     for trajectory in trajectories:
         try:
             encoded.append(_encode_trajectory(trajectory, split, step))
         except _UNSTORABLE as error:
             raise StoreError(f"trajectory {trajectory.id!r} can't be stored: {error}") from error
+
     return encoded
 
 
@@ -231,6 +238,7 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
                 "differs): the file or the store that it comes from was changed"
             )
         return msgspec.structs.replace(encoded, row=row)
+
     known = {} if stored.emptied is None else msgspec.structs.asdict(stored.emptied)
     digest = stored.digest or encoded.digest
     return msgspec.structs.replace(
@@ -286,12 +294,14 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         raise ValueError(
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
         )
+
     for name in trajectory.metrics:
         if name.startswith(REWARD_PARTS):
             raise ValueError(
                 f"the metric {name!r} has a name that parts of the reward have: choose another, "
                 "or give it as a part"
             )
+
     measured = trajectory.metrics | {
         f"{REWARD_PARTS}{name}": value for name, value in trajectory.reward_parts.items()
     }
@@ -309,14 +319,18 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         "truncated": bool(trajectory.truncated),
         "metrics": JSON.encode({name: float(value) for name, value in measured.items()}).decode(),
     }
-    remote, files = "", trajectory.files
+    remote = ""
+    files = trajectory.files
+
     if trajectory.remote_turns:
         _check_finite({"the cost of a remote turn": sum(t.cost for t in trajectory.remote_turns)})
         remote = JSON.encode(trajectory.remote_turns).decode()
+
     if trajectory.texts:
         return facts, turns, remote, check_files(files), dict(sorted(trajectory.texts.items()))
     if files:
         return facts, turns, remote, check_files(files)
+
     return (facts, turns, remote) if remote else (facts, turns)
 
 
@@ -347,25 +361,30 @@ def _number(value: float) -> float:
 def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
     if turn.index != position:
         raise ValueError(f"the turn at position {position} has index {turn.index}")
+
     if turn.parent is not None and not 0 <= turn.parent < turn.index:
         raise ValueError(
             f"turn {turn.index} has parent {turn.parent}: a parent comes before its children"
         )
+
     if not len(turn.completion_ids) == len(turn.logprobs) == len(turn.versions):
         lengths = (
             f"{len(turn.completion_ids)} completion_ids, {len(turn.logprobs)} logprobs, "
             f"{len(turn.versions)} versions"
         )
         raise ValueError(f"turn {turn.index} has {lengths}: there must be one of each per token")
+
     if turn.routed_experts is not None and (wrong := misaligned(turn)):
         raise ValueError(wrong)
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
+
     if not (math.isfinite(turn.reward) and math.isfinite(turn.temperature)):
         raise ValueError(
             f"turn {turn.index} has reward {turn.reward} and temperature {turn.temperature}: "
             "both must be finite"
         )
+
     return {
         "turn_index": turn.index,
         "parent": turn.parent,

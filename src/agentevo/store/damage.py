@@ -12,8 +12,15 @@ D = TypeVar("D", bound=Callable[..., Any])
 
 _TEXT = ("id", "task_id", "group_id", "split", "status", "state")
 _WHOLE = (
-    *("step", "attempt", "fencing_id", "num_leases", "num_failures", "num_expiries"),
-    *("num_trajectories", "num_turns", "num_completion_tokens"),
+    "step",
+    "attempt",
+    "fencing_id",
+    "num_leases",
+    "num_failures",
+    "num_expiries",
+    "num_trajectories",
+    "num_turns",
+    "num_completion_tokens",
 )
 _NUMBER = ("reward", "started_at", "duration_s", "written_at", "committed_at")
 TYPES: Mapping[str, tuple[type, ...]] = {

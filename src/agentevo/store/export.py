@@ -88,15 +88,19 @@ async def export_store(store: Store, path: Path | str) -> int:
             write("task", msgspec.structs.asdict(task))
         async for trajectory in store.trajectories():
             write("trajectory", _flat(trajectory))
+
         for step in await store.steps():
             write("step", msgspec.structs.asdict(step))
+
         async for stored in store.calls():
             write("call", {"call": stored.call})
+
         if await _progress(store) != before:
             raise StoreError(
                 f"can't export to {path}: the run goes on, and its rows would be of different "
                 "moments: stop it first"
             )
+
     return count
 
 
@@ -119,6 +123,7 @@ async def import_store(store: Store, path: Path | str) -> int:
             new += await _put(store, page)
             page = []
         page.append(stored)
+
     return new + (await _put(store, page) if page else 0)
 
 
@@ -166,6 +171,7 @@ def _parse(line: bytes) -> tuple[str, Any]:
     record = _KINDS[kind]
     if record is not StoredTrajectory:
         return kind, msgspec.json.decode(line, type=record)
+
     ledger = {name for name in StoredTrajectory.__struct_fields__ if name != "trajectory"}
     fields = {name: value for name, value in msgspec.json.decode(line).items() if name in ledger}
     return kind, msgspec.convert(
@@ -185,6 +191,7 @@ def whole_file(target: Path) -> Iterator[IO[bytes]]:
         raise UnusableStoreError(
             f"can't export to {target}: the name must end in .jsonl or .jsonl.gz"
         )
+
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         missing = [folder for folder in target.parents if not folder.exists()]
@@ -198,6 +205,7 @@ def whole_file(target: Path) -> Iterator[IO[bytes]]:
                     yield raw
                 raw.flush()
                 os.fsync(raw.fileno())
+
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -32,12 +32,14 @@ def check_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
         if not is_inner_path(path):
             raise ValueError(f"the path {path[:100]!r} is none below a folder: give `a/b.txt`")
         path.encode()  # a ValueError for half of a surrogate pair
+
     size = sum(map(len, files.values()))
     if size > LARGEST or len(files) > MOST_FILES:
         raise ValueError(
             f"{len(files)} files of {size:,} bytes: a trajectory keeps at most {MOST_FILES} of "
             f"{LARGEST:,} bytes"
         )
+
     return dict(sorted(files.items()))
 
 

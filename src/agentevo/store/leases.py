@@ -75,8 +75,10 @@ async def lease_tasks(
         if len(taken) < limit:
             rows = await _rows(connection, query, limit=limit - len(taken), **values)
             taken += [(row, {}) for row in rows]
+
     if not taken:
         await _begin_again(connection, now=now, retries=retries)
+
     leases = [decode_lease(row, worker, now=now.steady, lease_s=lease_s) for row, _ in taken]
     changes = {
         "state": "leased",
@@ -99,6 +101,7 @@ async def lease_tasks(
         connection,
         [(row, changes | change) for (row, _), change in zip(taken, counted, strict=True)],
     )
+
     return leases
 
 
@@ -126,6 +129,7 @@ async def _take_expired(
         )
         if not rows:
             break
+
         # Not by an offset: a row that another worker had locked, and lets go, would move those
         # behind it.
         after = max((row["lease_expires_at"], row["seq"]) for row in rows)
@@ -141,7 +145,9 @@ async def _take_expired(
             else:
                 error = f"its leases ran out {row['num_expiries'] + 1} times: {event.error}"
                 poisoned.append((row, _LET_GO | changes | {"state": "poison", "error": error}))
+
         await _update(connection, poisoned)
+
     return taken
 
 
@@ -178,6 +184,7 @@ async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None
         if error is None:
             await connection.execute(_COMPLETE, {"at": lease.task.id})
             return
+
         event = TaskEvent(
             kind="failed",
             worker=lease.worker,
@@ -201,6 +208,7 @@ async def retry(
     row = await _place(connection, lease)
     if not rules.holds(row, lease, ("queued", "poison")):
         return "poison" if row is not None and row.state == "poison" else "queued"
+
     query = select(tasks.c.num_failures, tasks.c.history).where(tasks.c.id == lease.task.id)
     known = (await connection.execute(query)).one()
     num_failures = known.num_failures + 1
@@ -218,6 +226,7 @@ async def retry(
     await connection.execute(
         update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
     )
+
     return state
 
 

@@ -46,6 +46,7 @@ async def commit_step(
     """`record` is JSON text, `now` Unix time."""
     for reason, names in dropped.items():
         await drop(connection, names, reason)
+
     here = set(
         (
             await connection.execute(
@@ -56,11 +57,13 @@ async def commit_step(
     known = await connection.scalar(select(steps.c.record).where(steps.c.step == step))
     if not rules.must_commit(step, record, known=known, ids=ids, here=here):
         return 0
+
     values = {"step": step, "record": record, "num_trajectories": len(here), "committed_at": now}
     await connection.execute(insert(steps).values(values))
     await connection.execute(
         update(trajectories).where(trajectories.c.trained_step == step).values(state="committed")
     )
+
     return len(here)
 
 
@@ -110,6 +113,7 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
     )  # DISTINCT would make SQLite walk over all tasks
     task_ids = dict.fromkeys((await connection.execute(orphaned)).scalars())
     await call_rows.delete_after(connection, step)
+
     deleted = (
         await connection.execute(delete(trajectories).where(trajectories.c.step > step))
     ).rowcount
@@ -133,6 +137,7 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
         finished = tasks.c.state.in_(("completed", "failed"))
         lost_all = ~exists().where(trajectories.c.task_id == name)
         await connection.execute(queue.where(tasks.c.id == name, finished, lost_all))
+
     return deleted
 
 
@@ -143,8 +148,11 @@ async def delete_dropped_tokens(connection: AsyncConnection) -> int:
     ready."""
     last = await connection.scalar(select(func.max(steps.c.step))) or 0
     other = trajectories.alias()
-    same_task = (other.c.task_id == trajectories.c.task_id, other.c.split == trajectories.c.split)
-    in_use = exists().where(*same_task, other.c.state.in_(("ready", "reserved")))
+    in_use = exists().where(
+        other.c.task_id == trajectories.c.task_id,
+        other.c.split == trajectories.c.split,
+        other.c.state.in_(("ready", "reserved")),
+    )
     spent = select(trajectories.c.seq).where(
         trajectories.c.state == "dropped", trajectories.c.step <= last, ~in_use
     )
@@ -184,6 +192,7 @@ async def read_steps(
         query = query.where(steps.c.step > after)
     if limit is not None:
         query = query.limit(limit)
+
     return [decode_step(row._mapping) for row in await connection.execute(query)]
 
 

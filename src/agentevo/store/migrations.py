@@ -75,6 +75,7 @@ async def _from_1_to_2(connection: AsyncConnection) -> None:
     of a row with four for each turn."""
     for statement in _TO_2:
         await connection.exec_driver_sql(statement)
+
     last = 0
     while True:
         page = await connection.exec_driver_sql(
@@ -83,6 +84,7 @@ async def _from_1_to_2(connection: AsyncConnection) -> None:
         seqs = list(page.scalars())
         if not seqs:
             break
+
         turns: dict[int, list[dict[str, object]]] = {seq: [] for seq in seqs}
         query = (
             "SELECT * FROM turns WHERE trajectory_seq BETWEEN ? AND ? ORDER BY "
@@ -90,11 +92,13 @@ async def _from_1_to_2(connection: AsyncConnection) -> None:
         )
         for row in await connection.exec_driver_sql(query, (seqs[0], seqs[-1])):
             turns[row.trajectory_seq].append(dict(row._mapping))
+
         await connection.exec_driver_sql(
             "INSERT INTO tokens VALUES (?, ?)",
             [(seq, pack_turns(of_it)) for seq, of_it in turns.items()],
         )
         last = seqs[-1]
+
     await connection.exec_driver_sql("DROP TABLE turns")
 
 
@@ -134,4 +138,5 @@ def migrations(database: str, version: int, where: str) -> list[Migration]:
             f"{where} says that its schema is {version}, which no AgentEvo has made (the oldest is "
             f"{min(known)}): it is damaged; restore it from a copy; it was left as it is"
         )
+
     return [known[old] for old in range(version, SCHEMA_VERSION)]

@@ -28,7 +28,8 @@ CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"),
 def _in_state(state: CallState, now: Now) -> Document:
     if state == "ended":
         return {"seen_at": None}
-    first, last = now.steady - LOST_S, now.steady + CLOCK_TOLERANCE_S
+    first = now.steady - LOST_S
+    last = now.steady + CLOCK_TOLERANCE_S
     if state == "running":
         return {"seen_at": {"$gte": first, "$lte": last}}
     return {"$or": [{"seen_at": {"$lt": first}}, {"seen_at": {"$gt": last}}]}
@@ -123,7 +124,9 @@ class MongoCalls(Transactions, Streaming):
     async def _delete_calls(self, *, grace_s: float, dropped: bool) -> int:
         """Store.gc: a page after the other in the order of seq, and of a trajectory with many calls
         perhaps not all in the same one."""
-        now, deleted, after = await self._now(), 0, 0
+        now = await self._now()
+        deleted = 0
+        after = 0
         while True:
             page = await self._places_of_calls(after)
             doomed = await self._doomed({call["trajectory_id"] for call in page}, dropped=dropped)
@@ -147,6 +150,7 @@ class MongoCalls(Transactions, Streaming):
             deleted += await self._again("gc", work) if ids else 0
             if len(page) < CHUNK:
                 return deleted
+
             after = page[-1]["seq"]
 
     async def _places_of_calls(self, after: int) -> list[Document]:

@@ -46,9 +46,13 @@ class Queries:
     """The collections of a database, in a transaction."""
 
     def __init__(self, database: Any, session: Any) -> None:
-        self.database, self.session = database, session
-        self.tasks, self.trajectories = database["tasks"], database["trajectories"]
-        self.tokens, self.steps, self.meta = database["tokens"], database["steps"], database["meta"]
+        self.database = database
+        self.session = session
+        self.tasks = database["tasks"]
+        self.trajectories = database["trajectories"]
+        self.tokens = database["tokens"]
+        self.steps = database["steps"]
+        self.meta = database["meta"]
 
     async def take_turn(self) -> None:
         """Orders transactions: if two take a turn at the same time, one of them begins again."""
@@ -89,6 +93,7 @@ class Queries:
             else:
                 known[item.id] = item.digest
                 new.append(item)
+
         return new
 
     async def insert_tasks(
@@ -102,11 +107,13 @@ class Queries:
                 [_document(item.row | place, first + i) for i, item in enumerate(new)],
                 session=self.session,
             )
+
         for chunk in chunks(() if queue else (item.id for item in items)):
             waiting = {"_id": {"$in": chunk}, "state": "queued"}
             await self.tasks.update_many(
                 waiting, {"$set": place | {"not_before": 0.0}}, session=self.session
             )
+
         return len(new)
 
     async def insert_trajectories(
@@ -121,6 +128,7 @@ class Queries:
             data = [{"_id": item.id, "data": item.data} for item in new if item.data is not None]
             if data:
                 await self.tokens.insert_many(data, session=self.session)
+
         return len(new)
 
     async def insert_steps(self, rows: Sequence[Document]) -> int:
@@ -137,6 +145,7 @@ class Queries:
             await self.steps.insert_many(
                 [{"_id": row["step"], **row} for row in new], session=self.session
             )
+
         return len(new)
 
     async def read_task(self, task_id: str) -> tuple[int, StoredTask]:
@@ -175,6 +184,7 @@ class Queries:
         where = {"_id" if name == "id" else name: value for name, value in properties.items()}
         if seqs is not None:
             where["seq"] = {"$gte": seqs.start, "$lt": seqs.stop}
+
         documents = (
             await self.trajectories.find(where, session=self.session)
             .sort("seq", -1 if newest_first else 1)
@@ -183,6 +193,7 @@ class Queries:
         )
         data = await self.by_id(self.tokens, (document["_id"] for document in documents))
         blobs = [data.get(document["_id"], {}).get("data") for document in documents]
+
         return [
             (d["seq"], decode_stored(row_of(d), blob and bytes(blob)))
             for d, blob in zip(documents, blobs, strict=True)
@@ -193,6 +204,7 @@ class Queries:
     ) -> list[TrajectorySummary]:
         if limit == 0:
             return []
+
         names = [name for name in SUMMARY_COLUMNS if name != "id"]
         cursor = self.trajectories.find(dict(properties), names, session=self.session).sort(
             "seq", -1 if newest_first else 1
@@ -231,6 +243,7 @@ class Queries:
                     (d["group_id"], d["state"])
                     for d in await self.find(self.trajectories, where, "group_id", "state")
                 ]
+
             return states
 
         return await whole_groups(page, members, size=size, limit=limit)
@@ -257,6 +270,7 @@ class Queries:
             await self.tasks.aggregate(by_state, session=self.session)
         ).to_list():
             counts[f"tasks/{document['_id']}"] = document["n"]
+
         place = {"split": "$split", "state": "$state"}
         by_place = [{"$group": {"_id": place, "n": {"$sum": 1}, "turns": {"$sum": "$num_turns"}}}]
         for document in await (
@@ -266,6 +280,7 @@ class Queries:
                 document["n"]
             )
             counts["turns"] += document["turns"]
+
         return counts | {"steps": await self.steps.count_documents({}, session=self.session)}
 
     async def read_steps(
@@ -277,6 +292,7 @@ class Queries:
     ) -> list[StepRecord]:
         if limit == 0:  # MongoDB's word for no limit
             return []
+
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = (
             self.steps.find(where, session=self.session)

@@ -74,6 +74,7 @@ class Rows(Queries):
         document = await self._held(lease, ("queued", "poison"))
         if document is None:
             return (await self.read_task(lease.task.id))[1].state
+
         num_failures = document["num_failures"] + 1
         state = rules.after_failure(num_failures, retries)
         changes: Document = {"state": state, "num_failures": num_failures, "error": error}
@@ -82,6 +83,7 @@ class Rows(Queries):
             now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
         )
         await self._set_task(lease.task.id, LET_GO | changes)
+
         return state
 
     async def give_back(self, lease: Lease) -> None:
@@ -123,6 +125,7 @@ class Rows(Queries):
     ) -> int:
         for reason, names in dropped.items():
             await self.drop(list(names), reason)
+
         here = {
             document["_id"]
             for document in await self.find(self.trajectories, {"trained_step": step}, "_id")
@@ -130,6 +133,7 @@ class Rows(Queries):
         known = await self.steps.find_one({"_id": step}, session=self.session)
         if not rules.must_commit(step, record, known=known and known["record"], ids=ids, here=here):
             return 0
+
         values = {
             "_id": step,
             "step": step,
@@ -139,6 +143,7 @@ class Rows(Queries):
         }
         await self.steps.insert_one(values, session=self.session)
         await self._set(here, state="committed")
+
         return len(here)
 
     async def release(self, step: int | None) -> int:
@@ -182,6 +187,7 @@ class Rows(Queries):
             await self.database["calls"].delete_many(
                 {"trajectory_id": {"$in": chunk}}, session=self.session
             )
+
         await self.trajectories.delete_many({"step": {"$gt": step}}, session=self.session)
         await self.trajectories.update_many(
             {"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session
@@ -190,6 +196,7 @@ class Rows(Queries):
         fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         again = {"$set": fresh, "$inc": {"fencing_id": 1}}
         await self.tasks.update_many({"state": "leased"}, again, session=self.session)
+
         lost = set()
         for name in {document["task_id"] for document in later if document["split"] == "train"}:
             if (
@@ -197,9 +204,11 @@ class Rows(Queries):
                 is None
             ):
                 lost.add(name)
+
         for chunk in chunks(lost):
             where = {"_id": {"$in": chunk}, "state": {"$in": ["completed", "failed"]}}
             await self.tasks.update_many(where, again, session=self.session)
+
         return len(later)
 
     async def queue_again(self) -> int:

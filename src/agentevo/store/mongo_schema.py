@@ -58,6 +58,7 @@ async def check_or_make(
             "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
             "PostgreSQL"
         )
+
     known = await database["meta"].find_one({"_id": "schema"})
     if known is not None:
         if known["version"] > SCHEMA_VERSION:
@@ -66,28 +67,36 @@ async def check_or_make(
                 f"this knows up to {SCHEMA_VERSION}: upgrade "
                 "with pip install -U agentevo; it was left as it is"
             )
+
         if read_only and known["version"] < SCHEMA_VERSION:
             raise older_schema(where, known["version"])
+
         if known["version"] < SCHEMA_VERSION:
             await _make_calls(database)
             await database["meta"].update_one(
                 {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
             )
+
         return
+
     await _refuse_foreign(database, where)
     if not create:
         raise NoStoreError(f"store {where}: no store in this database: check the URL")
+
     for name, indexes in INDEXES.items():
         for columns in indexes:
             await database[name].create_index([(column, 1) for column in columns])
+
     for name in ("tokens", "steps"):
         try:
             await database.create_collection(name, check_exists=False)
         except OperationFailure as error:
             if error.code != _NAMESPACE_EXISTS:
                 raise
+
     for name in ("trainer", "tasks", "trajectories"):
         await _make_counter(database, name)
+
     await _make_calls(database)
     await database["meta"].update_one(
         {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True

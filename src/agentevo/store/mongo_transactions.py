@@ -61,10 +61,13 @@ class Transactions:
         clock: Clock | None,
         read_only: bool = False,
     ) -> None:
-        self._client, self._read_only = client, read_only
+        self._client = client
+        self._read_only = read_only
         self._database = client[name]
         self.where = f"mongodb {name}"
-        self._timeout_s, self._retries, self._clock = timeout_s, retries, clock
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._clock = clock
         self._is_open = False
 
     @asynccontextmanager
@@ -101,6 +104,7 @@ class Transactions:
         AWAY_S at most."""
         if self._read_only and what not in READS:
             raise only_read(self.where, what)
+
         from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
 
         first: float | None = None
@@ -120,7 +124,9 @@ class Transactions:
                     passes = labelled or clash or lost or isinstance(error, DuplicateKeyError)
                     if not passes or now - first > AWAY_S:
                         raise
+
                     passed[:] = [error]
+
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 
     async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:
@@ -147,7 +153,8 @@ class Transactions:
         """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
         returns how many rows it deleted and after which one the next goes on, None at the end.
         Returns the sum."""
-        done, after = 0, None
+        done = 0
+        after = None
 
         async def work(rows: Rows) -> tuple[int, Any]:
             return await piece(rows, after)

@@ -83,12 +83,14 @@ class MongoDBStore(MongoCalls):
             raise MissingExtraError(
                 "a store in MongoDB needs pymongo 4.13 or newer: pip install 'agentevo[mongodb]'"
             ) from error
+
         try:
             name = await in_thread(lambda: parse_uri(url)["database"])
             if not name:
                 raise UnusableStoreError(
                     "the URL of a store in MongoDB names a database: write mongodb://HOST/DATABASE"
                 )
+
             client: AsyncMongoClient[Document] = AsyncMongoClient(
                 url, serverSelectionTimeoutMS=int(400 * min(timeout_s, AWAY_S)), w="majority"
             )
@@ -99,6 +101,7 @@ class MongoDBStore(MongoCalls):
                 f"{without_password(url)!r} is not the URL of a MongoDB database: {why}; write "
                 "mongodb://HOST/DATABASE, with a password as ${env:NAME}"
             ) from None
+
         store = cls(
             client, name, timeout_s=timeout_s, retries=retries, clock=clock, read_only=read_only
         )
@@ -110,6 +113,7 @@ class MongoDBStore(MongoCalls):
         except BaseException:
             await client.close()
             raise
+
         store._is_open = True
         return store
 
@@ -170,6 +174,7 @@ class MongoDBStore(MongoCalls):
                 )
             elif (await tasks.update_one(same, {"$set": taken | counted, **again})).modified_count:
                 return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
+
         for where, order in (
             (
                 {"state": "queued", "not_before": {"$gt": 0.0, "$lte": now.steady}},
@@ -180,12 +185,15 @@ class MongoDBStore(MongoCalls):
             document = await tasks.find_one_and_update(where, {"$set": taken, **again}, sort=order)
             if document is not None:
                 return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
+
         return None
 
     async def _begin_again(self, now: Now) -> None:
         """Shortens leases and delays that are too long since the clock was set back: see
         clock.py."""
-        tasks, longest = self._database["tasks"], now.steady + self._retries.max_delay_s
+        tasks = self._database["tasks"]
+        longest = now.steady + self._retries.max_delay_s
+
         late = {"state": "leased", "lease_started_at": {"$gt": now.steady + CLOCK_TOLERANCE_S}}
         for document in await tasks.find(late).to_list():
             length = document["lease_expires_at"] - document["lease_started_at"]
@@ -194,12 +202,14 @@ class MongoDBStore(MongoCalls):
                 {"_id": document["_id"], "fencing_id": document["fencing_id"], **late},
                 {"$set": times},
             )
+
         await tasks.update_many(
             {"state": "queued", "not_before": {"$gt": longest}}, {"$set": {"not_before": longest}}
         )
 
     async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
-        length, now = lease.lease_s if lease_s is None else lease_s, await self._now()
+        length = lease.lease_s if lease_s is None else lease_s
+        now = await self._now()
         expires_at = await self._run(
             "renew", lambda rows: rows.renew(lease, now=now, lease_s=length)
         )
@@ -234,7 +244,8 @@ class MongoDBStore(MongoCalls):
         lease: Lease | None = None,
     ) -> int:
         encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
-        first, now = await self._numbers("trajectories", len(encoded)), await self._now()
+        first = await self._numbers("trajectories", len(encoded))
+        now = await self._now()
 
         async def work(rows: Rows) -> int:
             if lease is not None:
@@ -357,7 +368,8 @@ class MongoDBStore(MongoCalls):
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """The server keeps the space of what was deleted for what comes next: `bytes` is what its
         files shrank by, if at all."""
-        before, now = await self.size_bytes(), await self._now()
+        before = await self.size_bytes()
+        now = await self._now()
         async with self._deadline("gc"):
             done = {
                 "leases": await self._run(
@@ -369,6 +381,7 @@ class MongoDBStore(MongoCalls):
                 else 0,
                 "calls": await self._delete_calls(grace_s=lease_grace_s, dropped=dropped),
             }
+
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:

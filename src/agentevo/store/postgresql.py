@@ -98,9 +98,12 @@ class PostgreSQLStore(SQLStore):
             max_overflow=0,
             pool_timeout=timeout_s,
         )
+
         super().__init__(url.render_as_string(), timeout_s=timeout_s, retries=retries)
-        self._engine, self._clock = engine, clock
-        self.schema, self._read_only = schema, read_only
+        self._engine = engine
+        self._clock = clock
+        self.schema = schema
+        self._read_only = read_only
         self._is_open = False
 
     @classmethod
@@ -122,6 +125,7 @@ class PostgreSQLStore(SQLStore):
         """
         address, schema = _parse(url)
         load_extra("asyncpg", "postgresql", f"the store {address.render_as_string()}")
+
         store = cls(
             address,
             schema,
@@ -142,6 +146,7 @@ class PostgreSQLStore(SQLStore):
         except BaseException:
             await store._engine.dispose()
             raise
+
         store._is_open = True
         return store
 
@@ -156,6 +161,7 @@ class PostgreSQLStore(SQLStore):
         another try is harmless."""
         if write and self._read_only:
             raise only_read(self.where, what)
+
         first: float | None = None
         async with self._deadline(what) as passed:
             while True:
@@ -168,6 +174,7 @@ class PostgreSQLStore(SQLStore):
                     if not self._is_passing(error) or now - first > self._away_s:
                         raise
                     passed[:] = [error]
+
                 await asyncio.sleep(_PAUSE_S)
 
     @asynccontextmanager
@@ -240,28 +247,34 @@ def _parse(url: str) -> tuple[URL, str]:
             f"{shown!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE "
             f"({type(error).__name__})"
         ) from None
+
     schema = address.query.get("schema", DEFAULT_SCHEMA)
     if not address.database:
         raise UnusableStoreError(
             f"{address.render_as_string()!r} names no database: write "
             "postgresql://USER@HOST/DATABASE"
         )
+
     if address.port is not None and not 0 < address.port < 65536:
         raise UnusableStoreError(
             f"{address.render_as_string()!r} has the port {address.port}: a port is 1 to 65535"
         )
+
     if not isinstance(schema, str) or not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
         raise UnusableStoreError(
             f"schema={schema!r}: use small letters, digits and _, at most 63 of them"
         )
+
     if unknown := sorted(set(address.query) - {"schema", *_OPTIONS}):
         raise UnusableStoreError(
             f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, "
             f"{', '.join(_OPTIONS)}"
         )
+
     address = address.difference_update_query(["schema"])
     if mode := address.query.get("sslmode"):  # libpq's word for what asyncpg calls ssl
         address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
+
     return address, schema
 
 
@@ -282,24 +295,31 @@ async def _check_or_make_schema(
                 f"AgentEvo knows {SCHEMA_VERSION}: upgrade with pip install -U agentevo; it was "
                 "left as it is"
             )
+
         where = f"{store.where}: the schema {store.schema!r}"
         if read_only and version < SCHEMA_VERSION:
             raise older_schema(store.where, version)
+
         for migrate in migrations("postgresql", version, where):
             with bar("store: new schema"):
                 await migrate(connection)
+
         if version < SCHEMA_VERSION:
             await connection.execute(
                 text("UPDATE agentevo_store SET version = :version"), {"version": SCHEMA_VERSION}
             )
+
         return
+
     if names:
         raise UnusableStoreError(
             f"{store.where}: the schema {store.schema!r} holds other tables: give another with "
             "?schema=NAME; it was left as it is"
         )
+
     if not create:
         raise NoStoreError(f"{store.where}: no store in the schema {store.schema!r}: check the URL")
+
     await connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {store.schema}"))
     await connection.run_sync(metadata.create_all)
     await connection.execute(text("CREATE TABLE agentevo_store (version integer NOT NULL)"))

@@ -98,10 +98,12 @@ def _matching(
         query = query.where(
             (column if name in narrow or not narrow else _unindexed(column)) == bindparam(name)
         )
+
     if bounded:
         query = query.where(
             trajectories.c.seq >= bindparam("first"), trajectories.c.seq < bindparam("end")
         )
+
     query = query.order_by(trajectories.c.seq.desc() if newest_first else trajectories.c.seq)
     return query.limit(bindparam("limit", type_=Integer))
 
@@ -136,6 +138,7 @@ async def _not_there_yet(
         else:
             known[item.id] = item.digest
             new.append(item)
+
     return new
 
 
@@ -149,10 +152,12 @@ async def insert_tasks(
             _INSERT_TASKS,
             [item.row if queue else item.row | {"state": "completed"} for item in new],
         )
+
     if not queue:
         for chunk in chunks(item.id for item in items):
             waiting = update(tasks).where(tasks.c.id.in_(chunk), tasks.c.state == "queued")
             await connection.execute(waiting.values(state="completed", not_before=0.0))
+
     return len(new)
 
 
@@ -163,6 +168,7 @@ async def insert_trajectories(
     new = await _not_there_yet(connection, trajectories, items)
     if not new:
         return 0
+
     await connection.execute(_INSERT_TRAJECTORIES, [{"written_at": now} | item.row for item in new])
     rows = await rows_by_id(connection, trajectories, ["seq"], (item.id for item in new))
     data = [
@@ -172,6 +178,7 @@ async def insert_trajectories(
     ]
     if data:
         await connection.execute(_INSERT_TOKENS, data)
+
     return len(new)
 
 
@@ -182,6 +189,7 @@ async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any
             select(steps.c.step, steps.c.record).where(steps.c.step.in_(chunk))
         )
         known.update((row.step, row.record) for row in stored)
+
     new = [
         row
         for row in rows
@@ -191,6 +199,7 @@ async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any
     ]
     if new:
         await connection.execute(insert(steps), new)
+
     return len(new)
 
 
@@ -259,6 +268,7 @@ async def read_page(
             (row.trajectory_seq, row.data)
             for row in await connection.execute(_TOKENS, {"seqs": chunk})
         )
+
     return [(row.seq, decode_stored(row._mapping, data.get(row.seq))) for row in rows]
 
 
@@ -287,14 +297,13 @@ async def ready_groups(
     connection: AsyncConnection, split: Split, *, size: int, limit: int
 ) -> list[str]:
     async def page(after: int, length: int) -> list[tuple[int, str]]:
-        ready = (
-            trajectories.c.state == "ready",
-            trajectories.c.split == split,
-            trajectories.c.seq > after,
-        )
         query = (
             select(trajectories.c.seq, trajectories.c.group_id)
-            .where(*ready)
+            .where(
+                trajectories.c.state == "ready",
+                trajectories.c.split == split,
+                trajectories.c.seq > after,
+            )
             .order_by(trajectories.c.seq)
             .limit(length)
         )
@@ -303,14 +312,14 @@ async def ready_groups(
     async def members(groups: list[str]) -> list[tuple[str, str]]:
         states: list[tuple[str, str]] = []
         for chunk in chunks(groups):
-            of_groups = (
-                trajectories.c.group_id.in_(chunk),
-                _unindexed(trajectories.c.split) == split,
-            )
             rows = await connection.execute(
-                select(trajectories.c.group_id, trajectories.c.state).where(*of_groups)
+                select(trajectories.c.group_id, trajectories.c.state).where(
+                    trajectories.c.group_id.in_(chunk),
+                    _unindexed(trajectories.c.split) == split,
+                )
             )
             states += [(row.group_id, row.state) for row in rows]
+
         return states
 
     return await whole_groups(page, members, size=size, limit=limit)
@@ -318,8 +327,9 @@ async def ready_groups(
 
 async def outstanding(connection: AsyncConnection, split: Split) -> int:
     waiting = select(func.count()).select_from(tasks).where(tasks.c.state.in_(("queued", "leased")))
-    place = (trajectories.c.state.in_(("ready", "reserved")), trajectories.c.split == split)
-    untrained = select(func.count(trajectories.c.task_id.distinct())).where(*place)
+    untrained = select(func.count(trajectories.c.task_id.distinct())).where(
+        trajectories.c.state.in_(("ready", "reserved")), trajectories.c.split == split
+    )
     return int(await connection.scalar(waiting) or 0) + int(await connection.scalar(untrained) or 0)
 
 
@@ -332,6 +342,7 @@ async def count(connection: AsyncConnection) -> dict[str, int]:
         select(tasks.c.state, func.count().label("n")).group_by(tasks.c.state)
     ):
         counts[f"tasks/{row.state}"] = row.n
+
     place = (trajectories.c.state, trajectories.c.split)
     counts["turns"] = 0
     for row in await connection.execute(
@@ -341,5 +352,6 @@ async def count(connection: AsyncConnection) -> dict[str, int]:
     ):
         counts[f"trajectories/{row.split}/{row.state}"] = row.n
         counts["turns"] += int(row.turns)
+
     counts["steps"] = await connection.scalar(select(func.count()).select_from(steps)) or 0
     return counts

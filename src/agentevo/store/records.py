@@ -176,7 +176,8 @@ def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int |
     properties: dict[str, object] = {
         key: value for key, value in filters.items() if value is not None
     }
-    limit, newest_first = filters.get("limit"), bool(filters.get("newest_first"))
+    limit = filters.get("limit")
+    newest_first = bool(filters.get("newest_first"))
     properties.pop("limit", None)
     properties.pop("newest_first", None)
     words: dict[str, Sequence[str]] = {
@@ -189,6 +190,8 @@ def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int |
             raise StoreError(
                 f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}"
             )
+
     if limit is not None and limit < 0:
         raise StoreError(f"trajectories: limit={limit} is negative: leave it out to get all")
+
     return properties, limit, newest_first

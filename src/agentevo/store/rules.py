@@ -40,17 +40,21 @@ def holds(row: TaskPlace | None, lease: Lease, wanted: str | tuple[str, ...]) ->
             f"no task {name!r} in this store, but {lease.worker!r} holds a lease on it: was the "
             "store replaced?"
         )
+
     if row.fencing_id != lease.fencing_id:
         raise StoreError(
             f"task {name!r}: the lease {lease.fencing_id} of {lease.worker!r} ran out and the "
             "task has moved on "
             f"(fencing id {row.fencing_id}): discard this attempt, or lease for longer"
         )
+
     if row.state in states:
         return False
+
     if row.state != "leased":
         refused = f"can't become {' or '.join(states)}" if states else "has no lease to renew"
         raise StoreError(f"task {name!r} is already {row.state} and {refused}")
+
     return True
 
 
@@ -94,16 +98,19 @@ def _stored(
 
 
 def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, Place], step: int) -> list[str]:
-    move, moving = f"reserved for step {step}", []
+    move = f"reserved for step {step}"
+    moving = []
     for name, row in _stored(ids, rows, move):
         if row.split != "train":
             reason = f"its split is {row.split!r}, only 'train' is trained on"
             raise _refusal(name, move, reason)
+
         if row.state == "ready":
             moving.append(name)
         elif (row.state, row.trained_step) != ("reserved", step):
             at = "" if row.trained_step is None else f"({row.trained_step})"
             raise _refusal(name, move, f"it is {row.state}{at}, not ready")
+
     return moving
 
 
@@ -123,16 +130,19 @@ def must_commit(
                 raise StoreError(
                     f"step {step} can't be committed: trajectory {min(names)!r}{more} {problem}"
                 )
+
     if known is not None and known != record:
         raise StoreError(
             f"step {step} is already committed with another record: rewind to step {step - 1} "
             "before doing it again"
         )
+
     return known is None
 
 
 def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str) -> list[str]:
-    move, moving = f"dropped ({reason})", []
+    move = f"dropped ({reason})"
+    moving = []
     for name, row in _stored(ids, rows, move):
         if row.state == "committed":
             raise _refusal(name, move, f"step {row.trained_step} was trained on it")
@@ -140,6 +150,7 @@ def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str
             raise _refusal(name, move, f"it was dropped before ({row.drop_reason})")
         if row.state in ("ready", "reserved"):
             moving.append(name)
+
     return moving
 
 

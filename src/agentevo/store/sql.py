@@ -66,7 +66,8 @@ class SQLStore(Streaming):
 
     def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where
-        self._timeout_s, self._away_s = timeout_s, min(timeout_s, AWAY_S)
+        self._timeout_s = timeout_s
+        self._away_s = min(timeout_s, AWAY_S)
         self._retries = retries
 
     @abstractmethod
@@ -114,11 +115,13 @@ class SQLStore(Streaming):
                 raise self._too_late(what, began) from error
             if self._is_unreachable(error):
                 raise self._unavailable(what, error) from error
+
             reason = getattr(error, "orig", None) or error
             if self._is_damaged(error):
                 raise UnusableStoreError(
                     f"the store {self.where} is damaged ({what}: {reason}): restore it"
                 ) from error
+
             raise StoreError(f"store {self.where}: {what}: {reason}") from error
 
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
@@ -240,7 +243,8 @@ class SQLStore(Streaming):
         ids: Iterable[str] | None = None,
         dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
     ) -> int:
-        text, wanted = encode_record(step, record), None if ids is None else list(ids)
+        text = encode_record(step, record)
+        wanted = None if ids is None else list(ids)
 
         async def work(connection: AsyncConnection) -> int:
             now = (await self._now(connection)).wall
@@ -426,6 +430,7 @@ class SQLStore(Streaming):
         done = await self._run("gc", work, write=True, lock="alone")
         async with self._deadline("gc"):
             await self._vacuum()
+
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:

@@ -141,7 +141,8 @@ class SQLiteStore(SQLStore):
     ) -> None:
         """`engine` comes from `_engine`, and the file has been checked."""
         super().__init__(str(path), timeout_s=timeout_s, retries=retries)
-        self.path, self._read_only = path, read_only
+        self.path = path
+        self._read_only = read_only
         self._engine = engine
         self._is_still = False
         """Whether the file is read as one that nobody writes to."""
@@ -170,6 +171,7 @@ class SQLiteStore(SQLStore):
         """
         path = _path_of(url)
         _check_file(path, create=create)
+
         store = cls(
             path,
             _engine(path, timeout_s, "ro" if read_only else "rwc"),
@@ -196,6 +198,7 @@ class SQLiteStore(SQLStore):
                     "it is"
                 ) from error
             raise
+
         return store
 
     async def _look(self) -> None:
@@ -217,7 +220,8 @@ class SQLiteStore(SQLStore):
             return 0
 
     def _read_as(self, *, still: bool) -> None:
-        before, self._is_still = self._engine, still
+        before = self._engine
+        self._is_still = still
         self._engine = _engine(self.path, self._timeout_s, "still" if still else "ro")
         before.dispose()
 
@@ -235,6 +239,7 @@ class SQLiteStore(SQLStore):
             raise only_read(str(self.path), what)
         if self._is_still and self._log_bytes():
             self._read_as(still=False)  # somebody writes after all
+
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
@@ -247,6 +252,7 @@ class SQLiteStore(SQLStore):
                 )
                 if time.monotonic() > limit.stop_at:
                     raise TimeoutError  # the caller was told that there is no answer
+
                 return result
 
         async with self._deadline(what), self._writer if write else nullcontext():
@@ -330,16 +336,19 @@ def _check_file(path: Path, *, create: bool) -> None:
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise UnusableStoreError(f"{path} is a device, pipe or socket: give another path")
+
         if path.is_dir():
             raise UnusableStoreError(
                 f"{path} is a folder: give the path of the store's file in it, for example "
                 f"{path / 'store.sqlite'}"
             )
+
         if not path.exists():
             if not create:
                 raise NoStoreError(f"no store at {path}: check the path")
             path.parent.mkdir(parents=True, exist_ok=True)
             return
+
         if not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
@@ -388,6 +397,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
 
         connection.isolation_level = None  # we say BEGIN ourselves, below
         record.info["limit"] = _Limit(math.inf)
+
         connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
         for setting in (f"busy_timeout={busy_ms}", *settings):
             connection.execute(f"PRAGMA {setting}")
@@ -414,6 +424,7 @@ async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]
             f"{SCHEMA_VERSION}: upgrade with "
             "pip install -U agentevo; the file was left as it is"
         )
+
     return application, version
 
 
@@ -445,8 +456,10 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
             await _tell_the_planner(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
+
     if application or version or not empty or not create:
         raise _foreign(path)
+
     await connection.run_sync(metadata.create_all)
     await _tell_the_planner(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")

@@ -322,8 +322,10 @@ async def open_store(
             f"{without_password(url)!r} is not the URL of a store: write it as sqlite:///PATH, "
             "postgresql://... or mongodb://..."
         )
+
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
+
     more: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
     may_create = create and not read_only
     return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **more)

@@ -51,17 +51,21 @@ async def whole_groups(
     """
     ready: list[str] = []
     states: dict[str, list[str]] = {}
-    after, length = 0, max(64, 2 * size * min(limit, CHUNK))
+    after = 0
+    length = max(64, 2 * size * min(limit, CHUNK))
     while len(ready) < limit:
         rows = await page(after, length)
         new = list(dict.fromkeys(group for _, group in rows if group not in states))
         states.update((group, []) for group in new)
         for group, state in await members(new):
             states[group].append(state)
+
         ready += [group for group in new if rules.is_ready_group(states[group], size)]
         if len(rows) < length:
             break
+
         after = rows[-1][0]
+
     return ready[:limit]
 
 
@@ -149,12 +153,14 @@ class Streaming(ABC):
         page = await self._page({"id": trajectory_id}, seqs=None, limit=1, newest_first=False)
         if not page:
             raise UnusableStoreError(f"no trajectory {trajectory_id!r} in {self.where}")
+
         (stored,) = [stored for _, stored in page]
         if stored.tokens_deleted:
             raise UnusableStoreError(
                 f"the turns of trajectory {trajectory_id!r} in {self.where} were deleted by "
                 "`store gc --dropped`"
             )
+
         return stored.trajectory
 
     async def trajectories(
@@ -205,13 +211,17 @@ async def _pages(
         rows = await page(seqs, length)
         if seqs is None and len(rows) == length and not newest_first:
             seqs = range(1, await newest_seq() + 1)
+
         for _, row in rows:
             yield row
+
         if len(rows) < length:
             return
+
         last = rows[-1][0]
         if newest_first:
             seqs = range(1, last)
         else:
             seqs = range(last + 1, seqs.stop if seqs is not None else last + 1)
+
         left = None if left is None else left - len(rows)

@@ -43,9 +43,11 @@ def left_by(
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
         raise ConfigError(f"{run}: was trained without tasks.curriculum: nothing is known of tasks")
+
     rows = {str(row["id"]): row for row in made_rows(config.tasks.train, keys)}
     curriculum = TaskSource(config, None).curriculum
     assert curriculum is not None
+
     read_store(run, curriculum.learn)
     retired = retired_ids(curriculum)
     return (

@@ -55,6 +55,7 @@ async def asked(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) ->
     before = dict(tools.metrics)
     (result,) = await tools.call([call])
     rose = {name for name, count in tools.metrics.items() if count > before.get(name, 0)}
+
     return Answered(
         tool=tool,
         arguments=dict(arguments),

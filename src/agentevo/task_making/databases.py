@@ -36,8 +36,12 @@ LINKED = 0.3
 _NAMES = re.compile(r"sql|query|statement", re.IGNORECASE)
 _MARKED = re.compile(r"made:((?:[0-9A-Fa-f]{2})*):made")
 _MAKES_A_TABLE = {
-    *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_INSERT),
-    *(sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION),
+    sqlite3.SQLITE_CREATE_TABLE,
+    sqlite3.SQLITE_CREATE_INDEX,
+    sqlite3.SQLITE_INSERT,
+    sqlite3.SQLITE_UPDATE,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
 }
 _NUMBERS = ("INT", "REAL", "FLOA", "DOUB", "NUM", "DEC")
 
@@ -74,6 +78,7 @@ class Database(NamedTuple):
             if table is None:  # it was asked of another database
                 return before
             return _with_conditions(self, table, before, len(before.conditions) + 1, draw)
+
         table = draw.choice(self.tables)
         number = draw.randint(0, MAX_CONDITIONS)
         numbers = [one.name for one in table.columns if one.is_number and not one.is_key]
@@ -84,15 +89,18 @@ class Database(NamedTuple):
         what = draw.choice(kinds)
         if what == "count":
             return _with_conditions(self, table, Question(table=table.name), max(1, number), draw)
+
         if what != "value":
             question = Question(table=table.name, what=what, column=draw.choice(numbers))
             return _with_conditions(self, table, question, number, draw)
+
         column = draw.choice(plain)
         others = [one for one in numbers if one != column]
         if others and draw.random() < 0.5:
             most = draw.choice(others)
             question = Question(table=table.name, what=what, column=column, most=most)
             return _with_conditions(self, table, question, min(1, number), draw)
+
         question = Question(table=table.name, what=what, column=column)
         return _with_conditions(self, table, question, max(1, number), draw)
 
@@ -110,6 +118,7 @@ def _with_conditions(
     for _ in range(number - len(conditions)):
         if any(one.column in primary and one.link is None for one in conditions):
             break  # one row is named
+
         link = draw.choice(links) if links and draw.random() < LINKED else None
         # A key's own value is asked for single values alone: a row more or less has no sum.
         takes_key = question.what == "value" and not question.most and not conditions
@@ -122,6 +131,7 @@ def _with_conditions(
         ]
         if not fit:
             break
+
         column = draw.choice(fit)
         is_range = column.is_number and not column.is_key and question.what != "value"
         signs: tuple[Sign, ...] = (">", "<") if is_range else ("=",)
@@ -130,6 +140,7 @@ def _with_conditions(
             Condition(column=column.name, sign=sign, value=draw.choice(column.values), link=link)
         )
         named.add(column.name)
+
     return msgspec.structs.replace(question, conditions=tuple(conditions))
 
 
@@ -148,6 +159,7 @@ async def find_database(
 
     if await ask("17 * 3") != "51":
         return None
+
     listed = "FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
     names = f"SELECT json_group_array(name) FROM (SELECT name {listed} LIMIT {MAX_TABLES})"
     known = []
@@ -159,8 +171,10 @@ async def find_database(
         columns = await _with_values(ask, table.name, table.columns)
         if any(one.values for one in columns):
             known.append(table._replace(columns=columns))
+
     if not known:
         return None
+
     first = Question(table=known[0].name).sql
     return Database(parameter, tuple(known)), await asked(tools, name, {parameter: first})
 
@@ -178,14 +192,17 @@ async def _with_values(
         values = f"SELECT DISTINCT {name} AS one FROM {quoted(table)} WHERE {is_value}"
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
         drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
+
     found = _read(await ask(f"json_array({', '.join(drawn)})"))
     if len(found) == len(columns):
         return tuple(
             column._replace(values=tuple(one for one in of if isinstance(one, (str, int, float))))
             for column, of in zip(columns, found, strict=True)
         )
+
     if len(columns) < 2:
         return tuple(columns)
+
     half = len(columns) // 2
     return (
         *await _with_values(ask, table, columns[:half]),
@@ -230,6 +247,7 @@ def _table(sql: Any) -> Table | None:
     """A table as its CREATE statement says, which is read by SQLite itself."""
     if not isinstance(sql, str):
         return None
+
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.set_authorizer(_only_a_table)
         try:
@@ -242,11 +260,13 @@ def _table(sql: Any) -> Table | None:
             links = connection.execute(f"PRAGMA foreign_key_list({quoted(name)})").fetchall()
         except (sqlite3.Error, sqlite3.Warning, ValueError):
             return None
+
     keys = [str(one[1]) for one in columns if one[5]]
     known = tuple(
         Link(str(one[3]), str(one[2]), str(one[4] or "rowid")) for one in links if one[1] == 0
     )
     foreign = {one.column for one in known}
+
     return Table(
         name=str(name),
         columns=tuple(

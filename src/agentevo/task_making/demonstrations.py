@@ -28,5 +28,6 @@ def demonstration(
         }
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": step.result})
+
     messages.append({"role": "assistant", "content": str(row.get("answer") or DONE)})
     return {"messages": messages, "tools": list(specs)}

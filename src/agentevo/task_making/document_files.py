@@ -73,12 +73,17 @@ def read_documents(given: Sequence[Path]) -> Documents:
     read, and where there is nothing to read."""
     left_out = Counter[str]()
     files = _named(given, left_out)
-    passages, digests, problems = list[Passage](), dict[str, str](), list[str]()
+
+    passages = list[Passage]()
+    digests = dict[str, str]()
+    problems = list[str]()
     for path in files:
         if not _is_utf8(str(path)):
             problems.append(f"{str(path)!a}: its name is no UTF-8: rename it")
+
     if not files:
         problems.append(_nothing_in(given, left_out))
+
     _check_sizes(files, problems)
     for path, name in files.items() if not problems else ():
         try:
@@ -87,20 +92,26 @@ def read_documents(given: Sequence[Path]) -> Documents:
         except ConfigError as error:
             problems.append(str(error))
             continue
+
         if not found_passages and path in given:
             problems.append(f"{path}: it is empty: give a text, or a corpus ({CORPUS_ENDING})")
         elif not found_passages:
             left_out["empty"] += 1
+
         passages += found_passages
+
     if not (passages or problems):
         problems.append(_nothing_in(given, left_out))
+
     twice = [name for name, many in Counter(one.id for one in passages).items() if many > 1]
     if twice and not problems:
         problems.append(f"two passages have the id {twice[0]!r}: give each its own")
+
     if problems:
         more = len(problems) - SHOWN
         rest = [f"and {more} more that can't be read"] if more > 0 else []
         raise ConfigError("\n".join([*problems[:SHOWN], *rest]))
+
     return Documents(passages, digests, dict(left_out.most_common()))
 
 
@@ -108,7 +119,8 @@ def _named(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
     """The files with the names that passages have: within its folder, and after the folder's own
     name where another one has the same. A file that is given twice, by whatever path, counts
     once."""
-    files, seen = dict[Path, str](), set[Path]()
+    files = dict[Path, str]()
+    seen = set[Path]()
     for one in given:
         found = _files_in(one, left_out) if one.is_dir() else {one: one.name}
         taken = set(files.values())
@@ -118,6 +130,7 @@ def _named(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
                 seen.add(whole)
                 above = (one if one.is_dir() else one.parent).resolve().name
                 files[path] = f"{above}/{name}" if name in taken else name
+
     return files
 
 
@@ -148,6 +161,7 @@ def changed(digests: dict[str, str]) -> list[str]:
             is_same = False
         if not is_same:
             found.append(path)
+
     return found
 
 
@@ -178,12 +192,14 @@ def _files_in(folder: Path, left_out: Counter[str]) -> dict[Path, str]:
             if path.suffix.lower() not in ENDINGS:
                 left_out[path.suffix.lower()[:20] or "without an ending"] += 1
                 continue
+
             found[path] = path.relative_to(folder).as_posix()
             if len(found) > MOST_FILES:
                 raise ConfigError(
                     f"{folder}: has more than {MOST_FILES:,} texts: give a part of them, or one "
                     f"corpus ({CORPUS_ENDING}) with a line for each passage"
                 )
+
     return found
 
 
@@ -196,12 +212,14 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
         except ConfigError as error:
             problems.append(str(error))
             continue
+
         whole += size
         if path.suffix.lower() != CORPUS_ENDING and size > MAX_BYTES:
             problems.append(
                 f"{path}: has {size:,} bytes, and of one text at most {MAX_BYTES:,} are read: "
                 f"split it, or make a corpus ({CORPUS_ENDING}) of it, with a line for each passage"
             )
+
     if whole > MOST_BYTES and not problems:
         problems.append(
             f"the documents have {whole:,} bytes together, and at most {MOST_BYTES:,} are read: "
@@ -254,5 +272,6 @@ def _packed(pieces: Iterable[str], joint: str) -> Iterator[str]:
             yield held
             held = ""
         held = f"{held}{joint}{piece}" if held else piece
+
     if held:
         yield held

@@ -31,7 +31,8 @@ from agentevo.task_making.document_files import SENTENCE
 from agentevo.task_making.scenario import CONTENT, is_held_out
 from agentevo.tools.corpus import Passage
 
-LONGEST_ANSWER, LONGEST_QUESTION = 120, 1_000
+LONGEST_ANSWER = 120
+LONGEST_QUESTION = 1_000
 WORDS = (6, 50)
 """Of a sentence that is asked for."""
 AT_ONCE = 8
@@ -82,11 +83,13 @@ def tasks_from(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Read:
     """Sentences with gaps. `asked`: questions that are not asked again."""
-    made, order = Read(asked=set(asked)), _shuffled(passages, seed)
+    made = Read(asked=set(asked))
+    order = _shuffled(passages, seed)
     on_both = _on_both_sides(passages)
     for passage in order:
         if not _is_wanted(made, passage, train, held_out):
             continue
+
         draw = random.Random(f"gaps-{seed}-{passage.id}")
         found = [
             (_GAPPED.format(sentence=gapped, gap=GAP), answer)
@@ -96,7 +99,9 @@ def tasks_from(
         found = [one for one in found if one[0] not in made.asked]
         for question, answer in draw.sample(found, min(per_passage, len(found))):
             _keep(made, passage, question, answer, train, held_out)
+
         progress(len(made.train) + len(made.held_out))
+
     return made
 
 
@@ -113,9 +118,11 @@ async def asked_from(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Read:
     """Questions of a model. Raises AgentEvoError where it answers nothing at all."""
-    made, reasons = Read(asked=set(asked)), Counter[str]()
+    made = Read(asked=set(asked))
+    reasons = Counter[str]()
     on_both = _on_both_sides(passages)
-    failures, num_asked = list[AgentEvoError](), 0
+    failures = list[AgentEvoError]()
+    num_asked = 0
     order = _shuffled(passages, seed)
 
     async def one(number: int, passage: Passage) -> list[dict[str, Any]]:
@@ -133,29 +140,36 @@ async def asked_from(
             failures.append(error)
             reasons["the model did not answer"] += 1
             return []
+
         objects = [given for given in jsons_in(reply.text or "") if isinstance(given, dict)]
         listed = objects[-1].get("questions") if objects else None
         if not isinstance(listed, list):
             reasons["no JSON object with a list under `questions`"] += 1
             return []
+
         return [given for given in listed[:per_passage] if isinstance(given, dict)]
 
     for first in range(0, len(order), AT_ONCE):
         if len(made.train) >= train and len(made.held_out) >= held_out:
             break
+
         batch = [
             passage
             for passage in order[first : first + AT_ONCE]
             if _is_wanted(made, passage, train, held_out)
         ]
         answers = await asyncio.gather(*(one(first + n, each) for n, each in enumerate(batch)))
+
         num_asked += len(batch)
         if failures and len(failures) == num_asked:
             raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
+
         for passage, given in zip(batch, answers, strict=True):
             for question, answer in _without_problems(given, passage, on_both, reasons):
                 _keep(made, passage, question, answer, train, held_out)
+
         progress(len(made.train) + len(made.held_out))
+
     made.reasons = dict(reasons.most_common())
     return made
 
@@ -193,9 +207,11 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
         return "a question has no question mark"
     if _stands_in(answer, question):
         return "a question holds its answer"
+
     told = [one for one in _sentences(passage) if _stands_in(answer, one)]
     if told and all(asked_key(one) in on_both for one in told):
         return "its sentence stands on both sides of the split"
+
     return ""
 
 
@@ -273,9 +289,11 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
         sentence = " ".join(raw.split())
         if not WORDS[0] <= len(sentence.split()) <= WORDS[1] or GAP in sentence:
             continue
+
         for match in [*_NUMBER.finditer(sentence), *_NAME.finditer(sentence)]:
             answer = match.group().rstrip(".,")
-            before, after = sentence[: match.start()], sentence[match.start() + len(answer) :]
+            before = sentence[: match.start()]
+            after = sentence[match.start() + len(answer) :]
             if not _stands_in(answer, before + after):
                 yield sentence, f"{before}{GAP}{after}", answer
 

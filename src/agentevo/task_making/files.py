@@ -23,7 +23,9 @@ from agentevo.files import atomic_folder, must_write
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
 from agentevo.task_making.scenario import CALLS, CONTENT
 
-DEMONSTRATIONS, RESERVE, CORPUS = "demonstrations.jsonl", "reserve.jsonl", "corpus.jsonl"
+DEMONSTRATIONS = "demonstrations.jsonl"
+RESERVE = "reserve.jsonl"
+CORPUS = "corpus.jsonl"
 DOCUMENTS = "documents.jsonl"
 ACCOUNT = "made.json"
 

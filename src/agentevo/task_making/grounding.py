@@ -53,23 +53,29 @@ async def grounded(
         made = await _carried_out(tools, known, steps)
         after = await _all(tools, questions)
         value = None if has_state else await _value(tools, known, made[-1])
+
     async with world.open(number, seed=1) as tools:  # as another attempt has it
         again = await _carried_out(tools, known, steps)
         if [one.result for one in again] != [one.result for one in made]:
             raise UngroundedError("its calls give something else the second time", varies=True)
         if [one.text for one in await _all(tools, questions)] != [one.text for one in after]:
             raise UngroundedError("it leaves another state the second time", varies=True)
+
     if value is not None:
         return Scenario(steps=made, world=number, answer=value)
+
     if not has_state:
         answer, place = _answer(made[-1].result, draw)
         return Scenario(steps=made, world=number, answer=answer, place=place)
+
     if any(one.is_lost for one in (*before, *after)):
         raise UngroundedError("the state could not be asked")
+
     told = list(zip(before, after, strict=True))
     changed = [now for was, now in told if was.text != now.text]
     if not changed:
         raise UngroundedError("it changes nothing that another tool tells")
+
     same = [now for was, now in told if was.text == now.text and not now.is_error]
     checks = [
         StateCheck(tool=one.tool, arguments=one.arguments, result=one.text)
@@ -87,9 +93,11 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
             value = first_value(made[found.step].result, found.name, schemas[name])
             if value != step.arguments[name]:
                 raise UngroundedError("what is to be found is not what is found first")
+
         got = await asked(tools, step.tool, step.arguments)
         if got.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
+
         made.append(
             Step(
                 tool=step.tool,
@@ -100,6 +108,7 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
                 question=step.question,
             )
         )
+
     return made
 
 
@@ -107,6 +116,7 @@ async def _value(tools: AttemptTools, known: Survey, step: Step) -> str | None:
     """The answer to a question of a database; None for other calls."""
     if step.question is None:
         return None
+
     value = await answer_of(tools, step.tool, known.databases[step.tool].parameter, step.question)
     if value is None or len(value) > LONGEST_ANSWER or value not in step.result:
         raise UngroundedError("its question has not one answer")
@@ -124,12 +134,14 @@ def _questions(
     for step in steps:
         for name, value in step.arguments.items():
             by_name.setdefault(name.lower(), []).append(value)
+
     found = [(step.tool, step.arguments) for step in steps if not step.changes]
     for tool in known.asking:
         if (database := known.databases.get(tool)) is not None:
             counts = [Question(table=one.name).sql for one in database.tables[:GUESSES]]
             found += [(tool, {database.parameter: sql}) for sql in counts]
             continue
+
         schema = known.schemas[tool]
         choices = []
         for name, one in properties(schema).items():
@@ -137,12 +149,15 @@ def _questions(
                 values = by_name.get(name.lower()) or known.values.known(name, one)[-GUESSES:]
                 values = values or [known.values.draw(name, one, draw)]
                 choices.append([(name, _frozen(value)) for value in values])
+
         every = itertools.product(*map(dict.fromkeys, choices))
         combined = list(itertools.islice(every, MOST_COMBINED))
         draw.shuffle(combined)
+
         for pairs in combined[:GUESSES]:
             question = (tool, {name: json.loads(value) for name, value in pairs})
             found += [question] if question not in found else []
+
     return found[:MAX_QUESTIONS]
 
 
@@ -162,8 +177,10 @@ def _answer(text: str, draw: random.Random) -> tuple[str, str]:
         tree = json.loads(text)
     except (ValueError, RecursionError):
         tree = None
+
     while isinstance(tree, list) and tree:
         tree = tree[0]
+
     if isinstance(tree, dict):
         plain = [
             (str(key), str(value) if not isinstance(value, float) else f"{value:g}")
@@ -174,8 +191,11 @@ def _answer(text: str, draw: random.Random) -> tuple[str, str]:
         if told:
             key, value = draw.choice(told)
             return value, key
+
         raise UngroundedError("its result has nothing short to ask for")
+
     line = text.strip().split("\n")[0].strip()
     if not 0 < len(line) <= LONGEST_ANSWER or not any(one.isalnum() for one in line):
         raise UngroundedError("its result has nothing short to ask for")
+
     return line, ""

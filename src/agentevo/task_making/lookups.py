@@ -37,8 +37,10 @@ async def looked_up(
     made."""
     if not count:
         return [], 0
+
     texts = {one.id: " ".join(one.text.split()) for one in passages}
-    world, found = World(sections), list[dict[str, Any]]()
+    world = World(sections)
+    found = list[dict[str, Any]]()
     try:
         async with world.open(0) as tools:
             specs = list(tools.schemas)
@@ -50,6 +52,7 @@ async def looked_up(
                     found.append({**row, CALLS: msgspec.to_builtins([step])})
     finally:
         await world.close()
+
     draw = random.Random(f"demonstrations-{seed}")
     shown = [demonstration(draw.choice(found), specs, system) for _ in range(count if found else 0)]
     return shown, len(rows) - len(found)

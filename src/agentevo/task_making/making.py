@@ -107,6 +107,7 @@ def check_wanted(wanted: Wanted) -> None:
         if unknown is not None or not given:
             names = ", ".join(filter(None, known))
             raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
+
     if not 1 <= wanted.min_difficulty <= wanted.max_difficulty <= HARDEST:
         raise ConfigError(
             f"--difficulty: {wanted.min_difficulty} to {wanted.max_difficulty}: give 1 to {HARDEST}"
@@ -149,24 +150,31 @@ class _Maker:
         parents: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
     ) -> None:
-        self._world, self._known, self._wanted = world, known, wanted
-        self._progress, self._reasons = progress, Counter[str]()
+        self._world = world
+        self._known = known
+        self._wanted = wanted
+        self._progress = progress
+        self._reasons = Counter[str]()
         self._used = Coverage()
-        self._taken, self._queries = set(taken), set[str]()
+        self._taken = set(taken)
+        self._queries = set[str]()
         self._made = Made(known=known)
         self._graded = Counter[int]()
-        self._misses, self._patience = 0, MAX_MISSES // 2
+        self._misses = 0
+        self._patience = MAX_MISSES // 2
         self._parents = parents
 
     async def make(self) -> Made:
         """See make_tasks."""
-        made, wanted = self._made, self._wanted
+        made = self._made
+        wanted = self._wanted
         number = 0
         while self._misses < MAX_MISSES and (
             len(made.train) < wanted.train or len(made.held_out) < wanted.held_out
         ):
             numbers = range(number, number + AT_ONCE)
             number += AT_ONCE
+
             walked = await asyncio.gather(*map(self._walked, numbers))
             for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
                 for got in heard:
@@ -175,7 +183,9 @@ class _Maker:
                 if heard and not is_kept:
                     self._used.fruitless[heard[-1].tool] += 1
                 self._misses = 0 if is_kept else self._misses + 1
+
             self._progress(len(made.train) + len(made.held_out))
+
         made.reasons = dict(self._reasons.most_common())
         if not made.train or (wanted.held_out and not made.held_out):
             why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
@@ -183,6 +193,7 @@ class _Maker:
                 f"nothing that the server can be asked could be made a task ({why or 'no walk'}): "
                 "give values of its parameters by --value, or other tools by --include"
             )
+
         return made
 
     def _draw(self, number: int, purpose: str = "words") -> random.Random:
@@ -192,12 +203,17 @@ class _Maker:
         """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
         have learnt counts in it, so that walks beside it change nothing."""
         draw = self._draw(number, "walk")
-        wanted, parent = self._wanted, ""
-        world, start = draw.randrange(wanted.worlds), list[Step]()
+        wanted = self._wanted
+
+        parent = ""
+        world = draw.randrange(wanted.worlds)
+        start = list[Step]()
         if self._parents:
             row = draw.choice(self._parents)
-            start, world = steps_of(row), int(row.get("world", 0))
+            start = steps_of(row)
+            world = int(row.get("world", 0))
             parent = str(row["id"])
+
         fewest = 2 if self._has_enough(1) else 1
         most = max(fewest, wanted.max_calls)
         num_calls = max(1, draw.randint(fewest, most) - len(start))
@@ -209,10 +225,12 @@ class _Maker:
                 walked, heard = await asked_further(tools, self._known, start, draw)
             else:
                 walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
+
         steps = pruned(walked) if walked else []
         if not steps or (len(steps) <= len(start) and not is_question):
             self._reasons["a call was refused, or gave too much"] += 1
             return None, heard
+
         return await self._scenario(steps, world, parent, draw), heard
 
     async def _scenario(
@@ -223,15 +241,19 @@ class _Maker:
         if planned.kind not in self._wanted.kinds and not takes_open:
             self._reasons["of a kind that is not wanted"] += 1
             return None
-        least, most = self._wanted.min_difficulty, self._wanted.max_difficulty
+
+        least = self._wanted.min_difficulty
+        most = self._wanted.max_difficulty
         if not least <= planned.difficulty <= most:
             self._reasons["of a difficulty that is not wanted"] += 1
             return None
+
         is_known = planned.kind == "state" or steps[-1].question is not None
         reason = self._superfluous(planned) if is_known else self._too_many_alike(planned)
         if reason:  # what others have an answer of is not asked for
             self._reasons[reason] += 1
             return None
+
         try:
             found = await grounded(self._world, self._known, steps, world, draw)
             if found.kind not in self._wanted.kinds:
@@ -247,17 +269,21 @@ class _Maker:
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
         """Whether it becomes a task."""
         wanted = self._wanted
-        language, persona = draw.choice(wanted.languages), draw.choice(wanted.personas)
+        language = draw.choice(wanted.languages)
+        persona = draw.choice(wanted.personas)
         query = worded(scenario, self._known.descriptions, language=language, persona=persona)
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
             return False
+
         self._taken.add(scenario.content)
         self._queries.add(query)
         self._used.add([one.tool for one in scenario.steps], scenario.answer)
+
         if self._is_common(scenario.difficulty):
             self._patience //= 2
+
         self._graded[scenario.difficulty] += 1
         rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
         rows.append(scenario.row(query, language=language, persona=persona, worlds=wanted.worlds))
@@ -265,14 +291,19 @@ class _Maker:
 
     def _superfluous(self, scenario: Scenario) -> str:
         """Why nobody needs it, whatever it comes to; empty if somebody does."""
-        made, wanted, content = self._made, self._wanted, scenario.content
+        made = self._made
+        wanted = self._wanted
+
+        content = scenario.content
         if content in self._taken:
             return "there already"
+
         is_apart = is_held_out(content)
         if len(made.held_out if is_apart else made.train) >= (
             wanted.held_out if is_apart else wanted.train
         ):
             return "enough of its side of the split"
+
         return self._too_many_alike(scenario)
 
     def _too_many_alike(self, scenario: Scenario) -> str:
@@ -289,11 +320,13 @@ class _Maker:
             return "its words leave out what has to be told"
         if gives_away(query, scenario):
             return "its words say what is to be found"
+
         last = scenario.steps[-1].tool
         wanted = self._wanted.train + self._wanted.held_out
         most = max(SAME_ANSWER, SAME_SHARE * wanted)
         if scenario.answer is not None and self._used.answers[last, scenario.answer] >= most:
             return "too many have the same answer"
+
         return ""
 
     def _has_enough(self, difficulty: int) -> bool:

@@ -18,9 +18,12 @@ from agentevo.tools.state_checks import STATE_CHECKS, StateCheck
 HELD_OUT = 0.2
 """Share of all contents that is held out."""
 HARDEST = 5
-CALLS, CONTENT, PARENT = "solved_by_calls", "content", "variant_of"
-"""Keys of a made task's metadata: the calls that solve it, the name of its content, and the id of
-the task that it is a harder variant of."""
+CALLS = "solved_by_calls"
+"""Key of a made task's metadata: the calls that solve it."""
+CONTENT = "content"
+"""Key of a made task's metadata: the name of its content."""
+PARENT = "variant_of"
+"""Key of a made task's metadata: the id of the task that it is a harder variant of."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

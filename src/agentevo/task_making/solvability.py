@@ -46,6 +46,7 @@ def graded(
         rate = sum(outcomes) / len(outcomes) if outcomes else None
         told = plain if rate is None else {**plain, RATE: rate}
         (reserve if rate in (None, 0.0, 1.0) else edge).append(told)
+
     return edge, reserve
 
 
@@ -63,6 +64,7 @@ def graded_folder(
     sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
     if not sources or not (folder / ACCOUNT).is_file():
         raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
+
     rows = made_rows(sources, [CONTENT])
     held_file = folder / HELD_OUT
     held = made_rows([str(held_file)], [CONTENT]) if held_file.is_file() else []
@@ -70,10 +72,12 @@ def graded_folder(
     leaked = next((row["id"] for row in rows if row[CONTENT] in contents), None)
     if leaked is not None:
         raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
+
     solved = _solved(rows, target, overrides, attempts, note)
     edge, reserve = graded(rows, solved)
     if not edge:
         note("no task is at the edge: all are solved always or never, so train.jsonl is not there")
+
     account = read_json_object(folder / ACCOUNT) | {
         "graded_by": target,
         "attempts": attempts,
@@ -91,6 +95,7 @@ def graded_folder(
     )
     always = sum(row.get(RATE) == 1.0 for row in reserve)
     never = sum(row.get(RATE) == 0.0 for row in reserve)
+
     return [
         f"edge         {len(edge)} of {len(rows)} tasks are solved by some attempts and not by all",
         f"reserve      {always} solved always, {never} never, "
@@ -114,7 +119,8 @@ def _solved(
 ) -> dict[str, list[bool]]:
     """Task id -> what came of each attempt that did not fail."""
     with tempfile.TemporaryDirectory(prefix="agentevo-grade-") as scratch:
-        played, results = Path(scratch) / "tasks.jsonl", Path(scratch) / "results"
+        played = Path(scratch) / "tasks.jsonl"
+        results = Path(scratch) / "results"
         write_rows(rows, played)
         asked = Evaluation(
             target=target,
@@ -125,8 +131,10 @@ def _solved(
         )
         summary = evaluate(asked, note)
         check_attempts(summary)
+
         solved: dict[str, list[bool]] = defaultdict(list)
         for line in ResultsFolder(results).attempts().values():
             if line.status == "completed":
                 solved[line.task].append(line.success)
+
     return solved

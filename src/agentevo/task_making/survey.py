@@ -82,6 +82,7 @@ async def survey(
                 f"the server has {len(specs)} tools, and tasks are made of {MAX_TOOLS} at most: "
                 "choose some by --include"
             )
+
         known = Survey(
             schemas={one["name"]: one["parameters"] for one in specs},
             descriptions={one["name"]: one["description"] for one in specs},
@@ -91,19 +92,23 @@ async def survey(
         for name, schema in known.schemas.items():
             if found := await find_database(tools, name, schema):
                 known.databases[name], known.answered[name] = found
+
         for _ in range(TRIES):
             for name in known.schemas:
                 if name not in known.answered:
                     await _tried(tools, known, name, draw)
+
     if not known.answered:
         lines = "\n".join(f"{name}: {why}" for name, why in known.silent.items())
         raise ConfigError(
             "no tool of the server answers calls that its schema allows, so no task can be made: "
             f"correct its schemas, or give values by --value\n{lines}"
         )
+
     for name in known.usable:
         if await _changes(world, known, name):
             known.changing.add(name)
+
     return known
 
 
@@ -111,9 +116,11 @@ async def _tried(tools: AttemptTools, known: Survey, name: str, draw: random.Ran
     arguments = drawn_arguments(known, name, draw)
     got = await asked(tools, name, arguments)
     learn(known, got)
+
     if got.is_error:
         known.silent[name] = f"{_told(arguments)} -> {' '.join(got.text.split())[:200]}"
         return
+
     known.answered[name] = got
     known.silent.pop(name, None)
 
@@ -143,6 +150,7 @@ def drawn_arguments(
             parameter in needed or (is_known and draw.random() < OPTIONAL)
         ):
             given[parameter] = known.values.draw(parameter, one, draw)
+
     return given
 
 
@@ -156,6 +164,7 @@ async def _changes(world: World, known: Survey, name: str) -> bool:
         first = await asked(tools, name, call.arguments)
         after = [await asked(tools, one.tool, one.arguments) for one in others]
         again = await asked(tools, name, call.arguments)
+
     return first.text != again.text or [one.text for one in before] != [one.text for one in after]
 
 

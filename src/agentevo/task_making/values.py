@@ -17,12 +17,40 @@ from typing import Any
 from agentevo.tools.trial import made_value
 
 PEOPLE = (
-    *("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana"),
-    *("Ivo", "Jane", "Kim", "Leo", "Mia", "Noa", "Otto", "Pia"),
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eve",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jane",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Noa",
+    "Otto",
+    "Pia",
 )
 WORDS = (
-    *("apple", "bridge", "candle", "desk", "engine", "forest", "garden", "harbour"),
-    *("island", "jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil"),
+    "apple",
+    "bridge",
+    "candle",
+    "desk",
+    "engine",
+    "forest",
+    "garden",
+    "harbour",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "mirror",
+    "needle",
+    "orange",
+    "pencil",
 )
 _PERSON = re.compile(
     r"name|guest|user|person|customer|client|author|owner|member|patient|passenger|recipient"
@@ -74,7 +102,8 @@ class Values:
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
         """One of those, or where there is none one that is made up."""
-        known, kind = self.known(name, schema), _kind(schema)
+        known = self.known(name, schema)
+        kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)
         if known and not (is_free and draw.random() < MADE_UP):
             return draw.choice(known)
@@ -84,6 +113,7 @@ class Values:
             return draw.random() < 0.5
         if kind == "string" and not {"format", "pattern", "minLength", "maxLength"} & set(schema):
             return draw.choice(PEOPLE if _PERSON.search(name.lower()) else WORDS)
+
         return made_value(schema, schema)
 
 
@@ -98,7 +128,9 @@ def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
             one = schema
             for part in filter(None, reference.removeprefix("#").split("/")):
                 one = one.get(part, {}) if isinstance(one, Mapping) else {}
+
         found[str(name)] = one if isinstance(one, Mapping) else {}
+
     return found
 
 
@@ -107,17 +139,22 @@ def stated_values(schema: Mapping[str, Any]) -> list[Any]:
     found: list[Any] = []
     if "const" in schema:
         return [schema["const"]]
+
     for key in ("enum", "examples"):
         listed = schema.get(key)
         found += listed if isinstance(listed, list) else []
+
     if "default" in schema and schema["default"] is not None:
         found.append(schema["default"])
+
     for key in ("anyOf", "oneOf"):
         choices = schema.get(key)
         for one in choices if isinstance(choices, list) else []:
             found += stated_values(one) if isinstance(one, Mapping) else []
+
     if not found and _kind(schema) == "string":
         found = described_values(str(schema.get("description", "")))
+
     return list(dict.fromkeys(one for one in found if isinstance(one, (str, int, float, bool))))
 
 
@@ -137,16 +174,20 @@ def mined(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
         tree = json.loads(text)
     except (ValueError, RecursionError):
         tree = None
+
     if isinstance(tree, (dict, list)):
         yield from _leaves(tree, name.lower(), kind)
         return
+
     word = re.escape(name.replace("_", " ")).replace(r"\ ", "[ _]")
     if kind in ("integer", "number"):
         for found in re.finditer(rf"\b{word}\b\W{{0,3}}(-?\d{{1,15}}(?:\.\d+)?)", text, re.I):
             yield int(found[1]) if "." not in found[1] else float(found[1])
         return
+
     if kind != "string":
         return
+
     for found in re.finditer(rf"\b{word}\b\s?[:=]\s?([^\n;]{{1,400}})", text, re.I):
         choice = _CHOICE.match(found[1])
         single = re.match(_WORD, found[1])
@@ -154,6 +195,7 @@ def mined(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
             yield from _listed(choice[1])
         elif single is not None:
             yield single[0].strip("'\"")
+
     if text.strip() and all(re.fullmatch(r"[\w./:@-]+", one) for one in text.split("\n")):
         yield from text.split("\n")  # a list of names, such as files
 
@@ -161,6 +203,7 @@ def mined(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
 def _leaves(tree: Any, name: str, kind: str, depth: int = 0) -> Iterator[Any]:
     if depth > 8:
         return
+
     if isinstance(tree, list):
         for one in tree[:MAX_VALUES]:
             yield from _leaves(one, name, kind, depth + 1)
@@ -186,10 +229,12 @@ def _kind(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type")
     if isinstance(kind, list):
         kind = next((one for one in kind if one != "null"), None)
+
     for key in ("anyOf", "oneOf"):
         if kind is None and isinstance(schema.get(key), list):
             kinds = [_kind(one) for one in schema[key] if isinstance(one, Mapping)]
             kind = next((one for one in kinds if one != "null"), None)
+
     return str(kind or "string")
 
 
@@ -207,12 +252,14 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 def _number(schema: Mapping[str, Any], draw: random.Random) -> int | float:
     def bound(key: str, step: int) -> float | None:
-        value, beyond = schema.get(key), schema.get(f"exclusive{key.capitalize()}")
+        value = schema.get(key)
+        beyond = schema.get(f"exclusive{key.capitalize()}")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         is_beyond = isinstance(beyond, (int, float)) and not isinstance(beyond, bool)
         return value if is_number else beyond + step if is_beyond else None  # type: ignore[operator]
 
-    least, most = bound("minimum", 1), bound("maximum", -1)
+    least = bound("minimum", 1)
+    most = bound("maximum", -1)
     least = least if least is not None else min(1, most - SMALL) if most is not None else 1
     most = min(most, least + 10**6) if most is not None else least + SMALL - 1
     return draw.randint(int(least), max(int(least), int(most)))

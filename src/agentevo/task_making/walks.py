@@ -71,7 +71,9 @@ async def walk(
     call that is refused may name values, which are taken in this world before all others; after
     REFUSALS it ends."""
     heard: list[Answered] = []
-    steps, named, refusals = list(start), dict[str, list[Any]](), 0
+    steps = list(start)
+    named = dict[str, list[Any]]()
+    refusals = 0
     while len(steps) < len(start) + num_calls and refusals < REFUSALS:
         names = known.usable
         before = steps[-1].tool if steps else None
@@ -86,20 +88,24 @@ async def walk(
             steps += [step] if step is not None else []
             refusals += step is None
             continue
+
         found = _found(known, steps, name, draw)
         fixed = {parameter: value for parameter, (_, value) in found.items()}
         for parameter in properties(known.schemas[name]):
             if parameter not in fixed and named.get(parameter):
                 fixed[parameter] = draw.choice(named[parameter])
+
         arguments = drawn_arguments(known, name, draw, fixed)
         got = await asked(tools, name, arguments)
         heard.append(got)
+
         if got.is_error or len(got.text) > LONGEST_RESULT:
             refusals += 1
             for parameter, schema in properties(known.schemas[name]).items():
                 if values := list(mined(got.text, parameter, schema)):
                     named[parameter] = values
             continue
+
         steps.append(
             Step(
                 tool=name,
@@ -109,6 +115,7 @@ async def walk(
                 changes=name in known.changing,
             )
         )
+
     return steps, heard
 
 
@@ -121,9 +128,11 @@ async def asked_further(
     database = known.databases.get(last.tool)
     if database is None or last.question is None:
         return [], []
+
     question = database.draw(draw, last.question)
     if question.clauses <= last.question.clauses:
         return [], []
+
     step, got = await _questioned(tools, known, last.tool, question)
     return ([*start[:-1], step] if step is not None else []), [got]
 
@@ -149,6 +158,7 @@ def pruned(steps: Sequence[Step]) -> list[Step]:
         if is_goal or number in kept:
             kept.add(number)
             kept |= {found.step for found in steps[number].found.values()}
+
     places = {number: place for place, number in enumerate(sorted(kept))}
     return [
         msgspec.structs.replace(
@@ -190,6 +200,7 @@ def _first(known: Survey, steps: Sequence[Step], tool: str, name: str) -> tuple[
         value = first_value(steps[number].result, name, schema)
         if value is not None and value not in told:
             return Found(step=number, name=name), value
+
     return None
 
 

@@ -101,6 +101,7 @@ def worded(
     elif scenario.answer is not None:
         last = phrases.say_key.format(key=scenario.place) if scenario.place else phrases.say_first
         parts.append(last)
+
     return " ".join(parts)
 
 
@@ -111,10 +112,12 @@ def _said(
     step = steps[number]
     if step.question is not None:
         return step.question.words
+
     told = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
     for name, found in step.found.items():
         source = _said(steps, found.step, descriptions, phrases)
         told.append(phrases.found.format(name=_plain(name), source=source))
+
     doing = deed(descriptions[step.tool])
     return f"{doing} ({', '.join(told)})" if told else doing
 
@@ -135,17 +138,21 @@ def gerund(verb: str) -> str:
     base = verb
     if verb.endswith("ing"):
         return verb
+
     if verb.endswith("ies") and len(verb) > 4:
         base = f"{verb[:-3]}y"
     elif verb.endswith(("ches", "shes", "sses", "xes", "zzes", "oes")):
         base = verb[:-2]
     elif verb.endswith("s") and not verb.endswith("ss"):
         base = verb[:-1]
+
     if base.endswith("e") and not base.endswith(("ee", "oe", "ye")):
         return f"{base[:-1]}ing"
+
     is_short = len(re.findall(f"[{_VOWELS}]", base)) == 1 and len(base) > 2
     if is_short and base[-1] not in "aeiouwxy" and base[-2] in _VOWELS and base[-3] not in _VOWELS:
         return f"{base}{base[-1]}ing"
+
     return f"{base}ing"
 
 

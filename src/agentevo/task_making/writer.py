@@ -43,7 +43,8 @@ async def reworded(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The tasks in the model's words, and why texts of it were not taken -> how many. Raises
     AgentEvoError where the model answers nothing at all."""
-    room, reasons = asyncio.Semaphore(AT_ONCE), Counter[str]()
+    room = asyncio.Semaphore(AT_ONCE)
+    reasons = Counter[str]()
     failures: list[AgentEvoError] = []
 
     async def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,16 +62,20 @@ async def reworded(
                 failures.append(error)
                 reasons["the model did not answer"] += 1
                 break
+
             text = find_answer(reply.text or "", "json:task")
             wrong = _problem(text, row, tools)
             if not wrong:
                 return {**row, "query": str(text).strip()}
+
             reasons[wrong.partition(":")[0]] += 1
+
         return dict(row)
 
     found = list(await asyncio.gather(*(one(number, row) for number, row in enumerate(rows))))
     if rows and len(failures) == len(rows):
         raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
+
     return found, dict(reasons.most_common())
 
 
@@ -92,6 +97,7 @@ def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
         return "no JSON object with a text under `task`"
     if len(text) > LONGEST:
         return f"longer than {LONGEST:,} characters"
+
     scenario = Scenario(steps=steps_of(row), world=0, answer=row.get("answer"))
     if named := named_tools(text, tools):
         return f"it names a tool: {named[0]}"
@@ -99,4 +105,5 @@ def _problem(text: Any, row: Mapping[str, Any], tools: Sequence[str]) -> str:
         return f"it leaves out a value: {missing[0]}"
     if gives_away(text, scenario):
         return "it says what is to be found"
+
     return ""

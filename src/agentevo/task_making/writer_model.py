@@ -30,10 +30,12 @@ def writer_section(
     ${env:NAME}, for a URL. Raises ConfigError."""
     if known and word in known:
         return known[word]
+
     try:
         if "://" in word:
             url, _, model = word.partition("#")
             return RemoteModelSection(base_url=url, model=model or name, api_key=key)
+
         section = RemoteModelSection(
             api="engine",
             model=word,
@@ -47,6 +49,8 @@ def writer_section(
         wrong = error.errors()[0]
         what = wrong["msg"].removeprefix("Value error, ")
         raise ConfigError(f"writer: {'.'.join(map(str, wrong['loc']))}: {what}") from error
+
     if missing := missing_model(section.model):
         raise ConfigError(f"writer: {missing}; or give the URL of a server")
+
     return section

@@ -78,15 +78,18 @@ class BookingOffice:
         task whose world is none, ConfigError for too many rooms."""
         if not 0 <= rooms <= MAX_ROOMS:
             raise ConfigError(f"booking: rooms={rooms}: give 0 to {MAX_ROOMS}")
+
         names = _World.__struct_fields__
         given = {name: task.metadata[name] for name in names if name in task.metadata}
         self._names_cities = bool(rooms) and "rooms" not in given
         if self._names_cities:
             given |= _drawn_world(rooms, task.metadata.get("world", 0))
+
         try:
             world = msgspec.convert(given, _World)
         except msgspec.ValidationError as error:
             raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
+
         self._rooms = {one.room: one for one in world.rooms}
         self._bookings = {one.room: one for one in world.bookings}
         if len(self._rooms) < len(world.rooms) or not self._bookings.keys() <= self._rooms.keys():
@@ -94,6 +97,7 @@ class BookingOffice:
                 f"the task {task.id!r}: metadata: rooms need numbers of their own, and a booking "
                 "the number of a room"
             )
+
         self._wanted = world.wanted
         self._first = dict(self._bookings)
 
@@ -108,6 +112,7 @@ class BookingOffice:
         if self._names_cities and city.strip().lower() not in map(str.lower, cities):
             there = f"{', '.join(cities[:-1])} or {cities[-1]}" if cities[1:] else cities[0]
             raise ToolError(f"no hotel is in {city[:MAX_NAME]}; city: {there}")
+
         free = [
             one
             for one in self._rooms.values()
@@ -147,6 +152,7 @@ class BookingOffice:
             raise ToolError(f"room {room} is taken")
         if not 1 <= nights <= MAX_NIGHTS or not 1 <= len(guest.strip()) <= MAX_NAME:
             raise ToolError(f"give 1 to {MAX_NIGHTS} nights and a guest's name")
+
         self._bookings[room] = Booking(room=room, guest=guest.strip(), nights=nights)
         return f"Booked room {room} for {guest.strip()}, {nights} nights."
 
@@ -178,9 +184,11 @@ class BookingOffice:
         ]
         if not mine:
             return False
+
         has = left.pop(mine[0].room)
         if self._first.get(has.room) == has:
             return True
+
         prices = [
             one.price
             for number, one in self._rooms.items()

@@ -53,6 +53,7 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression is longer than {MAX_CHARS} characters")
+
     try:
         tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
         value = _value(tree.body)
@@ -60,8 +61,10 @@ def calculator(expression: str) -> str:
         raise ToolError("this is no arithmetic: write an expression such as (3 + 4) * 2") from None
     except (ArithmeticError, ValueError, TypeError) as error:
         raise ToolError(f"this can't be computed: {error}") from None
+
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.12g}"
+
     return str(int(value))
 
 
@@ -78,6 +81,7 @@ def _value(node: ast.expr) -> Any:
             return _bounded(_BINARY[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*map(_value, given)))
+
     raise ToolError(f"{ast.unparse(node)[:60]!r} is no arithmetic that the calculator knows")
 
 

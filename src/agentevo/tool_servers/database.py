@@ -72,10 +72,24 @@ _NOT_IN_SETUP = {"load_extension", "fts3_tokenizer"}
 _NOT_FUNCTIONS = {*_NOT_IN_SETUP, "glob"}
 """`glob` takes time without bound for patterns of many stars; `like` is our own."""
 SETUP_PRAGMAS = {
-    *("foreign_keys", "defer_foreign_keys", "foreign_key_check", "foreign_key_list"),
-    *("ignore_check_constraints", "recursive_triggers", "legacy_alter_table"),
-    *("user_version", "application_id", "encoding", "journal_mode", "synchronous"),
-    *("table_info", "table_xinfo", "table_list", "index_info", "index_list", "integrity_check"),
+    "foreign_keys",
+    "defer_foreign_keys",
+    "foreign_key_check",
+    "foreign_key_list",
+    "ignore_check_constraints",
+    "recursive_triggers",
+    "legacy_alter_table",
+    "user_version",
+    "application_id",
+    "encoding",
+    "journal_mode",
+    "synchronous",
+    "table_info",
+    "table_xinfo",
+    "table_list",
+    "index_info",
+    "index_list",
+    "integrity_check",
 }
 """Those that a task's own SQL may hold: what scripts of dumps begin with, and questions."""
 Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]
@@ -94,10 +108,14 @@ class Database:
     ) -> None:
         """Raises ConfigError for a `file` that is no database, EnvironmentFailure for a task whose
         SQL does not run."""
-        self._task, self._file = task, file
-        self._max_rows, self._timeout_s = max_rows, statement_timeout_s
-        self._connection, self._solved = self._made(), self._solution()
-        self._may_write, self._until = False, 0.0
+        self._task = task
+        self._file = file
+        self._max_rows = max_rows
+        self._timeout_s = statement_timeout_s
+        self._connection = self._made()
+        self._solved = self._solution()
+        self._may_write = False
+        self._until = 0.0
         self._confine()
 
     @staticmethod
@@ -109,12 +127,14 @@ class Database:
         """Shows the tables, as the statements that made them."""
         listed = "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"
         rows = self._run(f"{listed} LIMIT {self._max_rows}", False)[1]
+
         ((number,),) = self._run(f"SELECT count(*) FROM ({listed})", False)[1]
         lines = [str(sql) for (sql,) in rows]
         if number > len(lines):
             lines.append(
                 f"(the first {len(lines)} of {number}: query sqlite_schema for the others)"
             )
+
         return "\n".join(lines) or "There are no tables."
 
     def query(self, sql: str) -> str:
@@ -142,9 +162,11 @@ class Database:
         """1 where the tables are as the task's solution leaves them, else 0."""
         if self._solved is None:
             return None
+
         self._connection.set_authorizer(None)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**9)  # as setup may need
         self._until = time.monotonic() + SETUP_S
+
         try:
             return float(_tables(self._connection) == self._solved)
         except sqlite3.Error:  # a table that the policy made so that it can't be read
@@ -171,6 +193,7 @@ class Database:
                     f"the tool database: file: {path} can't be read ({error}): give a database of "
                     "SQLite"
                 ) from error
+
         self._run_script(connection, "setup")
         return connection
 
@@ -217,6 +240,7 @@ class Database:
         connection = self._connection
         for limit, value in _LIMITS.items():
             connection.setlimit(limit, value)
+
         connection.create_function("like", 2, like, deterministic=True)
         connection.create_function("like", 3, like, deterministic=True)
         connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
@@ -229,11 +253,13 @@ class Database:
 
     def _run(self, sql: str, may_write: bool) -> tuple[list[str], list[tuple[Any, ...]], int]:
         """Names of columns, the first rows (one more than are shown), and how many it changed."""
-        self._may_write, self._until = may_write, time.monotonic() + self._timeout_s
+        self._may_write = may_write
+        self._until = time.monotonic() + self._timeout_s
         cursor = self._connection.cursor()
         try:
             cursor.execute(sql)
-            rows, size = [], 0
+            rows = []
+            size = 0
             for row in islice(cursor, self._max_rows + 1):
                 rows.append(row)
                 size += sum(len(one) for one in row if isinstance(one, (str, bytes)))
@@ -242,6 +268,7 @@ class Database:
                         f"the rows have more than {MAX_READ:,} characters: ask for fewer of them, "
                         "or for parts of their texts by substr()"
                     )
+
             return [one[0] for one in cursor.description or ()], rows, cursor.rowcount
         except sqlite3.OperationalError as error:
             late = time.monotonic() > self._until
@@ -266,6 +293,7 @@ def _tables(connection: sqlite3.Connection) -> Tables:
         rows = connection.execute(f'SELECT * FROM "{name.replace(chr(34), chr(34) * 2)}"')
         columns = tuple(one[0] for one in rows.description)
         found[name] = (columns, sorted(rows.fetchall(), key=repr))
+
     return found
 
 
@@ -295,24 +323,31 @@ def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
             pieces.append(next(characters, ""))
         else:
             pieces.append({"%": None, "_": ""}.get(character, character))
+
     return pieces
 
 
 def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool]) -> bool:
     place = at = steps = 0
-    star, resume = -1, 0
+    star = -1
+    resume = 0
     while at < len(text):
         steps += 1
         if steps % LOOK_OPS == 0 and is_late():  # SQLite itself does not look in here
             raise TimeoutError
+
         if place < len(pieces) and pieces[place] is None:
-            star, resume = place, at
+            star = place
+            resume = at
             place += 1
         elif place < len(pieces) and pieces[place] in ("", text[at]):
-            place, at = place + 1, at + 1
+            place += 1
+            at += 1
         elif star >= 0:
             resume += 1
-            place, at = star + 1, resume
+            place = star + 1
+            at = resume
         else:
             return False
+
     return all(piece is None for piece in pieces[place:])

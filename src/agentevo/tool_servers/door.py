@@ -38,7 +38,9 @@ class Door:
     """See the module. `app`: the SDK's application, which has room for `most` sessions."""
 
     def __init__(self, app: Any, key: str | None, most: int) -> None:
-        self._app, self._key, self._most = app, key, most
+        self._app = app
+        self._key = key
+        self._most = most
         self._sessions: dict[str, _Session] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -46,14 +48,17 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         refusal = self._refusal(headers)
         if refusal is not None:
             await _answer(send, *refusal)
             return
+
         name = headers.get(SESSION, b"").decode("latin-1")
         if not name and len(self._sessions) >= self._most:
             await self._make_room(scope)
+
         await self._passed(scope, receive, send, name)
 
     async def _passed(self, scope: Any, receive: Any, send: Any, name: str) -> None:
@@ -63,6 +68,7 @@ class Door:
         if session is not None:
             session.running += 1
             session.is_gone = False
+
         status = 0
 
         async def heard(message: Any) -> None:
@@ -95,6 +101,7 @@ class Door:
             }
             if not idle:
                 return
+
             name = max(idle, key=lambda one: idle[one])
             del self._sessions[name]
             await self._end(name, scope)
@@ -120,11 +127,13 @@ class Door:
             shown = headers.get("authorization", b"")
             if not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
                 return 401, _error(-32600, "the key is missing or wrong: Authorization: Bearer KEY")
+
         version = headers.get("mcp-protocol-version", b"").decode("latin-1")
         if version and version not in HANDSHAKE_PROTOCOL_VERSIONS:
             supported = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version[:60]}
             why = "only revisions that have sessions are spoken here"
             return 400, _error(UNSUPPORTED_PROTOCOL_VERSION, why, supported)
+
         return None
 
 

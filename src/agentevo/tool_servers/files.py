@@ -32,7 +32,8 @@ MAX_FILES = 1000
 """Files and folders that an attempt makes in a folder of its own."""
 MAX_TOTAL = 16 * 2**20
 """Bytes that an attempt writes into a folder of its own, as its files stand."""
-MAX_PATH, MAX_PARTS = 500, 16
+MAX_PATH = 500
+MAX_PARTS = 16
 MAX_LISTED = 200
 MAX_LOOKED_AT = 20_000
 """Files and folders that one call looks at."""
@@ -49,7 +50,8 @@ class Files:
     def __init__(self, task: Task, root: str | None = None, read_only: bool = False) -> None:
         """Raises ConfigError for a `root` that is no folder, EnvironmentFailure for a task whose
         files can't be written."""
-        self._task, self._read_only = task, False
+        self._task = task
+        self._read_only = False
         self._own: str | None = None
         if root is None:
             self._own = tempfile.mkdtemp(prefix="agentevo-files-")
@@ -59,6 +61,7 @@ class Files:
             raise EnvironmentFailure(
                 f"the task {task.id!r}: metadata.files can't be written: root is read_only"
             )
+
         self._root = os.open(self._own or str(root), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for path, text in self._texts("files").items():
@@ -69,6 +72,7 @@ class Files:
         except BaseException:
             self.close()
             raise
+
         self._read_only = read_only
 
     def list_files(self, folder: str = "") -> str:
@@ -102,8 +106,10 @@ class Files:
         content = text.encode("utf-8", "replace")
         *above, name = _file_parts(path)
         self._check_change()
+
         if len(content) > MAX_FILE:
             raise ToolError(f"a file has at most {MAX_FILE:,} bytes, and this has {len(content):,}")
+
         self._check_room(len(content))
         with self._folder(above, make=True) as at:
             _check_plain(at, name, path)
@@ -113,8 +119,10 @@ class Files:
                 )
             except OSError as error:
                 raise _refusal(path, error) from None
+
             with os.fdopen(file, "wb") as out:
                 out.write(content)
+
         return f"Wrote {len(content):,} bytes to {path}."
 
     def delete_file(self, path: str) -> str:
@@ -131,6 +139,7 @@ class Files:
                 os.unlink(name, dir_fd=at)
             except OSError as error:
                 raise _refusal(path, error) from None
+
         return f"Deleted {path}."
 
     def search_files(self, text: str) -> str:
@@ -141,17 +150,20 @@ class Files:
         """
         if not text:
             raise ToolError("an empty text is in every line: give some words")
+
         found: list[str] = []
         read = 0
         for path in sorted(self._walked()):
             if path.endswith("/"):
                 continue
+
             *above, name = path.split("/")
             try:
                 with self._folder(above) as at:
                     content = _read(at, name, path, most=None)
             except ToolError:
                 continue  # it is gone, or not ours to read
+
             read += len(content)
             lines = _text(content).splitlines() if len(content) <= MAX_FILE else []
             found += [
@@ -161,6 +173,7 @@ class Files:
             ]
             if len(found) > MAX_LISTED or read > MAX_SEARCHED:
                 return "\n".join([*found[:MAX_LISTED], "(the search ended here)"])
+
         return "\n".join(found) or "Nothing was found."
 
     def outcome(self) -> float | None:
@@ -184,6 +197,7 @@ class Files:
             raise EnvironmentFailure(
                 f"the task {self._task.id!r}: metadata.{key} should be a mapping of paths to texts"
             )
+
         return dict(given)
 
     def _now(self, path: str) -> str | None:
@@ -199,6 +213,7 @@ class Files:
     def _check_room(self, more: int) -> None:
         if self._own is None:
             return
+
         sizes = [
             0 if path.endswith("/") else (Path(self._own) / path).lstat().st_size
             for path in self._walked()
@@ -221,12 +236,15 @@ class Files:
                         pass
                     except OSError as error:
                         raise _refusal("/".join(parts[:number]), error) from None
+
                 try:
                     below = os.open(part, _FOLDER, dir_fd=at)
                 except OSError as error:
                     raise _refusal("/".join(parts[:number]), error) from None
+
                 os.close(at)
                 at = below
+
             yield at
         finally:
             os.close(at)
@@ -247,6 +265,7 @@ def _below(at: int, prefix: str, left: list[int], depth: int = 0) -> Iterator[st
             left[0] -= 1
             if left[0] < 0:
                 return
+
             if entry.is_file(follow_symlinks=False):
                 yield f"{prefix}{entry.name}"
             elif entry.is_dir(follow_symlinks=False) and depth < MAX_PARTS:
@@ -255,6 +274,7 @@ def _below(at: int, prefix: str, left: list[int], depth: int = 0) -> Iterator[st
                     folder = os.open(entry.name, _FOLDER, dir_fd=at)
                 except OSError:
                     continue  # it went, or became a link
+
                 try:
                     yield from _below(folder, f"{prefix}{entry.name}/", left, depth + 1)
                 finally:
@@ -267,11 +287,13 @@ def _parts(path: str) -> list[str]:
         raise ToolError(f"a path has at most {MAX_PATH} characters, all of them printable")
     if path.startswith(("/", "~")):
         raise ToolError(f"{path!r}: give a path below the folder, such as notes/a.txt")
+
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if ".." in parts:
         raise ToolError(f"{path!r}: a path has no '..': give one below the folder")
     if len(parts) > MAX_PARTS or any(len(part.encode("utf-8", "replace")) > 255 for part in parts):
         raise ToolError(f"a path has at most {MAX_PARTS} parts of 255 bytes")
+
     return parts
 
 
@@ -290,6 +312,7 @@ def _check_plain(at: int, name: str, path: str) -> None:
         return
     except (OSError, ValueError) as error:
         raise _refusal(path, error) from None
+
     if not stat.S_ISREG(what.st_mode):
         raise ToolError(f"{path}: is {'a folder' if stat.S_ISDIR(what.st_mode) else 'no file'}")
 
@@ -305,8 +328,10 @@ def _read(at: int, name: str, path: str, most: int | None = MAX_FILE) -> bytes:
             read = content.read(MAX_FILE + 1)
     except OSError as error:
         raise _refusal(path, error) from None
+
     if most is not None and len(read) > most:
         raise ToolError(f"{path}: has more than {most:,} bytes, and no more are read")
+
     return read
 
 

@@ -47,14 +47,17 @@ def read_key(reference: str | None, host: str) -> str | None:
         raise ConfigError(
             f"--host {host}: others could ask as well: give a key, --api-key '${{env:NAME}}'"
         )
+
     found = REFERENCE.fullmatch(reference)
     if found is None:
         raise ConfigError("--api-key: write ${env:NAME}, not the key itself")
+
     key = os.environ.get(found[1])
     if not key or not key.isascii():
         raise ConfigError(
             f"--api-key: the environment variable {found[1]} should hold a key of ASCII characters"
         )
+
     return key
 
 
@@ -95,17 +98,20 @@ class _Guarded:
     """The application behind the admission of connections; see the module."""
 
     def __init__(self, app: Any, key: str | None) -> None:
-        self._app, self._key = app, key
+        self._app = app
+        self._key = key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http" or not self._shows_key(scope):
             await self._app(scope, receive, send)  # which refuses whoever has no key
             return
+
         connection: Connection = scope["state"]["connection"]
         if not connection.admit():
             await _refuse(send, 503, "too many connections: try again")
             return
+
         try:
             try:
                 async with asyncio.timeout(BODY_S):
@@ -137,7 +143,8 @@ class _Guarded:
 
 async def _read(receive: Any) -> list[Any]:
     """The messages of a request's body, all of them unless it is longer than BODY_BYTES."""
-    messages, size = [], 0
+    messages = []
+    size = 0
     while True:
         message = await receive()
         messages.append(message)

@@ -42,17 +42,23 @@ class Retriever:
     as a bearer token."""
 
     def __init__(self, index: Index, *, top_k: int = 3, key: str | None = None) -> None:
-        self._index, self._top_k, self._key = index, top_k, key
+        self._index = index
+        self._top_k = top_k
+        self._key = key
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await _ended(scope, receive, send)
             return
+
         try:
-            status, answer = 200, await self._answer(scope, receive)
+            status = 200
+            answer = await self._answer(scope, receive)
         except _Refusal as error:
-            status, answer = error.status, {"error": {"message": str(error)}}
+            status = error.status
+            answer = {"error": {"message": str(error)}}
+
         body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -66,11 +72,13 @@ class Retriever:
             raise _Refusal(404, "there is nothing here: POST /retrieve")
         if scope["method"] != "POST":
             raise _Refusal(405, "POST a request")
+
         headers = dict(scope["headers"])
         if self._key is not None and not hmac.compare_digest(
             headers.get(b"authorization", b""), f"Bearer {self._key}".encode()
         ):
             raise _Refusal(401, "the key is missing or wrong: Authorization: Bearer KEY")
+
         request = self._read(await _body(receive))
         return await in_thread(lambda: self._found(request))
 
@@ -80,11 +88,13 @@ class Retriever:
         except (msgspec.DecodeError, RecursionError) as error:
             example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
             raise _Refusal(400, f"{error}: write {example}") from None
+
         top_k = self._top_k if request.topk is None else request.topk
         if not 1 <= top_k <= MAX_TOP_K:
             raise _Refusal(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
         if not 1 <= len(request.queries) <= MAX_QUERIES:
             raise _Refusal(400, f"{len(request.queries)} queries: give 1 to {MAX_QUERIES}")
+
         request.topk = top_k
         return request
 
@@ -100,6 +110,7 @@ class Retriever:
                     for one, score in found
                 ]
             )
+
         return {"result": lists}
 
 
@@ -119,6 +130,7 @@ async def _body(receive: Any) -> bytes:
         message = await receive()
         if message["type"] != "http.request":
             raise _Refusal(400, "the request broke off")
+
         content += message.get("body", b"")
         if len(content) > MAX_BODY:
             raise _Refusal(413, f"a request has at most {MAX_BODY:,} bytes")

@@ -63,7 +63,9 @@ class ToolServer:
         """Raises MissingExtraError without the SDK, ConfigError for tools that can't be made."""
         load_extra("mcp", "mcp", "mcp serve")
         self._tools = FunctionTools(section)
-        self._section, self._task, self._seed = section, task, seed
+        self._section = section
+        self._task = task
+        self._seed = seed
         self._open: dict[str, _Opened] = {}
         self._told = set[str]()
 
@@ -121,6 +123,7 @@ class ToolServer:
                 about = "What the attempt is worth by the state that its calls left."
                 schema: dict[str, Any] = {"type": "object", "properties": {}}
                 listed.append(Tool(name=OUTCOME, description=about, input_schema=schema))
+
             return ListToolsResult(tools=listed)
 
         async def call_tool(context: Any, parameters: Any) -> Any:
@@ -140,6 +143,7 @@ class ToolServer:
         if not is_outcome and name not in known:
             there = ", ".join(known)
             raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {there}")
+
         limit = asyncio.timeout(self._section.timeout_s)
         is_error = True
         try:
@@ -149,7 +153,8 @@ class ToolServer:
                     is_error = False
                 else:
                     result = await session.call(name, arguments)
-                    text, is_error = result.text, result.is_error
+                    text = result.text
+                    is_error = result.is_error
         except ToolArgumentsError as error:
             raise MCPError(INVALID_PARAMS, str(error)) from None
         except ToolError as error:
@@ -163,6 +168,7 @@ class ToolServer:
             if kind not in self._told:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
+
         text = shortened(text, MAX_RESULT).encode("utf-8", "replace").decode()  # JSON takes Unicode
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
@@ -182,12 +188,14 @@ class ToolServer:
                 # The SDK has no other way to hear of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
+
             told = task or self._task
             opened.advice = (
                 "" if told.query or told.answer is not None or told.metadata else NO_TASK
             )
             made = self._tools.session(told, seed)
             opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
+
         assert opened.ready is not None
         try:
             return await asyncio.shield(opened.ready)
@@ -221,6 +229,7 @@ def _told_task(headers: Mapping[str, str]) -> Task | None:
     told = headers.get(TASK_HEADER)
     if not told:
         return None
+
     try:
         return msgspec.json.decode(base64.b64decode(told, validate=True), type=Task)
     except (ValueError, msgspec.DecodeError) as error:

@@ -21,7 +21,8 @@ class ResultCache:
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self.hits = 0
-        self._max_chars, self._num_chars = max_chars, 0
+        self._max_chars = max_chars
+        self._num_chars = 0
         self._results: OrderedDict[Hashable, ToolResult] = OrderedDict()
         self._running: dict[Hashable, asyncio.Event] = {}
 
@@ -29,10 +30,12 @@ class ResultCache:
         """The result of an equal call, or of `make`. Raises what `make` raises."""
         while (ended := self._running.get(key)) is not None:
             await ended.wait()
+
         if key in self._results:
             self.hits += 1
             self._results.move_to_end(key)
             return self._results[key]
+
         ended = self._running[key] = asyncio.Event()
         try:
             result = await make()

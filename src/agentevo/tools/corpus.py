@@ -49,6 +49,7 @@ def read_corpus(path: str) -> list[Passage]:
         check_file(Path(path))
     except ConfigError as error:
         raise ConfigError(f"the corpus {error}") from error
+
     try:
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -56,8 +57,10 @@ def read_corpus(path: str) -> list[Passage]:
                     passages.append(_read_passage(line, len(passages), f"{path}:{number}"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"the corpus {path} can't be read: {error}") from error
+
     if not passages:
         raise ConfigError(f"the corpus {path} has no passages")
+
     return passages
 
 
@@ -80,4 +83,5 @@ def passage_of(row: Any, number: int = 0) -> Passage:
                 head, newline, rest = text.partition("\n")
                 title, text = (head, rest) if newline and key == "contents" else ("", text)
             return Passage(str(row.get("id", number)), title, text)
+
     raise ValueError(f'no passage: {json.dumps(row)[:100]}; write {{"title": ..., "text": ...}}')

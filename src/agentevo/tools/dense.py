@@ -27,7 +27,8 @@ class DenseIndex:
     """See the module. Used by any thread."""
 
     def __init__(self, passages: Sequence[Passage], encoder: Encoder) -> None:
-        self._passages, self._encoder = passages, encoder
+        self._passages = passages
+        self._encoder = encoder
         self._vectors = encoder.encode([one.contents for one in passages])
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:
@@ -59,7 +60,9 @@ class Encoder:
         except Exception as error:  # whatever transformers and safetensors raise
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{folder} is no encoder of transformers: {reason}") from error
-        self._model, self._lock = model.eval(), threading.Lock()
+
+        self._model = model.eval()
+        self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str]) -> Any:
         """[T, D], float32. Texts of like length are computed together."""
@@ -72,6 +75,7 @@ class Encoder:
                 parts.append(
                     self._batch([texts[number] for number in order[start : start + BATCH]])
                 )
+
         stacked = np.concatenate(parts)
         vectors = np.empty_like(stacked)
         vectors[order] = stacked

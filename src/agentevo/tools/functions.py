@@ -50,10 +50,12 @@ class FunctionTools:
         self._limit_s = section.timeout_s
         self._ending: set[OwnThread] = set()
         self._told = set[type]()
+
         try:
             self._item = tools.get(section.name)
         except UnknownNameError as error:
             raise UnknownNameError(f"{error}{OF_YOUR_OWN}") from None
+
         self._options = dict(section.options)
         self._function: _Function | None = None
         if not inspect.isclass(self._item):
@@ -64,11 +66,13 @@ class FunctionTools:
                 )
             self._function = _Function(section.name, self._item, says_cached(section.name))
             return
+
         if section.cache:
             raise ConfigError(
                 f"the tool {section.name!r} is a class with a state of its own for each attempt: "
                 "its calls can't be cached"
             )
+
         self._signatures = {
             name: Signature(name, method, skip_first=not _is_static(self._item, name))
             for name, method in public_methods(self._item).items()
@@ -87,6 +91,7 @@ class FunctionTools:
         if self._function is not None:
             yield self._function
             return
+
         given = {"task": task, "seed": seed}
         options = self._options | {name: given[name] for name in self._takes}
         thread = OwnThread("tool")
@@ -103,6 +108,7 @@ class FunctionTools:
                     f"the tool {self.name!r}: {self._item.__name__} was not made within "
                     f"{self._limit_s:g} s"
                 ) from None
+
             yield _Object(made[0], self._signatures, thread)
         finally:
             try:
@@ -187,7 +193,9 @@ class _Object:
     instructions = ""
 
     def __init__(self, item: Any, signatures: Mapping[str, Signature], thread: OwnThread) -> None:
-        self._item, self._signatures, self._thread = item, signatures, thread
+        self._item = item
+        self._signatures = signatures
+        self._thread = thread
         self.specs = [one.spec for one in signatures.values()]
 
     async def prepare(self) -> None:
@@ -235,10 +243,12 @@ def result_of(returned: Any) -> ToolResult:
             raise TypeError(f"the text of a ToolResult is a {type(returned.text).__name__}")
         reward = plain_number(returned.reward, "the reward of a ToolResult")
         return ToolResult(text=returned.text, is_error=bool(returned.is_error), reward=reward)
+
     if isinstance(returned, str):
         return ToolResult(text=returned)
     if returned is None:
         return ToolResult(text="")
+
     try:
         text = json.dumps(_plain(returned), ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -246,6 +256,7 @@ def result_of(returned: Any) -> ToolResult:
             f"the tool returned a {type(returned).__name__} that can't be written as JSON: return "
             "a text"
         ) from error
+
     return ToolResult(text=text)
 
 
@@ -268,6 +279,7 @@ def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]
         raise ConfigError(
             f"the tool {name!r}: {item.__name__} takes no option {unknown[0]!r} (options: {known})"
         )
+
     takes = [key for key in ("task", "seed") if key in parameters and key not in options]
     missing = [
         key
@@ -281,4 +293,5 @@ def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]
         raise ConfigError(
             f"the tool {name!r}: {item.__name__} needs {missing[0]!r}: give it under `options`"
         )
+
     return takes

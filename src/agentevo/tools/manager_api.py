@@ -54,7 +54,8 @@ class ManagerAPI:
     """See the module. All calls come from one event loop."""
 
     def __init__(self, name: str, key: str | None) -> None:
-        self._name, self._key = name, key
+        self._name = name
+        self._key = key
         self._idle: list[httpx.AsyncClient] = []
         """Clients with a connection each: a pool of many looks through all for every request."""
 
@@ -62,7 +63,8 @@ class ManagerAPI:
         """The tools of a node's servers, of all unless some are named. A node that does not answer
         yet is asked again. Raises ToolUnavailableError, and ConfigError for a server that it does
         not have."""
-        pause, problem = 0.5, "it has not answered"
+        pause = 0.5
+        problem = "it has not answered"
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -94,14 +96,17 @@ class ManagerAPI:
                 f"agent.tools: {self._name}: servers: there is no {unknown!r}: {hint}it has "
                 f"{', '.join(known) or 'none'}"
             )
+
         listed = _schemas((await self._json("GET", f"{node}/tools")).get("tools"))
         owned = {name: _owner(name, known) for name in listed}
         if any(owner is None for owner in owned.values()):
             tools = await self._by_server(node, servers or known, listed)
         else:
             tools = {name: one for name, one in listed.items() if owned[name] in (servers or known)}
+
         if len(tools) > MAX_TOOLS:
             raise ToolUnavailableError(f"{self._name}: it has more than {MAX_TOOLS} tools")
+
         return _specs(tools, known)
 
     async def _by_server(
@@ -123,11 +128,14 @@ class ManagerAPI:
             content = msgspec.json.encode(arguments)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ToolArgumentsError(f"the arguments can't be sent as JSON: {error}") from None
+
         url = f"{node}/tool/{quote(tool, safe='')}"
         answer = await self._json("POST", url, content)
-        status, detail = answer.get("status_code"), answer.get("detail")
+        status = answer.get("status_code")
+        detail = answer.get("detail")
         if isinstance(status, int) and status >= 400:
             return _failed(detail if isinstance(detail, str) else json.dumps(detail))
+
         return _result(answer.get("content"))
 
     async def create(
@@ -137,6 +145,7 @@ class ManagerAPI:
         asked = f"image_name={quote(image, safe='')}"
         if creator is not None:
             asked += f"&creator_name={quote(creator, safe='')}"
+
         try:
             async with asyncio.timeout(within_s):
                 response, body = await self._asked("POST", f"{manager}/node/create?{asked}", b"")
@@ -144,6 +153,7 @@ class ManagerAPI:
             raise ToolUnavailableError(
                 f"{self._name}: no node of {image} was made within {within_s:g} s"
             ) from None
+
         # There may be several, of other paths, where a proxy stands before the manager.
         nodes = [one.value for one in response.cookies.jar if one.name == "node_id"]
         node = nodes[-1] if nodes else None
@@ -151,6 +161,7 @@ class ManagerAPI:
             raise ToolUnavailableError(
                 self._words(f"no node of {image} was made: {_said(response.status_code, body)}")
             )
+
         return node, f"{manager}/container/{quote(node, safe='')}{PATH}"
 
     async def release(self, manager: str, node: str) -> None:
@@ -161,12 +172,14 @@ class ManagerAPI:
                 response, body = await self._asked("POST", url, b"")
         except TimeoutError:
             raise ToolUnavailableError(f"no answer within {RELEASE_S:g} s") from None
+
         if response.status_code >= 400:
             raise ToolUnavailableError(self._words(_said(response.status_code, body)))
 
     async def close(self) -> None:
         """Closes its connections."""
-        idle, self._idle = self._idle, []
+        idle = self._idle
+        self._idle = []
         with suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_S):
                 await asyncio.gather(*(one.aclose() for one in idle))
@@ -175,11 +188,13 @@ class ManagerAPI:
         """One that nobody else uses now."""
         if self._idle:
             return self._idle.pop()
+
         import httpx
 
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
+
         # What a call may take is its own deadline, around all of this.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         return httpx.AsyncClient(headers=headers, timeout=timeout, verify=trusted_context())
@@ -193,16 +208,19 @@ class ManagerAPI:
         if status >= 300:
             # What it was too busy for, nobody has done.
             raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
+
         try:
             answer = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ToolUnavailableError(
                 self._words(f"its answer is no JSON ({error}): {_start(body)}"), was_sent=True
             ) from None
+
         if not isinstance(answer, dict):
             raise ToolUnavailableError(
                 self._words(f"its answer is no object: {_start(body)}"), was_sent=True
             )
+
         return answer
 
     async def _asked(
@@ -236,6 +254,7 @@ class ManagerAPI:
         finally:
             client.cookies.clear()  # each request says which node it means
             self._idle.append(client)
+
         return response, bytes(body)
 
     def _words(self, problem: str) -> str:
@@ -281,6 +300,7 @@ def _specs(tools: Mapping[str, Mapping[str, Any]], servers: Sequence[str]) -> li
                 parameters=object_schema(parameters),
             )
         )
+
     return specs
 
 
@@ -294,12 +314,15 @@ def _result(content: Any) -> ToolResult:
     """What a node gave, as the policy reads it."""
     if content is None or content in ({}, []):
         return ToolResult(text="Error: the tool returned nothing", is_error=True)
+
     if isinstance(content, Mapping):
         error = content.get("error")
         if error or content.get("status") == "error":
             return _failed(_text(error or content))
+
     if isinstance(content, list) and all(_is_part(one) for one in content):
         return ToolResult(text="\n".join(map(_part, content)))
+
     return ToolResult(text=_text(content))
 
 
@@ -314,6 +337,7 @@ def _is_part(one: Any) -> bool:
 def _part(part: Mapping[str, Any]) -> str:
     if part["type"] == "text":
         return _text(part.get("text", ""))
+
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, Mapping) else image
     head, comma, data = str(url).partition(",")

@@ -120,6 +120,7 @@ class Connection:
         ToolUnavailableError."""
         ready = self._ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve(ready))
+
         limit_s = self._server.start_timeout_s
         try:
             await asyncio.wait_for(asyncio.shield(ready), limit_s)
@@ -137,11 +138,13 @@ class Connection:
         self._closing.set()
         if self._task is None:
             return
+
         is_opening = self._ready is not None and not self._ready.done()
         if is_opening and not self._task.cancelling():
             # It would wait for a server that has not said hello. Told a second time the SDK would
             # stop ending that server.
             self._task.cancel()
+
         _, running = await asyncio.wait([self._task], timeout=CLOSING_S)
         for task in running:
             task.cancel()
@@ -159,6 +162,7 @@ class Connection:
         client = self._client
         if client is None:
             raise ToolUnavailableError(self._words("it is gone"))
+
         try:
             if self._server.resources and name in self._offered:
                 return await call_resource_tool(client, name, arguments)
@@ -176,6 +180,7 @@ class Connection:
             return ToolResult(text=f"Error: {error.message}", is_error=True)
         except Exception as error:
             raise await self._lost(error) from error
+
         text = _text_of(result)
         return ToolResult(
             text=f"Error: {text}" if result.is_error else text, is_error=result.is_error
@@ -190,6 +195,7 @@ class Connection:
                 self._is_suspect = False
             except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
                 await self.close()
+
         return self.is_open
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
@@ -202,8 +208,10 @@ class Connection:
                 self.specs = await self._tools(client)
                 self.instructions = await self._prompt(client)
                 self._client = client
+
                 if not ready.done():
                     ready.set_result(None)
+
                 await self._closing.wait()
         except asyncio.CancelledError:
             raise
@@ -232,12 +240,14 @@ class Connection:
                 encoding_error_handler="replace",
             )
             return stdio_client(parameters, errlog=errors)
+
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
             return sse_client(
                 str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S
             )
+
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
@@ -264,13 +274,16 @@ class Connection:
             cursor = page.next_cursor
             if not cursor or len(specs) > MAX_TOOLS:
                 break
+
         if len(specs) > MAX_TOOLS:
             raise ToolUnavailableError(f"it has more than {MAX_TOOLS} tools")
+
         if self._server.resources:
             own = {one.name for one in specs}
             offered = [one for one in RESOURCE_TOOLS if one.name not in own]
             self._offered = {one.name for one in offered}
             specs += offered
+
         return specs
 
     async def _prompt(self, client: Any) -> str:
@@ -308,9 +321,11 @@ class Connection:
             return ""
         if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
             return ": nothing listens there: start the server, or correct the URL"
+
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status == 404 or (isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND):
             return ": there is no server at this path of the URL: most are at /mcp, or at /sse"
+
         return ""
 
     def _words(self, problem: str) -> str:
@@ -327,7 +342,8 @@ class _Tail(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._bytes = b""
-        self._is_open, self._ended = False, asyncio.Event()
+        self._is_open = False
+        self._ended = asyncio.Event()
 
     @property
     def text(self) -> str:
@@ -394,6 +410,7 @@ def object_schema(schema: Any) -> dict[str, Any]:
         or not isinstance(schema.get("required", []), list)
     ):
         return {"type": "object", "properties": {}}
+
     return ordered_schema({**schema, "type": "object", "properties": properties})
 
 

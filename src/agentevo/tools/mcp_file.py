@@ -46,6 +46,7 @@ def read_servers(section: MCPFileSection) -> list[Server]:
         raise ConfigError(f"{where}: no JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"agent.tools: {error}") from error
+
     entries = isinstance(tree, Mapping) and next(
         (tree[key] for key in ("mcpServers", "servers", "mcp_servers") if key in tree), None
     )
@@ -54,11 +55,13 @@ def read_servers(section: MCPFileSection) -> list[Server]:
             f'{where} has no servers: write {{"mcpServers": {{NAME: {{"command": ..., "args": '
             "[...]}}}"
         )
+
     unknown = next((name for name in section.servers if name not in entries), None)
     if unknown is not None:
         guess = nearest(unknown, list(entries))
         hint = f"did you mean {guess!r}? " if guess else ""
         raise ConfigError(f"{where} has no server {unknown!r}: {hint}it has {', '.join(entries)}")
+
     wanted = section.servers or [
         name
         for name, one in entries.items()
@@ -66,6 +69,7 @@ def read_servers(section: MCPFileSection) -> list[Server]:
     ]
     if not wanted:
         raise ConfigError(f"{where}: every server is disabled: name some under `servers`")
+
     # Of the others nothing is asked: their variables need not be set.
     return [_server(f"{where}: {name}", name, entries[name], section) for name in wanted]
 
@@ -75,9 +79,11 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Serve
         entry = msgspec.convert(given, _Entry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
+
     url = entry.url or entry.server_url
     if (entry.command is None) == (url is None):
         raise ConfigError(f"{where}: a server has a `command` or a `url`: give one of them")
+
     kind = entry.type or entry.transport or ("stdio" if url is None else "http")
     if url is not None and kind not in {"sse", *_HTTP}:
         raise ConfigError(f"{where}: type is {kind!r}: a server at a url is http or sse")

@@ -53,6 +53,7 @@ class MCPManager:
             await self._learn(self._shared)
             yield self._shared
             return
+
         async with self._room:
             session = _Session(self._api, self._section)
             try:
@@ -80,7 +81,8 @@ class _Session:
     def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
-        self._api, self._section = api, section
+        self._api = api
+        self._section = section
         self._opening = asyncio.Lock()
         self._url = section.url if section.image is None else None
         """Of its node's API, once there is one."""
@@ -91,7 +93,8 @@ class _Session:
     async def learn_tools(self) -> list[ToolSpec]:
         """What the node's servers can do. Raises ToolUnavailableError and ConfigError."""
         await self.prepare()
-        url, section = self._url or "", self._section
+        url = self._url or ""
+        section = self._section
         return await _loop.run(
             lambda: self._api.tools(url, section.servers, section.start_timeout_s)
         )
@@ -104,8 +107,10 @@ class _Session:
             if is_own and self._is_suspect and not await _loop.run(lambda: self._api.answers(url)):
                 await self._release()
                 self._tell_restart = True
+
             if self._url is None:
                 self._node, self._url = await _loop.run(self._made)
+
             self._is_suspect = False
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -117,9 +122,11 @@ class _Session:
         except (ToolUnavailableError, asyncio.CancelledError):
             self._is_suspect = True
             raise
+
         if self._tell_restart:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
+
         return result
 
     async def outcome(self) -> Any:
@@ -152,7 +159,9 @@ class _Session:
             self._releasing = asyncio.create_task(self._released(node))
 
     async def _release(self) -> None:
-        node, self._node, self._url = str(self._node), None, None
+        node = str(self._node)
+        self._node = None
+        self._url = None
         await _loop.run(lambda: self._released(node))
 
     async def _released(self, node: str) -> None:

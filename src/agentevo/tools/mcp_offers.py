@@ -16,7 +16,8 @@ MAX_LISTED = 1000
 MAX_PAGES = 100
 MAX_PROMPT = 100_000
 """Characters of a prompt."""
-LIST_RESOURCES, READ_RESOURCE = "list_resources", "read_resource"
+LIST_RESOURCES = "list_resources"
+READ_RESOURCE = "read_resource"
 RESOURCE_TOOLS = (
     ToolSpec(
         name=LIST_RESOURCES,
@@ -57,9 +58,11 @@ async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> s
         raise ToolUnavailableError(
             f"it gives no prompt {name!r} ({error.message}); it has {', '.join(has) or 'none'}"
         ) from None
+
     text = "\n\n".join(part_text(message.content) for message in given.messages)
     if len(text) > MAX_PROMPT:
         raise ToolUnavailableError(f"its prompt {name!r} is longer than {MAX_PROMPT:,} characters")
+
     return text
 
 
@@ -100,10 +103,12 @@ async def _listed(client: Any, what: str) -> Sequence[Any]:
             if error.code == METHOD_NOT_FOUND:
                 return []
             raise
+
         found += getattr(page, what)
         cursor = page.next_cursor
         if not cursor or len(found) >= MAX_LISTED:
             break
+
     return found[:MAX_LISTED]
 
 

@@ -40,7 +40,8 @@ class MCPServer:
         """Raises MissingExtraError without the SDK."""
         check_package()
         self.name = server.name
-        self._server, self._section = server, section
+        self._server = server
+        self._section = section
         self._known: _Known | None = None
         self._room = asyncio.Semaphore(section.max_sessions)
         self._shared: _Session | None = None
@@ -59,6 +60,7 @@ class MCPServer:
             await self._shared.learn_tools(None)
             yield self._shared
             return
+
         async with self._room:
             server = _told(self._server, task, seed)
             session = _Session(server, self._section)
@@ -88,7 +90,8 @@ class _Session:
     def __init__(self, server: Server, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
-        self._server, self._section = server, section
+        self._server = server
+        self._section = section
         self._connection: Connection | None = None
         self._broken_off: list[Connection] = []
         """Those whose opening was cancelled: they may be ending still."""
@@ -107,7 +110,8 @@ class _Session:
         if known is None:
             await self.prepare()
         else:
-            self.specs, self.instructions = self._shown(known.specs), known.instructions
+            self.specs = self._shown(known.specs)
+            self.instructions = known.instructions
         return _Known(self._all, self.instructions)
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
@@ -118,6 +122,7 @@ class _Session:
                 f"{self._server.title} has no tool {outcome!r}, which `outcome` "
                 f"names: it has {', '.join(one.name for one in specs) or 'none'}"
             )
+
         return [one for one in specs if one.name != outcome]
 
     async def prepare(self) -> None:
@@ -129,6 +134,7 @@ class _Session:
                 if self._failure is not None and self._num_tries > tries:
                     raise ToolUnavailableError(self._failure)  # of whoever this one waited for
                 connection = await self._opened()
+
             if not self._was_open:  # by this one, or by one that was given up just then
                 self.specs = self._shown(connection.specs)
                 self.instructions = connection.instructions
@@ -137,8 +143,10 @@ class _Session:
     async def _opened(self) -> Connection:
         if self._was_open and self._section.session == "attempt":
             self._was_lost = self._tell_restart = True
+
         connection = self._connection = Connection(self._server)
         self._num_tries += 1
+
         self._failure = None
         try:
             await _loop.run(connection.open)
@@ -149,6 +157,7 @@ class _Session:
             self._broken_off = [one for one in self._broken_off if not one.has_ended]
             self._broken_off.append(connection)
             raise
+
         return connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -156,11 +165,13 @@ class _Session:
         connection = self._connection
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")
+
         told = trace_headers()  # of the call that this is, on the loop that it is made on
         result = await _loop.run(lambda: connection.call(name, arguments, told))
         if self._tell_restart:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
+
         return result
 
     async def offers(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -175,15 +186,18 @@ class _Session:
         name = self._section.outcome
         if name is None:
             return None
+
         await self.prepare()
         if self._was_lost:
             raise EnvironmentFailure(
                 f"{self._server.title} went away in the attempt: what it would say "
                 "of the state is not what the calls left"
             )
+
         result = await self.call(name, {})
         if result.is_error:
             raise EnvironmentFailure(f"{self._server.name}.{name}: {result.text}")
+
         return _read_outcome(result.text, f"{self._server.name}.{name}")
 
     async def close(self) -> None:
@@ -198,8 +212,10 @@ def _read_outcome(text: str, what: str) -> Any:
         value = json.loads(text)
     except ValueError:
         value = None
+
     if isinstance(value, (int, float, dict)):
         return value
+
     raise EnvironmentFailure(
         f"{what} answered {text[:200]!r}: what an attempt is worth is a number, or a JSON object "
         "of named ones"

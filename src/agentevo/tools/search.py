@@ -40,7 +40,10 @@ class Search:
             raise ConfigError("the tool search needs the option `corpus`, a file, or `url`: one")
         if url is not None and (kind, model) != ("bm25", None):
             raise ConfigError("the tool search: kind and model are for a `corpus`: leave them out")
-        self._url, self._top_k, self._key = url, top_k, _key(api_key, url)
+
+        self._url = url
+        self._top_k = top_k
+        self._key = _key(api_key, url)
         self._index = (
             None if corpus is None else corpus_index(os.path.expanduser(corpus), kind, model)
         )
@@ -80,6 +83,7 @@ def _key(given: str | None, url: str | None) -> str | None:
     """Raises ConfigError."""
     if given is None:
         return None
+
     reference = REFERENCE.fullmatch(given)
     if url is None or reference is None:
         raise ConfigError("the tool search: api_key is for a `url`, and is written ${env:NAME}")

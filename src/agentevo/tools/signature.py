@@ -45,10 +45,12 @@ class Signature:
         self._model = _model(name, function, skip_first)
         text = docstring_parser.parse(inspect.getdoc(function) or "")
         said = [part for part in (text.short_description, text.long_description) if part]
+
         try:
             parameters = self._model.model_json_schema()
         except pydantic.PydanticInvalidForJsonSchema as error:
             raise ConfigError(f"the tool {name!r}: a type has no JSON schema: {error}") from error
+
         described = {one.arg_name: one.description for one in text.params if one.description}
         self.spec = ToolSpec(
             name=name, description="\n\n".join(said), parameters=_plain(parameters, described)
@@ -63,6 +65,7 @@ class Signature:
             raise ToolArgumentsError(
                 f"wrong arguments for {self.name}: {'; '.join(problems)}"
             ) from None
+
         return {
             field.alias or name: getattr(checked, name)
             for name, field in type(checked).model_fields.items()
@@ -83,6 +86,7 @@ def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[s
             adapter = pydantic.TypeAdapter[Any](hint)
         except (AttributeError, TypeError, NameError, pydantic.errors.PydanticUserError):
             continue  # a type that is imported for type checkers alone, or none of pydantic's
+
         try:
             checked[key] = adapter.validate_python(options[key])
         except pydantic.ValidationError as error:
@@ -92,6 +96,7 @@ def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[s
                 f"the tool {name!r}: {item.__name__}: the option {key}"
                 f"{wrong_value(info, wrong['loc'], wrong['input'])}"
             ) from None
+
     return checked
 
 
@@ -101,17 +106,21 @@ def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[py
         hints = typing.get_type_hints(function, include_extras=True)
     except (TypeError, ValueError, NameError) as error:
         raise ConfigError(f"the tool {name!r}: its parameters can't be read: {error}") from error
+
     fields: dict[str, Any] = {}
     for number, one in enumerate(parameters):
         if one.kind is one.POSITIONAL_ONLY or one.kind is one.VAR_POSITIONAL:
             raise ConfigError(
                 f"the tool {name!r} takes {one}: arguments are given by name, so name each"
             )
+
         if one.kind is one.VAR_KEYWORD:
             raise ConfigError(f"the tool {name!r} takes {one}: name each parameter")
+
         default = ... if one.default is one.empty else one.default
         # Under a name of ours: pydantic reserves some (model_*, schema, names with underscores).
         fields[f"p{number}"] = (hints.get(one.name, Any), Field(default, alias=one.name))
+
     try:
         return pydantic.create_model(
             name, __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False),

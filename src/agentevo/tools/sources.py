@@ -39,12 +39,14 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
             servers = read_servers(section)
         case _:
             raise ConfigError(f"agent.tools: {type(section).__name__} is no kind of tools")
+
     for server in servers:
         if server.command is not None and shutil.which(_program(server)) is None:
             raise ConfigError(
                 f"agent.tools: {server.name}: there is no program {server.command!r}: install it, "
                 "or give its path"
             )
+
     return [
         MCPServer(
             replace(
@@ -65,12 +67,15 @@ def _server_of(section: MCPServerSection) -> Server:
     key = _key(section.api_key, where)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     words = [str(section.command), *section.args]
-    command, args = section.command, list(section.args)
+
+    command = section.command
+    args = list(section.args)
     if section.sandbox is not None and command is not None:
         try:
             command, *args = sandboxed(command, args, section.sandbox, section.cwd)
         except SandboxError as error:
             raise ConfigError(f"{where}: sandbox: {error}") from error
+
     return Server(
         name=section.name,
         command=command,
@@ -91,15 +96,18 @@ def _key(given: str | None, where: str) -> str | None:
     """The key that `${env:NAME}` stands for."""
     if given is None:
         return None
+
     reference = REFERENCE.fullmatch(given)
     if reference is None:
         raise ConfigError(f"{where}: api_key: write ${{env:NAME}}, not the key itself")
+
     key = _variable(reference[1], f"{where}: api_key")
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(
             f"{where}: api_key: the environment variable {reference[1]} holds a line break or a "
             "character that is not ASCII, which no HTTP header can carry: set it to the key alone"
         )
+
     return key
 
 

@@ -45,12 +45,15 @@ def state_checks(metadata: Mapping[str, Any]) -> list[StateCheck]:
     given = metadata.get(STATE_CHECKS)
     if given is None:
         return []
+
     try:
         checks = msgspec.convert(given, list[StateCheck])
     except msgspec.ValidationError as error:
         raise ValueError(f"{STATE_CHECKS}: {error}") from error
+
     if not 1 <= len(checks) <= MAX_CHECKS:
         raise ValueError(f"{STATE_CHECKS} has {len(checks)} calls: give 1 to {MAX_CHECKS}")
+
     return checks
 
 

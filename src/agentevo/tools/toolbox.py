@@ -83,13 +83,16 @@ class Toolbox:
             raise ConfigError(
                 f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
             )
+
         taken = next((n for one in self._offers if (n := one.toolset.name) in OWN_PARTS), None)
         if taken is not None:
             raise ConfigError(
                 f"agent.tools: {taken!r} is a part of every reward that tools say: give the entry "
                 "another name"
             )
-        self._tell, self._told = tell, set[tuple[str, type]]()
+
+        self._tell = tell
+        self._told = set[tuple[str, type]]()
         self._cache = ResultCache()
         self.has_outcome = any(one.toolset.has_outcome for one in self._offers)
         """Whether an attempt's tools say what it is worth."""
@@ -103,6 +106,7 @@ class Toolbox:
             checks = state_checks(task.metadata)
         except ValueError as error:
             raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
+
         async with AsyncExitStack() as stack:
             sessions = []
             for offer in self._offers:
@@ -132,7 +136,8 @@ class _Offer:
     """An entry of `agent.tools`, what it gives, and what holds for it in a process."""
 
     def __init__(self, section: ToolSection, toolset: Toolset) -> None:
-        self.section, self.toolset = section, toolset
+        self.section = section
+        self.toolset = toolset
         self.room = asyncio.Semaphore(section.max_concurrent)
 
     def has(self, spec: ToolSpec) -> bool:
@@ -167,7 +172,9 @@ class AttemptTools:
     ) -> None:
         """`checks`: what the task says of the state that is to be left. Raises ConfigError for
         tools that can't be told apart, and where there are none."""
-        self._sessions, self._cache, self._show = sessions, cache, show
+        self._sessions = sessions
+        self._cache = cache
+        self._show = show
         self._checks = checks
         _check_included(sessions)
         self._tools = _named(
@@ -181,6 +188,7 @@ class AttemptTools:
         self._by_full_name = {
             one.spec.full_name: one for one in self._tools.values() if one.spec.full_name
         }
+
         if sessions and not self._tools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
             if not any(session.specs for _, session in sessions):
@@ -189,6 +197,7 @@ class AttemptTools:
                     "and name a server that has some"
                 )
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
+
         self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
         """What the policy reads of the tools before the task."""
         self.schemas = [one.spec.schema(name) for name, one in self._tools.items()]
@@ -211,6 +220,7 @@ class AttemptTools:
                 more = await session.offers()
                 prompts += more[0]
                 resources += more[1]
+
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
@@ -230,19 +240,25 @@ class AttemptTools:
                     f"the tools {offer.toolset.name!r} have not said within {limit_s:g} s what the "
                     "attempt is worth"
                 ) from error
+
         if self._checks:
             found[STATE_CHECKS] = await state_reached(self._checks, self._checked)
+
         return {name: one for name, one in found.items() if one is not None}
 
     async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
         """The result of a call that is not the policy's, and whether a tool gave it."""
-        metrics, condense = self.metrics, self.condense
-        self.metrics, self.condense = Counter(), None
+        metrics = self.metrics
+        condense = self.condense
+        self.metrics = Counter()
+        self.condense = None
         try:
             result = await self._answered(call)
             was_answered = not any(self.metrics[name] for name in UNANSWERED)
         finally:
-            self.metrics, self.condense = metrics, condense
+            self.metrics = metrics
+            self.condense = condense
+
         return result, was_answered
 
     async def _answered(self, call: ToolCall) -> ToolResult:
@@ -255,12 +271,15 @@ class AttemptTools:
                 if condensed is not None:
                     recorded.keep(whole_result=result.text, summary_problem=condensed.problem)
                     result = msgspec.structs.replace(result, text=condensed.text)
+
             longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
             result = msgspec.structs.replace(result, text=shortened(result.text, longest))
             if result.is_error:
                 self.metrics["num_tool_errors"] += 1
                 recorded.outcome("failed", result.text)
+
             recorded.keep(result=result.text)
+
         return result
 
     def _found(self, name: str) -> _Bound | None:
@@ -275,6 +294,7 @@ class AttemptTools:
             hint = f"did you mean {guess}? " if guess else ""
             known = ", ".join(self._tools) or "none"
             return _error(f"there is no tool {call.name!r}: {hint}tools: {known}")
+
         recorded.note(toolset=bound.offer.toolset.name)
         try:
             result = await self._result(bound, _arguments(call))
@@ -299,6 +319,7 @@ class AttemptTools:
             self.metrics["num_tool_failures"] += 1
             self._show(call.name, error)
             return _error(f"{call.name} failed: {described(error)}")
+
         self.metrics["num_tool_calls"] += 1
         recorded.note(characters=len(result.text), reward=result.reward)
         return result
@@ -306,6 +327,7 @@ class AttemptTools:
     async def _result(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
         if not bound.is_cached:
             return await self._tried(bound, arguments)
+
         key = (
             bound.offer.toolset.name,
             bound.spec.name,
@@ -316,7 +338,9 @@ class AttemptTools:
     async def _tried(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
         """The call, again where its server could not be reached."""
         limit = asyncio.timeout(None)
-        section, tries, pause = bound.offer.section, 0, RETRY_PAUSE_S
+        section = bound.offer.section
+        tries = 0
+        pause = RETRY_PAUSE_S
         while True:
             try:
                 await bound.session.prepare()
@@ -331,6 +355,7 @@ class AttemptTools:
             except ToolUnavailableError as error:
                 if tries >= section.retries or (error.was_sent and not bound.is_cached):
                     raise
+
             tries += 1
             await asyncio.sleep(pause)
             pause *= 2
@@ -371,8 +396,10 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
         raise ToolArgumentsError(
             f"the arguments of {call.name} are no JSON ({error}): give an object"
         ) from None
+
     if not isinstance(arguments, dict):
         raise ToolArgumentsError(f"the arguments of {call.name} are no JSON object")
+
     return arguments
 
 
@@ -388,11 +415,14 @@ def _named(tools: Sequence[_Bound]) -> dict[str, _Bound]:
         name = _NOT_IN_NAMES.sub("_", one.spec.name)
         if counts[name] > 1:
             name = f"{_NOT_IN_NAMES.sub('_', one.offer.toolset.name)}__{name}"
+
         if name in named or len(name) > MAX_NAME:
             why = "there are two of it" if name in named else f"longer than {MAX_NAME} characters"
             raise ConfigError(
                 f"agent.tools: the tool {name!r} of {one.offer.toolset.name!r}: {why}; leave one "
                 "out by `exclude`, or name the entry otherwise"
             )
+
         named[name] = one
+
     return named

@@ -51,7 +51,8 @@ async def tried(
     try:
         async with toolbox.open(task, seed=0) as tools:
             for call in calls or [made_call(schema) for schema in tools.schemas]:
-                before, started = dict(tools.metrics), time.monotonic()
+                before = dict(tools.metrics)
+                started = time.monotonic()
                 (result,) = await tools.call([call])
                 rose = {key for key, n in tools.metrics.items() if n > before.get(key, 0)}
                 status: Literal["answered", "error", "refused", "broken"] = (
@@ -90,40 +91,49 @@ def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     for key in ("const", "default"):
         if key in schema:
             return schema[key]
+
     for key in ("examples", "enum"):
         if isinstance(schema.get(key), list) and schema[key]:
             return schema[key][0]
+
     for key in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(key)
         if isinstance(choices, list) and choices:
             return made_value(choices[0], whole, depth + 1) if depth < DEPTH else None
+
     kind = schema.get("type")
     if isinstance(kind, list):
         kind = kind[0] if kind else None
     if kind is None and "properties" in schema:
         kind = "object"
+
     return _of_kind(kind, schema, whole, depth)
 
 
 def _of_kind(kind: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Any:
     if kind == "object":
-        known, needed = schema.get("properties") or {}, schema.get("required") or []
+        known = schema.get("properties") or {}
+        needed = schema.get("required") or []
         if depth >= DEPTH or not isinstance(known, Mapping) or not isinstance(needed, list):
             return {}
         return {name: made_value(known.get(name, {}), whole, depth + 1) for name in needed}
+
     if kind == "array":
         count = max(1, _number(schema, "minItems", 0))
         if depth >= DEPTH:
             return []
         return [made_value(schema.get("items", {}), whole, depth + 1)] * min(int(count), 10)
+
     if kind in ("integer", "number"):
         lowest = _number(schema, "minimum", _number(schema, "exclusiveMinimum", 0) + 1)
         number = min(lowest, _number(schema, "maximum", lowest))
         return int(number) if kind == "integer" else float(number)
+
     if kind == "boolean":
         return True
     if kind == "null":
         return None
+
     shortest = int(min(_number(schema, "minLength", 0), 1000))
     text = _TEXTS.get(str(schema.get("format")), "test").ljust(shortest, "t")
     return text[: max(0, int(_number(schema, "maxLength", len(text))))]
@@ -138,6 +148,7 @@ def _resolved(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
         schema = whole
         for name in filter(None, reference.removeprefix("#").split("/")):
             schema = schema.get(name, {}) if isinstance(schema, Mapping) else {}
+
     return schema if isinstance(schema, Mapping) else {}
 
 

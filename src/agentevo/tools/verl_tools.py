@@ -40,12 +40,14 @@ class VerlTools:
             tree = parse_yaml(read_text(section.file.expanduser()))
         except ParseError as error:
             raise ConfigError(f"{where}: no YAML: {error}") from error
+
         rows = tree.get("tools") if isinstance(tree, Mapping) else None
         if not isinstance(rows, list) or not rows:
             raise ConfigError(
                 f"{where}: needs a list `tools` of {{class_name, config, tool_schema}}, as verl's "
                 "tool_config_path has"
             )
+
         self._tools = [_made(f"{where}: tools[{index}]", row) for index, row in enumerate(rows)]
 
     @property
@@ -90,10 +92,12 @@ class _Session:
             if name not in self._instances:
                 made = await _awaited(tool.create(**self._given(name, "create_kwargs")))
                 self._instances[name] = made[0] if isinstance(made, tuple) else made
+
         given = self._given(name, "execute_kwargs")
         done = await _awaited(tool.execute(self._instances[name], dict(arguments), **given))
         response, reward = done[:2] if isinstance(done, tuple) and len(done) > 1 else (done, 0.0)
         text = response if isinstance(response, str) else getattr(response, "text", None)
+
         return ToolResult(
             text=text if isinstance(text, str) else "",
             reward=plain_number(reward or 0.0, f"the reward of {name}"),
@@ -109,6 +113,7 @@ class _Session:
             release = getattr(self._tools[name], "release", None)
             if release is None:
                 continue
+
             try:
                 async with asyncio.timeout(RELEASE_S):
                     await _awaited(release(instance, **self._given(name, "release_kwargs")))
@@ -130,8 +135,10 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
     path = row.get("class_name") if isinstance(row, Mapping) else None
     schema = row.get("tool_schema") if isinstance(row, Mapping) else None
     function = schema.get("function") if isinstance(schema, Mapping) else None
+
     if not isinstance(path, str) or not _CLASS.fullmatch(path):
         raise ConfigError(f"{where}: class_name is {path!r}: give MODULE.CLASS")
+
     if (
         not isinstance(schema, Mapping)
         or not isinstance(function, Mapping)
@@ -140,6 +147,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
         raise ConfigError(
             f"{where}: tool_schema: needs a `function` with its name, description and parameters"
         )
+
     module, _, name = path.rpartition(".")
     try:
         made = getattr(importlib.import_module(module), name)
@@ -149,8 +157,10 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
             f"{where}: {path} can't be made: {described(error)}: list its file under the recipe's "
             "`import`, or install its package"
         ) from error
+
     if not callable(getattr(tool, "create", None)) or not callable(getattr(tool, "execute", None)):
         raise ConfigError(f"{where}: {path} has no `create` and `execute`, as verl's tools have")
+
     about = function.get("description")
     spec = ToolSpec(
         name=function["name"],

@@ -20,7 +20,8 @@ class WordIndex:
     """Passages by their words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        self._passages, self._lock = passages, threading.Lock()
+        self._passages = passages
+        self._lock = threading.Lock()
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
         self._database.execute(
             "CREATE VIRTUAL TABLE passages "
@@ -36,12 +37,14 @@ class WordIndex:
         match = _match(query)
         if not match:
             return []
+
         with self._lock:
             rows = self._database.execute(
                 "SELECT rowid, -bm25(passages) FROM passages WHERE passages MATCH ? "
                 "ORDER BY bm25(passages), rowid LIMIT ?",
                 (match, count),
             ).fetchall()
+
         return [(self._passages[number], score) for number, score in rows]
 
 

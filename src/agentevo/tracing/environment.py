@@ -33,6 +33,7 @@ def traced_as_environment() -> Iterator[None]:
     if asked is None or is_off or exporter.strip().lower() != "otlp":
         yield
         return
+
     end = _trace_this_process(f"the environment variable {asked}")
     try:
         yield

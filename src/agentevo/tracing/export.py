@@ -69,15 +69,20 @@ async def export_spans(
             if made is None:
                 run = run._replace(id=kept_run_id(folder) or call.id.rpartition("-")[0])
                 made = Spans(run, Texts(LENGTH), contents=contents)
+
             if call.ended_at is None:
                 num_unended += 1
                 continue
+
             trace = trace_of(run.id, attempt_of(call.trajectory_id), 1.0)
             batch.append(made.of(call, trace))
             num_spans += 1
+
             if len(batch) == BATCH:
                 write()
+
         write()
+
     return Exported(num_spans, num_unended)
 
 

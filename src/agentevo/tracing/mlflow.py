@@ -38,7 +38,9 @@ class MLflowServer:
     """An exporter to a tracking server."""
 
     def __init__(self, uri: str, experiment: str, source: Source) -> None:
-        self._uri, self._experiment, self._source = uri.rstrip("/"), experiment, source
+        self._uri = uri.rstrip("/")
+        self._experiment = experiment
+        self._source = source
         self._otlp: OTLP | None = None
 
     def open(self) -> None:
@@ -75,8 +77,10 @@ class MLflowServer:
             known = self._asked(
                 "GET", "get-by-name", headers, params={"experiment_name": self._experiment}
             )
+
         if known is None:
             raise ExportError(f"{self._where} makes no experiment {self._experiment!r}")
+
         return str(known["experiment"]["experiment_id"])
 
     @property
@@ -95,6 +99,7 @@ class MLflowServer:
             return None
         if answer.status_code != 200:
             raise ExportError(f"{self._where} answered {answer.status_code}: {answer.text[:200]}")
+
         told: dict[str, Any] = answer.json()
         return told
 
@@ -110,7 +115,9 @@ class MLflowDatabase:
                 f"{where} needs the package 'mlflow': pip install mlflow, or give "
                 "tracing.endpoint=http://HOST:PORT of a server"
             )
-        self._uri, self._experiment = uri, experiment
+
+        self._uri = uri
+        self._experiment = experiment
         self._client: Any = None
         self._experiment_id = ""
 
@@ -134,6 +141,7 @@ class MLflowDatabase:
         """See Exporter. Seconds: MLflow is imported, and a new database gets its tables."""
         if self._client is not None:
             return
+
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
         from mlflow.tracing.client import TracingClient
@@ -147,16 +155,16 @@ class MLflowDatabase:
                 known = client.get_experiment_by_name(self._experiment)
                 if known is None:
                     raise
+
         if known is not None:
             self._experiment_id = known.experiment_id
+
         self._client = TracingClient(self._uri)
 
 
 def _authorization() -> dict[str, str]:
-    user, password = (
-        os.environ.get("MLFLOW_TRACKING_USERNAME"),
-        os.environ.get("MLFLOW_TRACKING_PASSWORD"),
-    )
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    password = os.environ.get("MLFLOW_TRACKING_PASSWORD")
     if user and password:
         return {"Authorization": f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"}
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")

@@ -25,10 +25,14 @@ from agentevo.tracing.tracer import Exporter, Limits, Tracer
 
 FOLDER = "tracing"
 """In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
-LENGTH, QUEUE, BATCH = 16384, 4096, 512
-FILE_DELAY_MS, DELAY_MS = 1000, 5000
-"""The longest that a span waits for others: a file is near, and for the rest it is OpenTelemetry's
-default, as each request costs milliseconds."""
+LENGTH = 16384
+QUEUE = 4096
+BATCH = 512
+FILE_DELAY_MS = 1000
+"""The longest that a span waits for others before it is written to a file, which is near."""
+DELAY_MS = 5000
+"""The longest that it waits otherwise: OpenTelemetry's default, as each request costs
+milliseconds."""
 _UNSAFE = re.compile(r"[^\w.-]")
 _TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
 """Of the variable for contents, in all spellings that instrumentations know."""
@@ -49,6 +53,7 @@ def open_tracing(
     section = config.tracing
     if section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, "")):
         return nullcontext(None)
+
     run_id = run_id_of(config.run_dir)
     contents = contents_of(section)
     run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
@@ -117,10 +122,12 @@ def source(*, of_this_process: bool = True) -> Source:
         key, separator, value = pair.partition("=")
         if separator and key.strip():
             attributes[_attribute(key)] = _attribute(value)
+
     if service := os.environ.get(names.ENV_SERVICE):
         attributes[names.SERVICE_NAME] = storable(service)
     if of_this_process:
         attributes["process.pid"] = str(os.getpid())
+
     return Source(attributes=attributes, version=agentevo.__version__)
 
 
@@ -139,10 +146,12 @@ def _exporter(config: RunConfig, process: str) -> Exporter:
             return JsonLines(path, source())
         except OSError as error:
             raise DiskError(f"tracing: {path} can't be written: {error}") from error
+
     if section.backend == "otlp":
         from agentevo.tracing.otlp import OTLP
 
         return OTLP(source(), endpoint)
+
     from agentevo.tracing.mlflow import mlflow_exporter
 
     uri = endpoint or os.environ.get("MLFLOW_TRACKING_URI")

@@ -14,8 +14,10 @@ from agentevo.tracing import otlp_settings as settings
 from agentevo.tracing.otlp_proto import encoded_span, request
 from agentevo.tracing.span import Source, Span
 
-LONGEST_ANSWER, LONGEST_SHOWN = 65536, 300
-"""Bytes of a collector's answer that are read, and of one that refuses those that are told."""
+LONGEST_ANSWER = 65536
+"""Bytes of a collector's answer that are read."""
+LONGEST_SHOWN = 300
+"""Bytes of a refusal that are shown."""
 _PACKED: dict[str | None, Callable[[bytes], bytes]] = {
     None: lambda body: body,
     "gzip": gzip.compress,
@@ -39,8 +41,10 @@ class OTLP:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Raises ConfigError for what the environment's variables say wrong."""
-        self._source, self._url = source, settings.trace_url(endpoint)
-        self._where, self._timeout_s = settings.shown_url(self._url), settings.timeout_s()
+        self._source = source
+        self._url = settings.trace_url(endpoint)
+        self._where = settings.shown_url(self._url)
+        self._timeout_s = settings.timeout_s()
         packing = settings.compression()
         self._pack = _PACKED[packing]
         self._client = settings.client(
@@ -64,6 +68,7 @@ class OTLP:
         """See Exporter."""
         if not made:
             return
+
         body = self._pack(request(made, self._source))
         try:
             try:
@@ -72,19 +77,23 @@ class OTLP:
                 problem = self._refusal(body)
         except httpx.HTTPError as error:
             problem = described(error)
+
         if problem:
             raise ExportError(f"{self._where} did not take {len(made)} spans: {problem}")
 
     def _refusal(self, body: bytes) -> str:
         """Sends a request. Why it was refused; empty where it was not."""
-        until, said = time.monotonic() + self._timeout_s, b""
+        until = time.monotonic() + self._timeout_s
+        said = b""
         with self._client.stream("POST", self._url, content=body) as answer:
             for piece in answer.iter_raw():
                 said += piece
                 if len(said) > LONGEST_ANSWER or time.monotonic() > until:
                     break
+
         if answer.is_success:
             return ""
+
         words = said[:LONGEST_SHOWN].decode("utf-8", "replace")
         return (
             f"it answered {answer.status_code} {answer.reason_phrase}{': ' if words else ''}{words}"

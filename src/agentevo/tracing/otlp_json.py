@@ -77,6 +77,7 @@ def encoded_span(span: Span) -> bytes:
         if shared.attributes:
             parts += (before, _of_shared(shared))
             before = b","
+
     _add_attributes(parts, span.own, before)
     parts.append(b"]")
     if span.events:
@@ -87,14 +88,17 @@ def encoded_span(span: Span) -> bytes:
             _add_attributes(parts, event.attributes, b"")
             parts.append(b"]}")
         parts.append(b"]")
+
     if span.links:
         links = [
             {"traceId": f"{trace_id:032x}", "spanId": f"{span_id:016x}"}
             for trace_id, span_id in span.links
         ]
         parts += (b',"links":', _json(links))
+
     if span.is_error:
         parts += (b',"status":', _json({"code": _ERROR, "message": span.message}))
+
     parts.append(b"}")
     return b"".join(parts)
 

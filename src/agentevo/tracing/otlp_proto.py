@@ -19,10 +19,13 @@ from agentevo.tracing.span import Event, Shared, Source, Span, Value, rememberin
 
 _KINDS = {"internal": 1, "server": 2, "client": 3}
 _ERROR = 2
-_IS_LOCAL, _IS_REMOTE = 0x100, 0x300
-"""Flags of a parent or link: it is known whether that is another process's; it is one."""
+_IS_LOCAL = 0x100
+"""Flag of a parent or link: it is known whether that is another process's."""
+_IS_REMOTE = 0x300
+"""Flags of a parent or link: it is known to be another process's."""
 _MAX_UINT64 = 2**64 - 1
-_double, _fixed64 = struct.Struct("<d").pack, struct.Struct("<Q").pack
+_double = struct.Struct("<d").pack
+_fixed64 = struct.Struct("<Q").pack
 _fixed32 = struct.Struct("<I").pack
 
 
@@ -51,14 +54,17 @@ def encoded_span(span: Span) -> bytes:
     ]
     if span.parent_id is not None:
         parts += (b"\x22\x08", span.parent_id.to_bytes(8, "big"))  # field 4
+
     parts += map(_of_shared, span.shared)
     parts += [_attribute(key, value) for key, value in span.own.items()]
     if not (span.events or span.links or span.is_error):
         return b"".join(parts)
+
     parts += [_block(11, _event(event)) for event in span.events]
     parts += [_block(13, _link(*link)) for link in span.links]
     if span.is_error:
         parts.append(_block(15, _text(2, span.message) + _number(3, _ERROR)))
+
     return b"".join(parts)
 
 
@@ -118,10 +124,12 @@ def _varint(number: int) -> bytes:
     """Seven bits a byte, the lowest first; all but the last have their highest bit set."""
     if number < 0x80:
         return _BYTES[number]
+
     digits = bytearray()
     while number > 0x7F:
         digits.append(number & 0x7F | 0x80)
         number >>= 7
+
     digits.append(number)
     return bytes(digits)
 

@@ -25,14 +25,17 @@ def trace_url(endpoint: str | None) -> str:
     what is no such URL, and where the environment speaks of gRPC."""
     if endpoint is not None:
         return _checked(_with_path(endpoint.strip()), "tracing.endpoint")
+
     if variable("PROTOCOL").lower() == "grpc":
         raise ConfigError(
             "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, and AgentEvo sends spans over HTTP: set "
             "tracing.endpoint to the collector's HTTP address, such as http://HOST:4318, which "
             "counts before the variable"
         )
+
     if whole := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip():
         return _checked(whole, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
     base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").strip() or "http://localhost:4318"
     return _checked(_with_path(base), "OTEL_EXPORTER_OTLP_ENDPOINT")
 
@@ -47,11 +50,13 @@ def _checked(url: str, key: str) -> str:
         is_whole = read.scheme in ("http", "https") and bool(read.host)
     except (httpx.InvalidURL, ValueError):
         is_whole = False
+
     if not is_whole:
         raise ConfigError(
             f"{key} is no URL of a collector: give one such as http://HOST:4318 (in a password, "
             "`/`, `?`, `#` and `@` are written as %2F, %3F, %23 and %40)"
         )
+
     return url
 
 
@@ -63,7 +68,8 @@ def shown_url(url: str) -> str:
 
 def variable(name: str) -> str:
     """What the environment says for traces, or for everything."""
-    general, own = f"OTEL_EXPORTER_OTLP_{name}", f"OTEL_EXPORTER_OTLP_TRACES_{name}"
+    general = f"OTEL_EXPORTER_OTLP_{name}"
+    own = f"OTEL_EXPORTER_OTLP_TRACES_{name}"
     return (os.environ.get(own) or os.environ.get(general) or "").strip()
 
 
@@ -72,18 +78,23 @@ def headers() -> dict[str, str]:
     found = {}
     for pair in filter(str.strip, variable("HEADERS").split(",")):
         key, separator, value = pair.partition("=")
-        name, value = unquote(key.strip()).lower(), unquote(value.strip())
+        name = unquote(key.strip()).lower()
+        value = unquote(value.strip())
+
         if not separator or not _NAME.fullmatch(name):
             raise ConfigError(
                 "OTEL_EXPORTER_OTLP_HEADERS has a piece that is not KEY=VALUE (pieces are "
                 "separated by commas; a comma within a value is %2C)"
             )
+
         if name in _FRAMING or not (value.isprintable() and value.isascii()):
             raise ConfigError(
                 f"OTEL_EXPORTER_OTLP_HEADERS: the header {name} can't be set, or has a character "
                 "that no header can have"
             )
+
         found[name] = value
+
     return found
 
 
@@ -94,6 +105,7 @@ def timeout_s() -> float:
         seconds = float(text or TIMEOUT_S)
     except ValueError:
         seconds = 0.0
+
     if not 0 < seconds < 1e6:
         raise ConfigError(f"OTEL_EXPORTER_OTLP_TIMEOUT is {text[:40]!r}: give seconds, above 0")
     return seconds
@@ -104,17 +116,20 @@ def compression() -> str | None:
     name = variable("COMPRESSION").lower()
     if name in ("", "none"):
         return None
+
     if name not in COMPRESSIONS:
         raise ConfigError(
             f"OTEL_EXPORTER_OTLP_COMPRESSION is {name[:40]!r}: give gzip, deflate or none"
         )
+
     return name
 
 
 def client(sent: dict[str, str]) -> httpx.Client:
     """A client that sends these headers, and goes through the proxy that the environment names. It
     keeps its connection from one batch to the next."""
-    trusted, own = variable("CERTIFICATE"), variable("CLIENT_CERTIFICATE")
+    trusted = variable("CERTIFICATE")
+    own = variable("CLIENT_CERTIFICATE")
     context: ssl.SSLContext | bool = True
     if trusted or own:
         try:
@@ -126,6 +141,7 @@ def client(sent: dict[str, str]) -> httpx.Client:
                 "OTEL_EXPORTER_OTLP_CERTIFICATE, _CLIENT_CERTIFICATE or _CLIENT_KEY names a file "
                 f"that can't be used: {error}"
             ) from error
+
     limits = httpx.Limits(max_connections=1, keepalive_expiry=60.0)
     try:
         return httpx.Client(headers=sent, timeout=timeout_s(), verify=context, limits=limits)

@@ -48,7 +48,9 @@ class Spans:
     """Makes spans of calls. `contents`: they hold what was said."""
 
     def __init__(self, run: RunFacts, texts: Texts, *, contents: bool) -> None:
-        self._run, self._texts, self._contents = run, texts, contents
+        self._run = run
+        self._texts = texts
+        self._contents = contents
         self._attempt = lru_cache(4096)(self._attempt_facts)
         self._described = lru_cache(1024)(self._described_once)
         self._span_of = lru_cache(4096)(span_of)
@@ -70,14 +72,19 @@ class Spans:
             parent = asker.span_id
         elif asker is not None:
             links = ((asker.trace_id, asker.span_id),)
+
         is_known = call.kind != "tool" or not call.name.startswith("open ")
         name, kind, described = self._described(call.kind if is_known else "", call.name)
+
         own = self._own(call, said)
-        attempt, keys = self._attempt(call.trajectory_id), own.keys()
+        attempt = self._attempt(call.trajectory_id)
+        keys = own.keys()
         shared: tuple[Shared, ...] = (attempt, described)
         if not (keys.isdisjoint(attempt.attributes) and keys.isdisjoint(described.attributes)):
             # A fact has the name of one that is shared.
-            own, shared = {k: v for one in shared for k, v in one.attributes.items()} | own, ()
+            own = {k: v for one in shared for k, v in one.attributes.items()} | own
+            shared = ()
+
         ended_at = call.started_at if call.ended_at is None else call.ended_at
         is_error = call.status == "failed"
         message = self._texts.shown(call.error or "") if is_error else ""
@@ -85,6 +92,7 @@ class Spans:
             own[names.ERROR_TYPE] = _kind_of(message)
         if call.kind == "tool" and not self._contents:
             message = ""  # it is the tool's result
+
         end_ns = round(ended_at * _NANO)
         return Span(
             name=name,
@@ -106,7 +114,8 @@ class Spans:
         """The span's name and kind, and what the conventions say of all calls of a kind and name.
         Without a kind it is the opening of a tool."""
         model = self._run.model
-        spoken, is_client = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip(), False
+        spoken = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip()
+        is_client = False
         attributes: dict[str, Value] = {}
         if kind == "attempt":
             spoken = f"{names.INVOKE_AGENT} {name}"
@@ -118,7 +127,8 @@ class Spans:
             }
         elif kind in ("policy", "remote"):
             model = name if kind == "remote" else model
-            spoken, is_client = f"{names.CHAT} {model}", kind == "remote" or self._run.is_remote
+            spoken = f"{names.CHAT} {model}"
+            is_client = kind == "remote" or self._run.is_remote
             attributes = {
                 names.OPERATION: names.CHAT,
                 names.PROVIDER_NAME: names.PROVIDER,
@@ -128,6 +138,7 @@ class Spans:
         elif kind == "tool":
             spoken = f"{names.EXECUTE_TOOL} {name}"
             attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: name}
+
         spoken = self._texts.shown(spoken, 200)
         return spoken, "client" if is_client else "internal", Shared(attributes)
 
@@ -143,12 +154,14 @@ class Spans:
             for fact, name in _TOOL_CONTENTS.items():
                 if isinstance(text := facts.get(fact), str):
                     own[name] = self._texts.shown(text)
+
         # What the call noted that the conventions have no name for.
         told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
         for fact, value in facts.items():
             if fact not in told and (self._contents or fact not in _OUTPUT):
                 shown = self._texts.shown(value) if isinstance(value, str) else value
                 own[names.OWN + fact] = shown
+
         return own if said is None else own | self._said(said)
 
     def _attempt_facts(self, trajectory_id: str) -> Shared:
@@ -169,6 +182,7 @@ class Spans:
                 names.STEP: int(found["step"]),
                 names.ATTEMPT: int(found["number"]),
             }
+
         return Shared(attributes)
 
     def _said(self, said: Said) -> dict[str, Value]:
@@ -177,26 +191,32 @@ class Spans:
             attributes[names.FINISH_REASONS] = list(said.finish_reasons)
         if said.temperature is not None:
             attributes[names.REQUEST_TEMPERATURE] = said.temperature
+
         if self._contents:
             reasons = said.finish_reasons
             if said.asked:
                 attributes[names.INPUT_MESSAGES] = self._texts.messages(said.asked)
+
             if said.answers:
                 answers = self._texts.messages(said.answers, finish_reasons=reasons)
                 attributes[names.OUTPUT_MESSAGES] = answers
+
             if said.tools:
                 attributes[names.TOOL_DEFINITIONS] = self._texts.shown(said.tools)
+
         if said.texts is not None:
             prompt, completions = said.texts()
             attributes[names.PROMPT_TEXT] = self._texts.shown(prompt)
             shown = [self._texts.shown(text) for text in completions]
             attributes[names.COMPLETION_TEXT] = shown[0] if len(shown) == 1 else shown
+
         return attributes
 
     def _events(self, call: Call, at_ns: int) -> tuple[Event, ...]:
         score = call.attributes.get("score")
         if not isinstance(score, (int, float)):
             return ()
+
         attributes: dict[str, Value] = {
             names.EVALUATION_NAME: call.name,
             names.EVALUATION_SCORE: float(score),
@@ -204,6 +224,7 @@ class Spans:
         reason = call.attributes.get("reason")
         if self._contents and isinstance(reason, str):
             attributes[names.EVALUATION_EXPLANATION] = self._texts.shown(reason)
+
         return (Event(name=names.EVALUATION_EVENT, at_ns=at_ns, attributes=attributes),)
 
 

@@ -23,8 +23,10 @@ from agentevo.types import Message, ToolCall
 HIDDEN = "***"
 SHORTEST_SECRET = 8
 """Characters: shorter values are words of any text."""
-REMEMBERED, LONGEST_REMEMBERED = 1024, 4096
-"""Texts of which it is remembered what they are without secrets; their length in characters."""
+REMEMBERED = 1024
+"""Texts of which it is remembered what they are without secrets."""
+LONGEST_REMEMBERED = 4096
+"""Length of the longest of them, in characters."""
 _SECRET_NAME = re.compile(
     r"(?i)(?:^|_)(?:key|apikey|token|secret|password|passwd|pwd|pat|credentials?|headers)(?:_|$)"
 )
@@ -50,6 +52,7 @@ class Texts:
         }
         whole = sorted(values, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, whole))) if whole else None
+
         # Names, and the messages that every turn of an attempt has again.
         self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
 
@@ -70,18 +73,22 @@ class Texts:
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
         """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
         newest messages are kept, and of a long message head and tail."""
-        left, told = self.longest, list[msgspec.Raw]()
+        left = self.longest
+        told = list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):
             if left <= _MARGIN:
                 note = _note(f"{number + 1} earlier messages are left out")
                 told.append(msgspec.Raw(msgspec.json.encode(note)))
                 break
+
             one = self._message(messages[number], left)
             if finish_reasons:
                 one["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
+
             encoded = msgspec.json.encode(one)
             told.append(msgspec.Raw(encoded))
             left -= len(encoded)
+
         return msgspec.json.encode(told[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
@@ -96,6 +103,7 @@ class Texts:
                 "response": response,
             }
             return told | {"parts": [part]}
+
         makers: list[Callable[[int], dict[str, Any]]] = [
             lambda left, kind=kind, text=text: {"type": kind, "content": self.shown(text, left)}  # type: ignore[misc]
             for kind, text in (("reasoning", message.reasoning), ("text", message.text))
@@ -109,6 +117,7 @@ class Texts:
                 break
             parts.append(make(longest))
             longest -= len(msgspec.json.encode(parts[-1]))
+
         return told | {"parts": parts}
 
     def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class Limits:
     def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
         """At most `queue` spans wait; up to `batch` of them are exported together, at the latest
         after `delay_s`."""
-        self.queue, self.batch, self.delay_s = queue, min(batch, queue), delay_s
+        self.queue = queue
+        self.batch = min(batch, queue)
+        self.delay_s = delay_s
 
 
 class Tracer:
@@ -87,12 +89,17 @@ class Tracer:
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`tell` hears of what is not exported. `share`: of the attempts that are traced."""
-        self.contents, self.token2text = contents, token2text
+        self.contents = contents
+        self.token2text = token2text
         self.exported = self.dropped = self.refused = 0
         """Numbers of spans: the exporter took them in; it did not; the queue was full."""
-        self._exporter, self._spans = exporter, spans
-        self._run_id, self._share, self._tell = run_id, share, tell
-        self._limits, self._flush_s = limits or Limits(), flush_s
+        self._exporter = exporter
+        self._spans = spans
+        self._run_id = run_id
+        self._share = share
+        self._tell = tell
+        self._limits = limits or Limits()
+        self._flush_s = flush_s
         self._queue: deque[RunningCall] = deque()
         self._num_taken = 0
         """Calls that came into the queue."""
@@ -100,7 +107,8 @@ class Tracer:
         """Of the exporter, since it last took something in."""
         self._problem = ""
         self._resting_until = 0.0
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
         self._is_late = self._is_given_up = False
         self._thread = threading.Thread(target=self._work, name="agentevo-tracing", daemon=True)
 
@@ -119,6 +127,7 @@ class Tracer:
                     f"the queue of {self._limits.queue} (tracing.max_queue) is dropped"
                 )
             return
+
         self._num_taken += 1
         self._queue.append(call)
         if waiting + 1 == self._limits.batch:
@@ -138,9 +147,11 @@ class Tracer:
         self._thread.join(self._flush_s)
         self._is_late = self._thread.is_alive()
         left = self._num_taken - self.exported - self.dropped
+
         why = self._problem or "more came than the exporter took in"
         if self._is_late:
             why = self._problem or f"the exporter did not end within {self._flush_s:g} s"
+
         if lost := self.dropped + self.refused + left:
             self._tell(f"tracing: {lost} spans were not exported, {self.exported} were: {why}")
         elif self.exported:
@@ -151,6 +162,7 @@ class Tracer:
             self._exporter.open()
         except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
             self._failed(error)
+
         while not self._closing.is_set():
             self._wake.wait(self._limits.delay_s)
             self._wake.clear()
@@ -158,8 +170,10 @@ class Tracer:
                 self._export(self._taken())
                 if len(self._queue) < self._limits.batch:
                     break
+
         while self._queue and not self._is_late:
             self._export(self._taken())
+
         with suppress(Exception):
             self._exporter.close()
 
@@ -169,7 +183,8 @@ class Tracer:
     def _export(self, calls: Sequence[RunningCall]) -> None:
         """In pieces of about PIECE characters each, where spans hold texts."""
         has_texts = self.contents or self.token2text
-        piece, size = list[Any](), 0
+        piece = list[Any]()
+        size = 0
         for call in calls:
             try:
                 span = self._span(call)
@@ -178,12 +193,16 @@ class Tracer:
                 self.dropped += 1
                 self._told(error)
                 continue
+
             own = _characters(span) if has_texts else 0
             if piece and size + own > PIECE:
                 self._deliver(piece)
-                piece, size = [], 0
+                piece = []
+                size = 0
+
             piece.append(made)
             size += own
+
         if piece:
             self._deliver(piece)
 
@@ -200,8 +219,10 @@ class Tracer:
             if self._closing.wait(rest):
                 time.sleep(min(rest, LAST_REST_S))
                 break
+
         if self._is_late or self._is_given_up:
             return False
+
         try:
             self._exporter.open()
             self._exporter.export(piece)
@@ -209,15 +230,20 @@ class Tracer:
             self._failed(error)
             self._is_given_up = self._closing.is_set() and self._failures > 1
             return False
-        self._failures, self._resting_until = 0, 0.0
+
+        self._failures = 0
+        self._resting_until = 0.0
         return True
 
     def _span(self, call: RunningCall) -> Span:
         trace = call.calls.trace
         assert trace is not None
-        record, around = call.record(call.calls.recorder), None
+
+        record = call.record(call.calls.recorder)
+        around = None
         if record.parent is None and call.outer is not None:
             around = call.outer.place
+
         return self._spans.of(
             record,
             trace,

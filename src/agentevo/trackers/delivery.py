@@ -42,7 +42,9 @@ class Record:
 
     def __init__(self, path: Path | None) -> None:
         """None: nothing is kept, as for a run that is never resumed."""
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
+
         self._entries: dict[str, dict[str, Any]] = {}
         if path is not None and path.is_file():
             try:
@@ -54,7 +56,8 @@ class Record:
     def of(self, name: str) -> tuple[str, int]:
         """(id, last step) of a tracker; ("", -1) if it has never begun."""
         entry = self._entries.get(name, {})
-        known, step = entry.get("id"), entry.get("step")
+        known = entry.get("id")
+        step = entry.get("step")
         is_known = isinstance(known, str) and type(step) is int
         return (str(known), int(step)) if is_known and step is not None else ("", -1)
 
@@ -81,12 +84,16 @@ class Delivery:
     ) -> None:
         """say(text, is_warning)."""
         self.name = name
-        self._make, self._run, self._record, self._say = make, run, record, say
+        self._make = make
+        self._run = run
+        self._record = record
+        self._say = say
         self._first_pause_s = first_pause_s
         self._rows: deque[Row] = deque()
         self._last: list[Callable[[Tracker], None]] | None = None
         self._wake = threading.Condition()
-        self._id, self._step = run.id, run.last_step
+        self._id = run.id
+        self._step = run.last_step
         self._warned = self._given_up = False
         self._left_out = 0
         self._busy: tuple[float, str] | None = None
@@ -103,8 +110,10 @@ class Delivery:
                 self._left_out += 1
             self._rows.append(row)
             self._wake.notify()
+
         if self._left_out:
             self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of them are left out")
+
         self.look()
 
     def look(self) -> None:
@@ -138,6 +147,7 @@ class Delivery:
         """Once in the life of a run: a tracker is not worth more of a person's attention."""
         if self._warned:
             return
+
         self._warned = True
         self._say(
             f"tracker {self.name}: {what}. Training goes on; metrics.jsonl in the run's folder has "
@@ -151,12 +161,14 @@ class Delivery:
             with self._wake:
                 self._given_up = True
             return
+
         while (row := self._next()) is not None:
             if self._tried(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
                 self._step = row.step
                 self._keep()
             else:
                 self._left_out += 1
+
         for act in self._last or ():
             self._tried("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
@@ -173,6 +185,7 @@ class Delivery:
 
         if not self._tried("its beginning", begin):
             return None
+
         self._keep()
         return made[0]
 
@@ -197,8 +210,10 @@ class Delivery:
                     self._wake.wait_for(
                         lambda: self._given_up, self._first_pause_s * 2 ** (number - 1)
                     )
+
             if self._given_up:
                 return False
+
             self._busy = (time.monotonic(), what)
             try:
                 call()
@@ -211,6 +226,7 @@ class Delivery:
                 return True
             finally:
                 self._busy = None
+
         return False
 
 

@@ -48,12 +48,15 @@ class MLflow(Tracker):
             self._id = run.id
             client.update_run(self._id, status="RUNNING")
             return Begun(self._id)
+
         experiment = client.get_experiment_by_name(run.project)
         known = client.create_experiment(run.project) if experiment is None else None
+
         tags = {"agentevo.kind": run.kind, "mlflow.note.content": run.notes}
         tags |= {f"agentevo.tag.{tag}": "true" for tag in run.tags}
         if run.group:
             tags["agentevo.group"] = run.group
+
         created = client.create_run(
             known if experiment is None else experiment.experiment_id,
             run_name=run.name,
@@ -62,6 +65,7 @@ class MLflow(Tracker):
         self._id = created.info.run_id
         self._parameters(flat(run.config))
         client.log_dict(self._id, dict(run.config), "config.yaml")
+
         place = f"#/experiments/{created.info.experiment_id}/runs/{self._id}"
         is_server = uri is not None and uri.startswith("http")
         words = f"experiment {run.project}, run {run.name} ({self._id})"
@@ -86,6 +90,7 @@ class MLflow(Tracker):
         ]
         for first in range(0, len(metrics), MOST_AT_ONCE):
             self._client.log_batch(self._id, metrics=metrics[first : first + MOST_AT_ONCE])
+
         for table in row.tables:
             columns = zip(*table.rows, strict=True)
             data = {name: list(cells) for name, cells in zip(table.columns, columns, strict=True)}

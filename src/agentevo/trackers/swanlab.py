@@ -65,6 +65,7 @@ class SwanLab(Tracker):
             values[table.name] = [
                 swanlab.Text(_words(table.columns, cells)) for cells in table.rows
             ]
+
         self._run.log(values, step=row.step)
         self._step = row.step
 

@@ -36,12 +36,14 @@ class TensorBoard(Tracker):
         _wait_for_a_later_name(folder)
         self._writer: EventFileWriter = EventFileWriter(str(folder))
         self._step = max(run.last_step, 0)
+
         if run.resumed:  # TensorBoard hides what older files say of this step and later ones
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=run.last_step + 1, session_log=start))
         else:
             text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
             self._add([_text("config", f"```\n{text}\n```")], 0, None)
+
         return Begun(run.id)
 
     def log(self, row: Row) -> None:
@@ -72,6 +74,7 @@ class TensorBoard(Tracker):
         event = Event(step=step, summary=Summary(value=values))
         if time is not None:
             event.wall_time = time
+
         self._writer.add_event(event)
         self._writer.flush()
 

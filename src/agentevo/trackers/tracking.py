@@ -33,7 +33,9 @@ class Tracking:
     ) -> None:
         """made: for each tracker its options, and its class. `keep_record`: the run has a folder
         and may be resumed."""
-        self._note, self._warn, self._flush_s = note, warn, flush_s
+        self._note = note
+        self._warn = warn
+        self._flush_s = flush_s
         self._said: deque[tuple[str, bool]] = deque()
         record = Record(run.folder / RECORD if keep_record else None)
         self._deliveries = [
@@ -87,9 +89,11 @@ class Tracking:
         ]
         for delivery in self._deliveries:
             delivery.finish(list(last))
+
         until = time.monotonic() + self._flush_s
         for delivery in self._deliveries:
             delivery.wait(until)
+
         self.hear()
 
 

@@ -41,6 +41,7 @@ class Trackio(Tracker):
             resume="allow" if run.resumed else "never",
             embed=False,
         )
+
         return Begun(name, f"run {name}: trackio show --project {run.project}")
 
     def log(self, row: Row) -> None:
@@ -51,6 +52,7 @@ class Trackio(Tracker):
             values[table.name] = trackio.Table(
                 columns=list(table.columns), data=[list(cells) for cells in table.rows]
             )
+
         self._run.log(values, step=row.step)
         self._step = row.step
 

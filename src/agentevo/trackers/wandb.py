@@ -66,6 +66,7 @@ class WandB(Tracker):
         if mode == "offline":
             synced = f"offline files: wandb sync {Path(self._run.dir).parent}"
             return Begun(self._run.id, f"{synced} --append" if run.resumed else synced)
+
         return Begun(self._run.id, self._run.url or "")
 
     def log(self, row: Row) -> None:
@@ -76,6 +77,7 @@ class WandB(Tracker):
             values[table.name] = wandb.Table(
                 columns=list(table.columns), data=[list(cells) for cells in table.rows]
             )
+
         self._run.log(values, step=row.step, commit=True)
 
     def figure(self, name: str, path: Path) -> None:
@@ -106,6 +108,7 @@ def _has_key() -> bool:
     """Whether W&B would find a key without asking for one."""
     if any(os.environ.get(name) for name in KEYS):
         return True
+
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or CLOUD).hostname or ""
     home = Path.home()
     for path in (os.environ.get("NETRC"), home / ".netrc", home / "_netrc"):
@@ -114,4 +117,5 @@ def _has_key() -> bool:
                 return True
         except (OSError, netrc.NetrcParseError):
             continue
+
     return False

@@ -34,7 +34,8 @@ class AgentTrainers:
         self, trainers: Mapping[str, RolloutTrainer], policy_of: Callable[[str], str]
     ) -> None:
         """Trainers by the name of their policy, the main one first; `policy_of` an agent."""
-        self.trainers, self._policy_of = dict(trainers), policy_of
+        self.trainers = dict(trainers)
+        self._policy_of = policy_of
         self._main = next(iter(self.trainers))
 
     @property
@@ -99,6 +100,7 @@ class AgentTrainers:
                     together[name] = together.get(name, 0.0) + value
                 else:
                     together[name if policy == self._main else f"agents/{policy}/{name}"] = value
+
         return together
 
     def state_dict(self) -> dict[str, Any]:

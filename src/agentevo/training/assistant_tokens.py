@@ -102,12 +102,14 @@ class AssistantTokens:
         """The conversation's samples, and whether it lost its oldest turns to become short enough.
         Raises RowError."""
         self._check_texts(conversation)
-        messages, shortened = conversation.messages, False
+        messages = conversation.messages
+        shortened = False
         while True:
             parts = self._parts(messages, conversation.tools)
             longest = max(len(ids) for ids, _ in parts)
             if longest <= self.max_tokens:
                 return [token_row(conversation.where, ids, mask) for ids, mask in parts], shortened
+
             rest = _without_oldest_turn(messages) if self.too_long == "shorten" else None
             if rest is None:
                 what = "even its last turn alone" if shortened else "it"
@@ -116,7 +118,9 @@ class AssistantTokens:
                     f"{what} has {longest} tokens, the limit is {self.max_tokens} "
                     "(data.max_tokens)",
                 )
-            messages, shortened = rest, True
+
+            messages = rest
+            shortened = True
 
     def _parts(self, messages: Chat, tools: Chat | None) -> list[tuple[list[int], list[bool]]]:
         """The (ids, mask) of each sample."""
@@ -129,16 +133,19 @@ class AssistantTokens:
         parts = [part for part in parts if any(part[1])]
         if not parts:
             raise RowError("empty", "every message of the assistant has weight 0")
+
         for ids, mask in parts:
             if self._unknown is not None and self._unknown in ids:
                 raise RowError(
                     "unknown_characters",
                     f"the tokenizer has no token for a part of {self.tokenizer.decode(ids)[:80]!r}",
                 )
+
             if mask[0]:
                 raise RowError(
                     "template", "it begins with what the assistant says, which nothing predicts"
                 )
+
         return parts
 
     def _tokens_by_turn(
@@ -165,10 +172,12 @@ class AssistantTokens:
                         "generation prompt: edit the template, "
                         "or mark what the assistant says with {% generation %}",
                     )
+
                 whole = [
                     *prompt,
                     *self._encode(whole_text[len(prompt_text) :]),
                 ]  # tokens that meet at the border: the policy's begin there
+
             end = self._end(whole, len(prompt))
             if end is None:
                 raise RowError(
@@ -176,8 +185,10 @@ class AssistantTokens:
                     f"message {place + 1}: the template puts no special token behind it: nothing "
                     "tells where it ends",
                 )
+
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
                 parts.append(([], []))
+
             known_ids, known_mask = parts[-1]
             trained = messages[place].get("weight", 1) == 1 and (
                 self.train_on == "all" or place == answers[-1]
@@ -190,6 +201,7 @@ class AssistantTokens:
             start = min(len(prompt_text), whole_text.rindex(name))
             text = whole_text[: whole_text.index(name, start) + len(name)]
             ids = known_ids.copy()
+
         return parts
 
     def _end(self, ids: list[int], start: int) -> int | None:
@@ -206,7 +218,8 @@ class AssistantTokens:
         encoding = self._template(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(encoding["input_ids"]), [bool(m) for m in encoding["assistant_masks"]]
+        ids = list(encoding["input_ids"])
+        mask = [bool(m) for m in encoding["assistant_masks"]]
         runs = [
             list(run)
             for trained, run in groupby(range(len(ids)), key=lambda at: mask[at])
@@ -221,10 +234,12 @@ class AssistantTokens:
                 f"the template marks {len(runs)} passages for {len(weights)} messages of the "
                 "assistant",
             )
+
         for number, (run, weight) in enumerate(zip(runs, weights, strict=True), start=1):
             if weight == 0 or (self.train_on == "last" and number < len(runs)):
                 for at in run:
                     mask[at] = False
+
         return ids, mask
 
     def _check_nothing_lost(self, messages: Chat, tools: Chat | None) -> None:
@@ -237,12 +252,14 @@ class AssistantTokens:
             thinking = []  # the prompt opens it, and `_finish_thought` writes it
         if not (tools or calling or thinking):
             return
+
         whole = self._render(messages, tools)
         lost = ["tools"] if tools and self._is_same(whole, messages, None) else []
         for place in calling:
             if self._is_same(whole, _without(messages, "tool_calls", place), tools):
                 beside = " beside a content" if messages[place]["content"] else ""
                 lost.append(f"tool_calls{beside} (message {place + 1})")
+
         last = len(messages) - 1
         lost += [
             key for key in thinking if self._is_same(whole, _without(messages, key, last), tools)
@@ -319,13 +336,16 @@ def _finish_thought(prompt: str, whole: str, message: dict[str, Any]) -> str:
     opening = OPENS_THINKING.search(prompt)
     if opening is None or whole.startswith(prompt):
         return whole
+
     before = prompt[: opening.start()]
     answer = whole.removeprefix(before)
     if not whole.startswith(before):
         return whole
+
     if answer.startswith("<think>"):
         own = message["content"].startswith("<think>")  # and not the template's, which is to agree
         return prompt + answer.removeprefix("<think>") if own else whole
+
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     thought, rest = thought_of(message["content"], reasoning, opening.group())
     gap = rest[: len(rest) - len(rest.lstrip())] if thought.endswith("</think>") else ""

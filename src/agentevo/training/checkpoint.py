@@ -52,7 +52,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int, *, alone: bool = False) -> None:
         """`alone`: of several processes that train together only this one calls."""
-        self.folder, self.keep_last, self._alone = folder, keep_last, alone
+        self.folder = folder
+        self.keep_last = keep_last
+        self._alone = alone
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
@@ -75,12 +77,14 @@ class Checkpoints:
                     f"one under {self.folder}, `last` or `best`"
                 )
             return path
+
         steps = self.steps()
         if not steps:
             raise UnusableCheckpointError(
                 f"{self.folder} has no whole checkpoint: train with checkpoint.every above 0, or "
                 "let a run finish"
             )
+
         return self.path(
             self.best_step if which == "best" and self.best_step in steps else steps[-1]
         )
@@ -121,10 +125,12 @@ class Checkpoints:
             lambda: self._write(step, models, state, value, contribution, copies)
         )
         self.best_value, self.best_step = self._on_first(self._best)
+
         if prune:
             self.prune()
         else:
             self._on_first(self._write_index)
+
         return self.path(step), sha256
 
     def _on_first(self, work: Callable[[], T]) -> T:
@@ -155,11 +161,13 @@ class Checkpoints:
                             staging / folder,
                             weights=copies.get(folder) if weights is None else weights,
                         )
+
                     _write_state(plain, staging / "trainer.pt")
                     (staging / "state.json").write_text(
                         json.dumps(state[1], indent=1), encoding="utf-8"
                     )
                     sealed = manifest.seal(staging, step, value, shared.finish(staging))
+
             sync_to_disk(self.folder)
         except (OSError, SafetensorError, PartsError) as error:
             older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
@@ -168,6 +176,7 @@ class Checkpoints:
                 "nothing of it was left behind, whole "
                 f"checkpoints of other steps stay (of steps: {older})"
             ) from error
+
         return sealed.sha256
 
     def prune(self) -> None:
@@ -193,6 +202,7 @@ class Checkpoints:
                 f"{path / manifest.NAME} is of step {sealed.step}: the folder was renamed; "
                 "resume from another one"
             )
+
         return sealed
 
     def newest_whole(
@@ -210,6 +220,7 @@ class Checkpoints:
         for step in sorted(self.folders(), reverse=True):
             if limit is not None and step > limit:
                 continue
+
             path = self.path(step)
             try:
                 self.verify(path)
@@ -217,6 +228,7 @@ class Checkpoints:
                 torn(step, error)
             else:
                 return step
+
         return None
 
     def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -233,6 +245,7 @@ class Checkpoints:
             trainer_state = join_state(saved, path / FOLDER)
         except Exception as error:
             raise self._unusable(path, error) from error
+
         return trainer_state, self.run_state(path)
 
     @classmethod
@@ -265,6 +278,7 @@ class Checkpoints:
         """The steps that have a folder, whether whole or torn."""
         if not self.folder.is_dir():
             return []
+
         candidates = [
             (match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))
         ]
@@ -285,6 +299,7 @@ class Checkpoints:
                 continue  # not whole, or not to be read now; newest_whole says which
             if all((path / name).is_file() for name in sealed.files):
                 manifests[step] = sealed
+
         return manifests
 
     def _best(self) -> tuple[float | None, int | None]:
@@ -322,7 +337,8 @@ class _Shared:
     where it does not come to that. Without others it does nothing."""
 
     def __init__(self, contribution: Contribution | None) -> None:
-        self._contribution, self._done = contribution, contribution is None
+        self._contribution = contribution
+        self._done = contribution is None
         self.weights: Wholes | None = None
         """The model's, one whole tensor after the other; None: the model has them."""
         if contribution is not None and contribution.weights:

@@ -89,7 +89,8 @@ class _Stretches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ranks, grad = ctx.ranks, grads[0].contiguous()
+        ranks = ctx.ranks
+        grad = grads[0].contiguous()
         own = grad.new_empty(len(grad) // ranks.size, *grad.shape[1:])
         distributed.reduce_scatter(own, list(grad.chunk(ranks.size)), group=ranks.group)
         return own, None

@@ -59,6 +59,7 @@ class Contribution:
         """On the others, from beginning to end."""
         if self.weights:
             give(self.weights, self.group)
+
         told: list[Any] = [None]
         distributed.broadcast_object_list(told, group=self.group, group_src=0)
         if told[0] is not None and self.state:
@@ -70,6 +71,7 @@ class Contribution:
     def _write(self, folder: Path) -> dict[str, str]:
         folder.mkdir(parents=True, exist_ok=True)  # where folders are not shared, `seal` says so
         write_parts(folder, self.state, self.group)
+
         process = distributed.get_rank(self.group) if distributed.is_initialized() else 0
         own: dict[str, str] | str
         try:
@@ -78,13 +80,16 @@ class Contribution:
             own = {path.name: _hash_and_sync(path) for path in paths}
         except OSError as error:
             own = f"{folder}: process {process} could not read its part again ({error})"
+
         of_all: list[Any] = [own]
         if distributed.is_initialized():
             of_all *= distributed.get_world_size(self.group)
             distributed.all_gather_object(of_all, own, group=self.group)
+
         failed = [one for one in of_all if isinstance(one, str)]
         if failed:
             raise PartsError(failed[0])
+
         return {name: digest for one in of_all for name, digest in one.items()}
 
 

@@ -20,6 +20,7 @@ def copied_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         if key not in made:
             made[key] = _copied(tensor)
         found[name] = made[key]
+
     return found
 
 

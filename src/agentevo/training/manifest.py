@@ -28,9 +28,11 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
-SEEN_S, LOOK_S = 90.0, 0.1
+SEEN_S = 90.0
 """How long a file that another machine wrote may take to be seen here, as network file systems
-remember folders, and how often to look."""
+remember folders."""
+LOOK_S = 0.1
+"""How often to look for it."""
 _CHUNK = 1 << 20
 _READERS = 4
 """The number of files that are hashed at once; hashing releases Python's lock."""
@@ -69,16 +71,21 @@ def seal(
                 "same folder for run.dir",
                 lacking[0],
             )
+
         time.sleep(LOOK_S)
+
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     own = sorted(names - known.keys())
     with ThreadPoolExecutor(_READERS) as pool:
         digests = list(pool.map(_hash_and_sync, (folder / name for name in own)))
+
     files = {**known, **dict(zip(own, digests, strict=True))}
     manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
     (folder / NAME).write_bytes(_encoded(manifest))
+
     for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_to_disk(path)
+
     return manifest
 
 
@@ -94,16 +101,19 @@ def read(folder: Path) -> Manifest:
         ) from error
     except OSError as error:
         raise _unreadable(path, error) from error
+
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
+
     if content != _encoded(manifest) or manifest.sha256 != _sha256(
         manifest.step, manifest.value, manifest.files
     ):
         raise TornError(
             f"{path} is torn (its own checksum differs): resume from an older checkpoint"
         )
+
     return manifest
 
 
@@ -113,6 +123,7 @@ def verify(folder: Path) -> Manifest:
     manifest = read(folder)
     with ThreadPoolExecutor(_READERS) as pool:
         digests = pool.map(_digest_or_error, (folder / name for name in manifest.files))
+
     for name, digest in zip(manifest.files, digests, strict=True):
         if digest != manifest.files[name]:
             what = (
@@ -123,6 +134,7 @@ def verify(folder: Path) -> Manifest:
             raise TornError(
                 f"{folder / name} {what}, so the checkpoint is torn: resume from an older one"
             )
+
     return manifest
 
 

@@ -25,7 +25,8 @@ class MasterWeights:
     changes to the parameters themselves do not last: `give_weights` overwrites them."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:
-        self.parameters, self.on_cpu = parameters, on_cpu
+        self.parameters = parameters
+        self.on_cpu = on_cpu
         self.masters = [
             torch.nn.Parameter(self._place(local(parameter))) for parameter in parameters
         ]

@@ -23,8 +23,11 @@ from agentevo.errors import ConfigError
 from agentevo.training.kernels.stages import Stage
 from agentevo.training.parallel import CONTEXT, DATA_PARALLEL, PIPELINE, use_mesh
 
-TENSOR, EXPERT, SHARING = "tp", "ep", "sharing"
-REPLICATE, SHARD = "replicate", "shard"
+TENSOR = "tp"
+EXPERT = "ep"
+SHARING = "sharing"
+REPLICATE = "replicate"
+SHARD = "shard"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         replicas = section.replicas(distributed.get_world_size())
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
     inner = section.pipeline * section.context * section.tensor
     ranks = replicas * section.shard
     whole = init_device_mesh(
@@ -70,6 +74,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         (replicas, section.shard, inner),
         mesh_dim_names=(REPLICATE, SHARD, "inner"),
     )
+
     experts = both = None
     if section.expert > 1:
         experts = init_device_mesh(
@@ -77,11 +82,13 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
             (ranks // section.expert, section.expert, inner),
             mesh_dim_names=(SHARING, EXPERT, "inner"),
         )
+
     if section.expert > 1 and section.tensor > 1:
         every = torch.arange(ranks * inner)
         split = every.view(-1, section.expert, section.context, section.tensor)
         groups = split.transpose(1, 2).flatten(2).flatten(0, 1)
         both = DeviceMesh(device_type, groups, mesh_dim_names=("others", EXPERT))
+
     use_mesh(whole)
     stage = Stage.of(whole, PIPELINE) if section.pipeline > 1 else None
     data = data[SHARD] if replicas == 1 else data[REPLICATE, SHARD]

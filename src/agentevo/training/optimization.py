@@ -110,7 +110,9 @@ class Optimization:
     ) -> None:
         """`key` is the recipe's section that has this learning rate; error messages name it.
         `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
-        self.section, self.memory, self.key = section, memory or MemorySection(), key
+        self.section = section
+        self.memory = memory or MemorySection()
+        self.key = key
         self.peak = section.learning_rate if learning_rate is None else learning_rate
         self.parameters = [p for p in parameters if p.requires_grad]
         self.layouts = layouts
@@ -155,11 +157,13 @@ class Optimization:
         that of the schedule."""
         if lr is None:
             lr = learning_rate(self.section, self.steps, self.total_steps, self.peak)
+
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+
         self._clear_gradients()
         return lr
 
@@ -177,12 +181,14 @@ class Optimization:
             if len(self._waiting) > ahead:
                 self._waiting.popleft().backward()
             return
+
         if not torch.isfinite(loss):
             self._clear_gradients()
             raise TrainingError(
                 "the loss is not finite, the weights were not changed: lower "
                 f"{self.key}.learning_rate, or check rewards and data"
             )
+
         (loss * loss_share()).backward()
 
     @phase("optimizer")
@@ -191,6 +197,7 @@ class Optimization:
         the norm from before clipping. Raises TrainingError if it is not finite."""
         while self._waiting:
             self._waiting.popleft().backward()
+
         sum_gradients(self.parameters, self.layouts)
         norm = self._clip()
         if not math.isfinite(norm):
@@ -199,6 +206,7 @@ class Optimization:
                 "the gradient is not finite, the weights were not changed: lower "
                 f"{self.key}.learning_rate"
             )
+
         self._step()
         self.steps += 1
         return norm
@@ -214,10 +222,12 @@ class Optimization:
     def _step(self) -> None:
         if self.masters is not None:
             self.masters.take_gradients()
+
         if self.memory.optimizer == "adamw_8bit":
             step_8bit(self.optimizer)
         else:
             self.optimizer.step()
+
         if self.masters is not None:
             self.masters.give_weights()
 
@@ -225,6 +235,7 @@ class Optimization:
         masters: list[torch.Tensor | Part] | None = None
         if self.masters is not None or self.sharded:
             masters = [self._kept(m, p) for m, p in self._stepped()]
+
         state = self.optimizer.state_dict()
         moments = {
             index: {
@@ -251,6 +262,7 @@ class Optimization:
                 f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with "
                 f"memory.optimizer={kind}"
             )
+
         moments = {
             index: {
                 name: self._part(value, self._parameter_of(index))
@@ -259,11 +271,13 @@ class Optimization:
             for index, of_parameter in state["optimizer"]["state"].items()
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+
         masters = state.get("masters")
         if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
                 for (master, parameter), whole in zip(self._stepped(), masters, strict=True):
                     master.copy_(self._part(whole, parameter))
+
         self.steps = state["steps"]
 
     def carry_on(self, state: dict[str, Any]) -> None:
@@ -279,12 +293,15 @@ class Optimization:
             self.load_state_dict(state)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"trainer.optimizer_from: {error}: {_OTHER}") from error
+
         for parameter, moments in self.optimizer.state.items():
             shapes = {tuple(one.shape) for one in moments.values() if torch.is_tensor(one)}
             if not shapes <= {tuple(parameter.shape), ()}:
                 raise CheckpointError(f"trainer.optimizer_from: moments of other shapes: {_OTHER}")
+
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)
+
         self.steps = steps
 
     def _stepped(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
@@ -329,6 +346,7 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for update in updates:
         for key, value in update.items():
             by_name.setdefault(key, []).append(value)
+
     return {
         key: sum(values) if key.startswith("trainer/") else sum(values) / len(values)
         for key, values in by_name.items()

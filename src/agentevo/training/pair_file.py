@@ -51,6 +51,7 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
         raise ConfigError(f"{key}: {error}: give a JSONL file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} can't be read ({error}): give a JSONL file") from error
+
     pair_lines = [
         _line(text, f"{path}:{number}", loss)
         for number, text in enumerate(lines, start=1)
@@ -61,10 +62,12 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
             f"{key}: {path} has no lines: give one JSON object with prompt, chosen and "
             "rejected a line"
         )
+
     if loss == "rft" and all(line.chosen is None for line in pair_lines):
         raise ConfigError(
             f"{key}: {path} has no answer with label true, and rft learns from no other: give some"
         )
+
     return pair_lines
 
 
@@ -73,37 +76,45 @@ def _line(text: str, where: str, loss: str) -> PairLine:
         given = parse_json(text)
     except ParseError as error:
         raise ConfigError(f"{where}: is not JSON ({error}): write one object a line") from error
+
     if not isinstance(given, dict):
         raise ConfigError(
             f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
             "'rejected': ...}}"
         )
+
     prompt = _messages(given, "prompt", where)
     if not prompt or prompt[-1].role == "assistant":
         raise ConfigError(
             f"{where}: prompt must end with what the assistant answers to: put its last message "
             "into the answers"
         )
+
     if "completion" in given:
         if loss not in ALONE:
             raise ConfigError(
                 f"{where}: a single completion, but {loss} compares two answers: give chosen and "
                 "rejected, or train by kto"
             )
+
         if not isinstance(given.get("label"), bool):
             raise ConfigError(
                 f"{where}: label is {given.get('label', 'missing')!r}: give true (desirable) or "
                 "false"
             )
+
         answer = _answer(given, "completion", where)
         return PairLine(
             where, prompt, answer if given["label"] else None, None if given["label"] else answer
         )
-    chosen, rejected = _answer(given, "chosen", where), _answer(given, "rejected", where)
+
+    chosen = _answer(given, "chosen", where)
+    rejected = _answer(given, "rejected", where)
     if chosen == rejected:
         raise ConfigError(
             f"{where}: chosen and rejected are the same answer, which says nothing: remove the line"
         )
+
     margin = _margin(given, where) if loss == "bradley_terry" else None
     return PairLine(where, prompt, chosen, rejected, margin)
 
@@ -121,12 +132,14 @@ def _margin(given: dict[str, Any], where: str) -> float | None:
 def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
     if isinstance(given.get(key), str):
         return [Message("assistant", given[key])]
+
     messages = _messages(given, key, where)
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise ConfigError(
             f"{where}: {key} must begin and end with a message of role assistant: give a text, "
             "or such messages"
         )
+
     return messages
 
 
@@ -136,12 +149,14 @@ def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
             f"{where}: {key} is missing: a line has prompt, chosen and rejected, or prompt, "
             "completion and label"
         )
+
     if not isinstance(given[key], list):
         form = '[{"role": "user", "content": "..."}]'
         raise ConfigError(
             f"{where}: {key} is no list of messages: give "
             f"{form}{'' if key == 'prompt' else ' or a text'}"
         )
+
     known = [
         {k: v for k, v in message.items() if k in MESSAGE_KEYS}
         if isinstance(message, dict)
@@ -175,6 +190,7 @@ def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> li
             )
         except ModelError as error:
             raise ConfigError(f"{line.where}: {error}") from error
+
         if loss in ALONE:
             singles = [Pair(line.where, chosen=chosen)] if chosen is not None else []
             groups.append(
@@ -182,6 +198,7 @@ def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> li
             )
         else:
             groups.append([Pair(line.where, chosen, rejected)])
+
     return [pairs for pairs in groups if pairs]
 
 

@@ -95,6 +95,7 @@ def make_pairs(
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
+
     pairs: list[Pair] = []
     for members in groups.values():
         members.sort(key=lambda t: (-t.reward, t.attempt, t.id))
@@ -109,6 +110,7 @@ def make_pairs(
             limit = section.pairs_per_group or (1 if algorithm.pairs == "best_worst" else None)
             candidates = _ends(members) if algorithm.pairs == "best_worst" else _everyone(members)
             pairs += _compared(members, candidates, section.pair_margin, limit)
+
     return pairs
 
 
@@ -142,6 +144,7 @@ def _best(members: Sequence[Trajectory], limit: int) -> list[Pair]:
             and not any(pair.answers[0].says(other.answers[0]) for other in pairs)
         ):
             pairs.append(pair)
+
     return pairs
 
 
@@ -155,6 +158,7 @@ def _against_the_solver(
     )
     if not rows:
         return []
+
     shown = Answer(f"{group} by the solver", rows)
     rejected = [answer for t in reversed(members) if not shown.says(answer := answer_of(t))]
     return [Pair(group, shown, answer) for answer in rejected[:limit]]
@@ -202,6 +206,7 @@ def _compared(
                     (chances[better], chances[worse]),
                 )
             )
+
     return pairs
 
 
@@ -210,7 +215,8 @@ class PairData:
     anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
 
     def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
-        self.groups, self.seed = groups, seed
+        self.groups = groups
+        self.seed = seed
         self.per_step = min(per_step, len(groups))
 
     @cached_property

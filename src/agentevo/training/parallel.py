@@ -69,6 +69,7 @@ def use_mesh(mesh: DeviceMesh) -> None:
             f"the device mesh has the dimensions {', '.join(names) or 'without names'}: name the "
             f"one over which minibatches are split {DATA_PARALLEL!r} (of size 1 if there is none)"
         )
+
     _group = mesh.get_group(DATA_PARALLEL)
     context = Ranks.of(mesh, CONTEXT) if CONTEXT in names else None
     _context = context if context is not None and context.size > 1 else None
@@ -111,15 +112,18 @@ def on_first(work: Callable[[], T]) -> T:
     returned; called by all of them. If it raises an AgentEvoError or OSError, all raise."""
     if num_processes() == 1:
         return work()
+
     outcome: list[T | Exception | None] = [None]
     if distributed.get_rank() == 0:
         try:
             outcome = [work()]
         except (AgentEvoError, OSError) as error:
             outcome = [error]
+
     distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):
         raise outcome[0]
+
     return cast(T, outcome[0])
 
 
@@ -131,9 +135,11 @@ def gathered(value: T) -> list[T]:
     if num_ranks() > 1:
         values *= num_ranks()
         distributed.all_gather_object(values, value, group=_group)
+
     if _pipeline is not None:
         last = _pipeline.size - 1
         distributed.broadcast_object_list(values, group=_pipeline.group, group_src=last)
+
     return values  # type: ignore[return-value]
 
 
@@ -164,24 +170,32 @@ def sum_gradients(
     parameters = list(parameters)
     if num_processes() == 1 or not parameters:
         return
-    of_all, of_some = [], defaultdict(list)
+
+    of_all = []
+    of_some = defaultdict(list)
     for parameter in parameters:
         layout = layouts.get(parameter)
         if isinstance(parameter, DTensor):
             continue
+
         if layout is None or layout.sharing is None:
             of_all.append(parameter)
             continue
+
         for ranks in layout.sharing:
             of_some[ranks.group].append(parameter)
+
     if num_ranks() > 1:
         _sum_over(of_all, _group)
+
     for group, shared in of_some.items():
         _sum_over(shared, group)
+
     if _context is not None:
         _sum_over(parameters, _context.group)
     if _pipeline is not None:
         _used(parameters, _pipeline.group)  # slices of length 0 are stepped with the others
+
     own = {id(parameter) for parameter in parameters}
     add_parts({p: layout for p, layout in layouts.items() if id(p) in own})
 
@@ -189,6 +203,7 @@ def sum_gradients(
 def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None) -> None:
     if not parameters:
         return
+
     waiting = [
         distributed.all_reduce(local(gradient), group=group, async_op=True)
         for gradient in _used(parameters, group)
@@ -204,6 +219,7 @@ def _used(
     flags = [p.grad is not None for p in parameters]
     used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
     distributed.all_reduce(used, group=group)
+
     found = []
     for parameter, count in zip(parameters, used.tolist(), strict=True):
         if count:
@@ -212,4 +228,5 @@ def _used(
                     parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
                 )
             found.append(parameter.grad)
+
     return found

@@ -63,14 +63,17 @@ class MinibatchLoss:
         `null_batches`."""
         if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
             return {}
+
         own = []
         for batch in batches:
             with phase("forward"):
                 logp, _ = token_logprobs(model, batch)
             tables = (batch.table(logp), batch.old_logprobs, batch.advantages, batch.mask)
             own.append([table.cpu() for table in tables])
+
         for batch in nulls:
             token_logprobs(model, batch)
+
         parts = [part for of_rank in gathered(own) for part in of_rank]
         width = max(part[0].shape[1] for part in parts)
         whole = [
@@ -95,9 +98,11 @@ class MinibatchLoss:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
         [S] are those of the batch's rows. `listen` hears the log-probs and entropies, [S, T]."""
         chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
-        logp, entropy = batch.table(chosen_logp), node_entropy[batch.rows]  # [S, T], [M]
+        logp = batch.table(chosen_logp)  # [S, T]
+        entropy = node_entropy[batch.rows]  # [M]
         if listen is not None:
             listen(logp.detach(), batch.table(entropy.detach()))
+
         tables = LossTables(
             logp,
             batch.old_logprobs,
@@ -111,11 +116,14 @@ class MinibatchLoss:
             decay = age_decay(batch.columns[AGE].to(logp.dtype), self.age_power)
             token_losses = token_losses * decay
             measured["rollout_is_mean"] = measured["rollout_is_mean"] * decay
+
         token_weights = weights.to(logp.device)[:, None] * batch.mask
         loss = (token_weights * token_losses).sum()
+
         metrics = {f"actor/{name}": float(values.sum()) for name, values in measured.items()}
         if "rollout_is_mean" in measured:
             metrics["actor/rollout_is_squares"] = float(measured["rollout_is_mean"].square().sum())
+
         metrics |= {
             "count": float(len(chosen_logp)),
             "actor/pg_loss": float(loss.detach()),
@@ -129,13 +137,16 @@ class MinibatchLoss:
         if AGE in batch.columns:
             off_policy = _off_policy(logp, batch, measured)
             metrics |= age_sums(off_policy[batch.mask], batch.columns[AGE][batch.mask])
+
         if self.kl is not None:
             distance = self.kl(logp, batch.columns["ref_logp"], batch.mask)
             loss = loss + kl_coef * (token_weights * distance).sum()
             metrics["actor/kl_loss"] = float(distance.detach().sum())
+
         if entropy_coef > 0:
             of_token = weights.to(entropy.device)[batch.samples]
             loss = loss - entropy_coef * (of_token * entropy).sum()
+
         return loss, metrics
 
 

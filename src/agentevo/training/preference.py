@@ -72,6 +72,7 @@ class PreferenceTrainer:
             raise ValueError(
                 f"algorithm.name={section.name} has no preference loss: choose dpo, say"
             )
+
         self.model = model
         self.numbers: TokenNumbers | None = None
         """See RolloutTrainer.numbers: answers are compared, not their tokens."""
@@ -79,7 +80,8 @@ class PreferenceTrainer:
         self.algorithm_section = section
         self.algorithm = algorithm
         self.loss = bind_preference_loss(algorithm.loss, algorithm.hyper)
-        self.temperature, self.demonstrations = temperature, demonstrations
+        self.temperature = temperature
+        self.demonstrations = demonstrations
         self.optimization = Optimization(
             model.parameters(), trainer, memory=memory, layouts=layouts_of(model)
         )
@@ -113,12 +115,14 @@ class PreferenceTrainer:
                 f"bound={bound} is counted from the trainer's version: give version=, the number "
                 "of committed steps"
             )
+
         stale: dict[str, str] = {}
         ages: dict[str, float] = {}
         if version is not None:
             trajectories, stale, ages = leave_out_stale(
                 trajectories, trainer_version=version, bound=bound
             )
+
         pairs = make_pairs(
             trajectories, self.algorithm, self.algorithm_section, self.demonstrations
         )
@@ -147,12 +151,15 @@ class PreferenceTrainer:
         lr = self.optimization.begin()
         answers = _answers(pairs)
         rows, owners = self._rows(answers)
-        section, device = self.section, device_of(self.model)
+        section = self.section
+        device = device_of(self.model)
         merge = section.prefix_merging
         batches = micro_batches(rows, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(rows, len(batches), device, merge=merge)
+
         for indices, batch in batches:
             self.flops.trained([rows[i] for i in indices], batch)
+
         comparison = _Comparison(pairs, answers, reference)
         baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
         measured: dict[str, float] = {}
@@ -161,6 +168,7 @@ class PreferenceTrainer:
             inputs = comparison.inputs(sums, self.algorithm.loss)
             if baseline is not None:
                 inputs["kl_baseline"] = baseline
+
             loss, metrics = self.loss(**inputs)
             measured.update(
                 {METRICS[key]: float(value) for key, value in metrics.items() if key in METRICS}
@@ -171,11 +179,13 @@ class PreferenceTrainer:
             self.model, batches, owners, loss_of, self.optimization.backward, nulls
         )
         norm = self.optimization.finish()
+
         measured |= {"loss": float(loss)} | comparison.means(sums)
         if baseline is not None:
             measured |= {"kl": baseline} | comparison.kto_rewards(
                 sums, self.algorithm.hyper["beta"]
             )
+
         return (
             {f"preference/{key}": value for key, value in measured.items()}
             | self.flops.take()
@@ -203,7 +213,9 @@ class PreferenceTrainer:
         """Answer name -> summed log-prob under the reference; empty where there is no reference."""
         if self.reference is None:
             return {}
-        reference, answers = self.reference, _answers(pairs)
+
+        reference = self.reference
+        answers = _answers(pairs)
         rows, owners = self._rows(answers)
 
         def logprobs(batch: PackedBatch) -> dict[str, torch.Tensor]:
@@ -221,6 +233,7 @@ class PreferenceTrainer:
         others = [row for rows in mismatched(answers, self.context_length) for row in rows]
         if not others or self.reference is None:
             return 0.0
+
         reference = self.reference
         num_answers = len({row.trajectory_id for row in others})
         rows = [msgspec.structs.replace(row, temperature=self.temperature) for row in others]
@@ -285,6 +298,7 @@ def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Samp
             else [_after(prompt, row, answer.name, context_length) for row in other.rows]
         )
         rows_of_answers.append([row for row in rows if row.num_trained])
+
     return rows_of_answers
 
 
@@ -325,11 +339,13 @@ class _Comparison:
 
     def inputs(self, sums: torch.Tensor, loss: str) -> dict[str, Any]:
         """All inputs of the loss that can be made from the sums [N]."""
-        reference, lengths = self.reference.to(sums), self.lengths.to(sums.device)
+        reference = self.reference.to(sums)
+        lengths = self.lengths.to(sums.device)
         if loss == "kto":
             alone = torch.cat([self.chosen, self.rejected]).to(sums.device)
             desirable = torch.arange(len(alone), device=sums.device) < len(self.chosen)
             return {"logp": sums[alone], "ref_logp": reference[alone], "desirable": desirable}
+
         inputs: dict[str, Any] = {}
         for side, places in (("chosen", self.chosen), ("rejected", self.rejected)):
             at = places.to(sums.device)
@@ -338,9 +354,11 @@ class _Comparison:
                 f"ref_{side}_logp": reference[at],
                 f"{side}_lengths": lengths[at],
             }
+
         if loss == "sppo":
             chances = torch.tensor([pair.win_probs for pair in self.pairs]).to(sums)
             inputs |= {"chosen_win_prob": chances[:, 0], "rejected_win_prob": chances[:, 1]}
+
         return inputs
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:

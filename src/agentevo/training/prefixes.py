@@ -33,11 +33,13 @@ def sort_sequences(
     shared = np.zeros(len(tokens), dtype=np.int64)
     if not merge:
         return SortedSequences(list(range(len(tokens))), tokens, shared)
+
     keys = [ids.astype(">i4").tobytes() for ids in tokens]
     order = sorted(range(len(tokens)), key=keys.__getitem__)
     tokens = [tokens[index] for index in order]
     for place in range(1, len(tokens)):
         shared[place] = common_prefix(tokens[place - 1], tokens[place])
+
     return SortedSequences(order, tokens, shared)
 
 

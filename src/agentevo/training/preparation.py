@@ -67,13 +67,17 @@ class Preparation:
         replay: RoutingReplay,
     ) -> None:
         """Raises TrainingError for a replay that no pass of these would record."""
-        self.grammars, self.replay = grammars, replay
-        self.section, self.max_tokens, self.merge = section, max_tokens, merge
+        self.grammars = grammars
+        self.replay = replay
+        self.section = section
+        self.max_tokens = max_tokens
+        self.merge = merge
         algorithm = section.resolved()
         self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
         self.credit = None if section.credit is None else find_credit(section.credit)
         self.kl = bind_kl(section.kl)
         self.collision = "sum_pi_squared" in self.advantage.needs
+
         self.recomputed = recomputes(section)
         if replay.mode == "update" and not self.recomputed:
             raise TrainingError(
@@ -106,11 +110,13 @@ class Preparation:
         ]
         if not rows:
             return PreparedBatch([], masked)
+
         rows = self.replay.begin(rows)
         tables, metrics = self._tables(rows, roles)
         rows = self.replay.finish(rows)
         if observations:
             rows = with_observed_logprobs(rows, tables["logp"])
+
         bonus, bonus_metrics = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
             rows,
@@ -125,6 +131,7 @@ class Preparation:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         if roles.critic is not None:
             bonus_metrics["critic/vf_explained_var"] = _foreseen(samples)
+
         return PreparedBatch(samples, metrics | bonus_metrics | masked)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
@@ -143,23 +150,28 @@ class Preparation:
                     columns["logp"] = token_logprobs(roles.policy, routed)[0]
                 if self.recomputed:
                     columns["old_logp"] = columns["logp"]
+
             if roles.reference is not None:
                 columns["ref_logp"] = roles.reference.logprobs(batch)
             if roles.critic is not None:
                 columns["values"] = roles.critic.values(routed if roles.critic.shared else batch)
             if roles.reward_model is not None:
                 columns["reward_model"] = roles.reward_model.rewards(batch)
+
             return columns
 
         beside = (roles.reference, roles.critic, roles.reward_model)
         if not (self.recomputed or self.collision or any(role is not None for role in beside)):
             return {}, {}
+
         tables = token_tables(
             samples, self.max_tokens, device, compute, merge=self.merge, listen=self.replay.heard
         )
         if roles.process_reward is None:
             return tables, {}
-        process, reference = roles.process_reward, tables["ref_logp"]
+
+        process = roles.process_reward
+        reference = tables["ref_logp"]
         owners, successes = _owners(rows)
         metrics = process.update(samples, owners, reference, successes)
         learnt = token_tables(
@@ -176,10 +188,13 @@ class Preparation:
         self, rows: Sequence[Row], roles: Roles, tables: Tables, kl_coef: float
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
         """[S, T]: what is added to the environment's rewards; and its metrics."""
-        bonus, metrics, mask = None, {}, _mask(rows)
+        bonus = None
+        metrics = {}
+        mask = _mask(rows)
         if roles.reward_model is not None:
             bonus = tables["reward_model"]
             metrics["reward_model/mean"] = float(bonus[mask].mean())
+
         if roles.reference is not None and self.section.kl_in == "reward" and kl_coef > 0:
             distance = self.kl(
                 tables["logp"] if self.recomputed else _rollout_logprobs(rows),
@@ -188,6 +203,7 @@ class Preparation:
             )
             metrics["actor/reward_kl"] = float(distance[mask].mean())
             bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
+
         return bonus, metrics
 
 

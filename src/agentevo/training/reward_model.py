@@ -59,6 +59,7 @@ def classifier_of(
                 f"transformers has no sequence classifier of the architecture {config.model_type}: "
                 "choose a model of another one"
             ) from error
+
     trunk = policy.base_model.state_dict()
     missing, unexpected = model.base_model.load_state_dict(trunk, strict=False)
     if missing or unexpected:
@@ -66,6 +67,7 @@ def classifier_of(
             f"the classifier of the architecture {config.model_type} has another trunk than the "
             f"model (first: {[*missing, *unexpected][0]}): choose a model of another one"
         )
+
     parameter = next(policy.parameters())
     model.to(device=parameter.device, dtype=parameter.dtype).train()
     return model
@@ -79,6 +81,7 @@ def encode_pairs(
     for line in lines:
         if line.chosen is None or line.rejected is None:
             raise ConfigError(f"{line.where}: needs both chosen and rejected")
+
         try:
             chosen, rejected = (
                 conversation_ids(tokenizer, [*line.prompt, *answer], max_tokens)
@@ -86,12 +89,15 @@ def encode_pairs(
             )
         except ModelError as error:
             raise ConfigError(f"{line.where}: {error}") from error
+
         if chosen == rejected:
             raise ConfigError(
                 f"{line.where}: chosen and rejected read the same in the last {max_tokens} tokens: "
                 "raise rm.max_tokens, or remove the line"
             )
+
         pairs.append(RewardPair(chosen, rejected, margin if line.margin is None else line.margin))
+
     return pairs
 
 
@@ -105,7 +111,9 @@ class RewardTrainer:
         total_steps: int,
         memory: MemorySection | None = None,
     ) -> None:
-        self.model, self.section, self.total_steps = model, section, total_steps
+        self.model = model
+        self.section = section
+        self.total_steps = total_steps
         self._schedule = SFTSection(
             learning_rate=section.learning_rate,
             warmup_ratio=section.warmup_ratio,
@@ -124,8 +132,10 @@ class RewardTrainer:
     def step(self, pairs: Sequence[RewardPair]) -> dict[str, float]:
         """One optimizer step. Raises TrainingError, and changes no weight, if a number is not
         finite."""
-        section, steps = self.section, self.optimization.steps
+        section = self.section
+        steps = self.optimization.steps
         lr = self.optimization.begin(scheduled(self._schedule, steps, self.total_steps))
+
         sums = {"rm/loss": 0.0, "rm/accuracy": 0.0, "rm/reward_margin": 0.0}
         for begin in range(0, len(pairs), section.micro_batch_pairs):
             part = pairs[begin : begin + section.micro_batch_pairs]
@@ -136,9 +146,11 @@ class RewardTrainer:
             )
             loss = losses.sum() / len(pairs)
             self.optimization.backward(loss)
+
             sums["rm/loss"] += float(loss.detach())
             for key in ("accuracy", "reward_margin"):
                 sums[f"rm/{key}"] += float(measured[key].detach().sum()) / len(pairs)
+
         return sums | {"rm/grad_norm": self.optimization.finish(), "rm/lr": lr}
 
 
@@ -158,14 +170,18 @@ def held_out(
     """Share of pairs whose chosen answer has the higher reward, mean distance, and mean and
     standard deviation of all rewards."""
     model.eval()
-    chosen, rejected = [], []
+    chosen = []
+    rejected = []
     for begin in range(0, len(pairs), micro_batch_pairs):
         better, worse = rewards_of(model, pairs[begin : begin + micro_batch_pairs])
         chosen.append(better.cpu())
         rejected.append(worse.cpu())
+
     model.train()
-    better, worse = torch.cat(chosen).double(), torch.cat(rejected).double()
+    better = torch.cat(chosen).double()
+    worse = torch.cat(rejected).double()
     everything = torch.cat([better, worse])
+
     return {
         "rm/eval/accuracy": float((better > worse).double().mean()),
         "rm/eval/reward_margin": float((better - worse).mean()),
@@ -186,7 +202,9 @@ def train_reward_model(
 ) -> bool:
     """`section.epochs` passes over the pairs, each in an order of its own. `progress(step, total,
     metrics)` is called after each step. False where `stop()` ended it before the last one."""
-    size, order, rng = section.batch_pairs, list(range(len(pairs))), random.Random(seed)
+    size = section.batch_pairs
+    order = list(range(len(pairs)))
+    rng = random.Random(seed)
     total = section.epochs * -(-len(pairs) // size)
     trainer = RewardTrainer(model, section, total, memory)
     for _ in range(section.epochs):
@@ -196,6 +214,7 @@ def train_reward_model(
                 return False
             metrics = trainer.step([pairs[index] for index in order[begin : begin + size]])
             progress(trainer.optimization.steps, total, metrics)
+
     return True
 
 

@@ -31,9 +31,11 @@ class RoutingReplay:
 
     def __init__(self, mode: Literal["none", "rollout", "update"], policy: PreTrainedModel) -> None:
         """Raises TrainingError for a policy whose routers can't replay."""
-        self.mode, self.routers = mode, routers_of(policy)
+        self.mode = mode
+        self.routers = routers_of(policy)
         self._recording: Recording | None = None
         self._heard: list[tuple[int, np.ndarray]] = []
+
         if mode != "none" and self.routers is None:
             raise TrainingError(
                 f"{KEY}={mode}: the policy's routers are not prepared for it: call "
@@ -54,6 +56,7 @@ class RoutingReplay:
             assert self.routers is not None
             check_recorded(samples, self.routers)
             return list(rows)
+
         bare = [msgspec.structs.replace(sample, routed_experts=None) for sample in samples]
         return [row._replace(sample=sample) for row, sample in zip(rows, bare, strict=True)]
 
@@ -69,7 +72,8 @@ class RoutingReplay:
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
         """Keeps what was recorded in the pass of a batch of these samples."""
         if self._recording is not None:
-            rows, self._recording = self._recording.rows(), None
+            rows = self._recording.rows()
+            self._recording = None
             paths = zip(indices, batch.plan.tree.paths, strict=True)
             self._heard += [(index, rows[path]) for index, path in paths]
 
@@ -106,6 +110,7 @@ def mismatches(batch: PackedBatch) -> dict[str, float]:
     differs = routing.differs() if isinstance(routing, Replay) else None
     if differs is None:
         return {}
+
     at_tokens = differs[batch.logit_nodes[batch.rows]]  # [M, layers]
     return {
         "actor/router_mismatch": float(at_tokens.double().mean(1).sum()),

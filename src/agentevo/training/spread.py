@@ -48,16 +48,19 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     section = meshes.section
     if not section.is_spread:
         return model
+
     keep_flops(model)
     if section.shard > 1:
         make_plain(model)  # before it is cut: slices are known by the layers that have them
     if meshes.pipeline is not None:
         pipeline_parallel(model, meshes.pipeline)
+
     tensor = Ranks.of(meshes.whole, TENSOR) if section.tensor > 1 else None
     if tensor is not None:
         tensor_parallel(model, tensor, experts=meshes.experts is None)
     if section.context > 1:
         context_parallel(model, Ranks.of(meshes.whole, CONTEXT))
+
     stacks: list[str] = []
     if meshes.experts is not None and any(is_stack(module) for module in model.modules()):
         within = None
@@ -65,7 +68,9 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
             within = Within(tensor, Ranks.of(meshes.both, EXPERT))
         sharing = (Ranks.of(meshes.experts, SHARING),)
         stacks = expert_parallel(model, Ranks.of(meshes.experts, EXPERT), sharing, within)
+
     if section.shard == 1:
         return model
+
     apart = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
     return shard(model, meshes.data, apart)

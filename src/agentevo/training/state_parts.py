@@ -58,6 +58,7 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
     """(the state with names in place of its parts, the parts by these names)."""
     if isinstance(state, Part):
         return {_KEY: name}, {name: state}
+
     if isinstance(state, dict):
         plain: dict[Any, Any] = {}
         parts: dict[str, Part] = {}
@@ -65,9 +66,11 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
             plain[key], found = split_state(value, f"{name}.{key}" if name else str(key))
             parts |= found
         return plain, parts
+
     if isinstance(state, list):
         items = [split_state(value, f"{name}.{at}") for at, value in enumerate(state)]
         return [item for item, _ in items], {k: v for _, own in items for k, v in own.items()}
+
     return state, {}
 
 
@@ -96,11 +99,13 @@ class StoredPart:
     """A tensor of a checkpoint: a `Stored`."""
 
     def __init__(self, reader: _Reader, name: str) -> None:
-        self._reader, self._name = reader, name
+        self._reader = reader
+        self._name = name
         found = reader.metadata.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
             raise UnusableCheckpointError(f"{reader.path} has no tensor {name}: it is not whole")
-        self.dtype, self.shape = found.properties.dtype, tuple(found.size)
+        self.dtype = found.properties.dtype
+        self.shape = tuple(found.size)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """What lies in the box, or all of it, on the CPU, and the caller's own."""
@@ -115,6 +120,7 @@ class StoredPart:
                     f"{self._reader.path}: {self._name} can't be read ({error}): resume from an "
                     "older checkpoint"
                 ) from error
+
         return into
 
 
@@ -177,7 +183,8 @@ class _Loading(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         entry: _Entry = self.state_dict[index.fqn]
@@ -196,8 +203,10 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(path)
         with (Path(path) / METADATA).open("rb") as file:
             self.metadata: Metadata = _Restricted(file).load()
+
         if not isinstance(self.metadata, Metadata):
             raise UnusableCheckpointError(f"{path}/{METADATA} is not what torch writes")
+
         outside = [
             info.relative_path
             for info in self.metadata.storage_data.values()

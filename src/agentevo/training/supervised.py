@@ -40,11 +40,13 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
         if message.role != "assistant":
             new.append(message)
             continue
+
         prompt = chat.continuation(new, ended_with_stop=True) if ids else chat.first_prompt(new)
         answer = chat.completion(message)
         ids += [*prompt, *answer]
         mask += [False] * len(prompt) + [True] * len(answer)
         new = []
+
     return Sample.given(name, name, ids, mask)
 
 
@@ -70,8 +72,11 @@ class SupervisedTrainer:
     ) -> None:
         """`dropout_seed`: each step draws the adapters' dropout from it and from its own number;
         None leaves dropout to the caller."""
-        self.model, self.section, self.total_steps = model, section, total_steps
-        self.flops, self._dropout_seed = FlopCounter(model), dropout_seed
+        self.model = model
+        self.section = section
+        self.total_steps = total_steps
+        self.flops = FlopCounter(model)
+        self._dropout_seed = dropout_seed
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -108,18 +113,22 @@ class SupervisedTrainer:
         lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(s.num_trained for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
-        merge, device = section.prefix_merging, device_of(self.model)
+        merge = section.prefix_merging
+        device = device_of(self.model)
         batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
+
         for indices, batch in batches:
             self.flops.trained([samples[i] for i in indices], batch)
             with phase("forward"):
                 logp, _ = token_logprobs(self.model, batch)
                 loss = -(logp / trained).sum()
+
             self.optimization.backward(loss)
             sums["sft/loss"] += float(loss.detach())
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
+
         keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         metrics = {
@@ -147,7 +156,8 @@ class SupervisedTrainer:
 def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step` (from 0): linear warm-up over the first
     warmup_ratio of all steps, then the schedule."""
-    done, warmup = step / total_steps, section.warmup_ratio
+    done = step / total_steps
+    warmup = section.warmup_ratio
     if done < warmup:
         return section.learning_rate * min(1.0, done / warmup + 1 / total_steps / warmup)
     return section.learning_rate * decay(
@@ -158,7 +168,8 @@ def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
 def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> list[list[str]]:
     """The names of the conversations of every optimizer step. Each epoch has an order of its own.
     `sizes`: name -> tokens."""
-    order, rng = list(sizes), random.Random(seed)
+    order = list(sizes)
+    rng = random.Random(seed)
     batches: list[list[str]] = []
     for _ in range(section.epochs):
         rng.shuffle(order)
@@ -172,10 +183,14 @@ def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> li
             )
             if batch and full:
                 batches.append(batch)
-                batch, used = [], 0
+                batch = []
+                used = 0
+
             batch.append(name)
             used += sizes[name]
+
         batches.append(batch)
+
     return batches
 
 
@@ -197,17 +212,21 @@ def held_out_metrics(
     for place in range(max(gathered(len(batches)))):
         if anywhere(stop()):
             return None
+
         counts = place < len(batches)
         if not counts and not nulls:
             continue
+
         batch = batches[place][1] if counts else nulls[0]
         logits = all_logits(model, batch)
         if not counts:
             continue
+
         logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         sums["loss"] -= float(logp.double().sum())
         sums["right"] += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
         sums["count"] += len(batch.targets)
+
     loss, right, count = summed(sums).values()
     mean = loss / count
     return {
@@ -250,6 +269,7 @@ def train_supervised(
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:
         episodes.setdefault(sample.trajectory_id, []).append(sample)
+
     batches = plan_batches(
         {name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed
     )
@@ -266,4 +286,5 @@ def train_supervised(
             supervised.step([sample for name in batch for sample in episodes[name]])["sft/loss"]
         )
         progress(len(losses), len(batches), losses[-1])
+
     return losses

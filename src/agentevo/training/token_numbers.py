@@ -126,6 +126,7 @@ def largest_moves(path: Path) -> dict[str, float]:
             found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
     except ValueError:
         return {}
+
     return found
 
 

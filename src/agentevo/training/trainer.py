@@ -65,7 +65,8 @@ class Trainer:
     ) -> None:
         """`grammars`: those of the policy's tokens, needed for turns that were drawn under one.
         Raises TrainingError for a policy that can't replay what `trainer.routing_replay` asks."""
-        self.section, self.algorithm = trainer, algorithm
+        self.section = trainer
+        self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
@@ -84,9 +85,11 @@ class Trainer:
         )
         self.flops = FlopCounter(model)
         self.steps = 0
+
         self.kl: KLController = FixedKL(algorithm.kl_coef)
         if algorithm.kl_target is not None:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+
         self.numbers: TokenNumbers | None = None
         """Where the numbers of each token of the last step are kept; None: nowhere."""
         self.mean_entropy: float | None = None
@@ -107,9 +110,11 @@ class Trainer:
         needs = self.algorithm.needs
         if self.algorithm.kl_coef > 0 or "process_rewards" in needs:
             self.roles.reference = Reference(self.model, self.algorithm)
+
         if "values" in needs:
             self.roles.critic = Critic(self.model, self.critic_section, self.section, self.memory)
             self.optimization.leave_out(self.critic_section.pretrain_steps)
+
         if "process_rewards" in needs:
             self.roles.process_reward = ImplicitProcessReward(
                 self.model, self.process_section, self.section, self.memory
@@ -136,6 +141,7 @@ class Trainer:
                 f"bound={bound} is counted from the trainer's version: give version=, the number "
                 "of committed steps"
             )
+
         prepared = self.preparation(
             trajectories,
             self.roles,
@@ -146,11 +152,13 @@ class Trainer:
         if "actor/reward_kl" in prepared.metrics:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
             self.kl.update(prepared.metrics["actor/reward_kl"], len(prepared.samples))
+
         if version is not None:
             prepared.samples, ages = mask_stale(
                 prepared.samples, trainer_version=version, bound=bound
             )
             prepared.metrics |= ages
+
         return prepared
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -162,43 +170,57 @@ class Trainer:
         self.replay.check(samples)
         if self.numbers is not None:
             self.numbers.begin()
+
         with bar("update", len(samples) * self.section.epochs, "samples") as passed:
             updates = [self._update(part, passed) for part in minibatches(samples, self.section)]
+
         first = {}
         if updates and "actor/ppo_kl" in updates[0]:
             first = {
                 "actor/ppo_kl_first": updates[0]["actor/ppo_kl"],
                 "actor/logprob_diff_max": updates[0]["actor/logprob_diff_max"],
             }
+
         self.steps += 1
         if self.numbers is not None and num_processes() > 1:
             for of_rank in gathered(self.numbers.items()):
                 self.numbers.add(of_rank)
+
         if self.roles.reference is not None:
             self.roles.reference.follow(self.model, self.steps)
+
         return over_updates(of_first_update(updates)) | first
 
     def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
-        device, merge = device_of(self.model), self.section.prefix_merging
+        device = device_of(self.model)
+        merge = self.section.prefix_merging
         batches = micro_batches(samples, self.section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
         routed = [(indices, self.replay.in_update(batch)) for indices, batch in batches]
-        critic, metrics = self.roles.critic, {}
+        critic = self.roles.critic
+        metrics = {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([b for _, b in (routed if critic.shared else batches)], nulls)
             if not critic.shared:
                 self._count(samples, batches)
+
         if self.pretraining:
             return metrics | self.flops.take()
-        lr, entropy_coef, kl_coef = self.optimization.begin(), self._entropy_coef(), self.kl.coef
+
+        lr = self.optimization.begin()
+        entropy_coef = self._entropy_coef()
+        kl_coef = self.kl.coef
+
         joint = critic if critic is not None and critic.shared else None
         if joint is not None:
             metrics["critic/lr"] = joint.optimization.begin()
+
         num_tokens = sum(s.num_trained for s in samples)
         weights = self.objective.row_weights(samples)
         statistics = self.objective.statistics(self.model, [b for _, b in routed], nulls)
-        sums, largest_diff = defaultdict[str, float](float), 0.0
+        sums = defaultdict[str, float](float)
+        largest_diff = 0.0
         for indices, batch in routed:
             self.flops.trained([samples[i] for i in indices], batch)
             with (
@@ -214,24 +236,31 @@ class Trainer:
                     statistics=statistics,
                     listen=self._listener([samples[i] for i in indices]),
                 )
+
             if joint is not None and heard is not None:
                 values = joint.values_of(heard.hidden, batch)
                 value_loss, of_values = joint.loss(values, batch, num_tokens)
-                loss, token_sums = loss + joint.section.coef * value_loss, token_sums | of_values
+                loss = loss + joint.section.coef * value_loss
+                token_sums = token_sums | of_values
+
             self.optimization.backward(loss)
             largest_diff = max(largest_diff, token_sums.pop("largest_diff"))
             for key, value in token_sums.items():
                 sums[key] += value
+
             passed.advance(len(indices))
+
         keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
+
         metrics |= _means(summed(sums)) | {"actor/logprob_diff_max": max(gathered(largest_diff))}
         self.mean_entropy = metrics["actor/entropy"]
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))
             metrics["actor/kl_coef"] = kl_coef
+
         return (
             metrics
             | self.flops.take()
@@ -277,6 +306,7 @@ class Trainer:
         self.steps = state["steps"]
         self.kl.load_state_dict(state["kl"])
         self.mean_entropy = state["mean_entropy"]
+
         for name, role in self._trained_roles().items():
             if name in state["roles"]:
                 role.load_state_dict(state["roles"][name])
@@ -292,8 +322,10 @@ class Trainer:
 
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; counts stay sums."""
-    count, squares = sums.pop("count"), sums.pop("actor/rollout_is_squares", None)
+    count = sums.pop("count")
+    squares = sums.pop("actor/rollout_is_squares", None)
     of_age = effective_sizes(sums)
+
     means = {
         key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count)
         for key, value in sums.items()
@@ -302,4 +334,5 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if squares is not None:
         total = sums["actor/rollout_is_mean"]
         means["actor/ess"] = total * total / (count * squares) if squares > 0 else 0.0
+
     return means

@@ -47,9 +47,11 @@ def build_tree(
     sequences_sorted = sort_sequences(sequences, merge=merge)
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
     left: list[tuple[np.ndarray, int]] = []
-    path, num_nodes = np.empty(0, dtype=np.int64), 0
+    path = np.empty(0, dtype=np.int64)
+    num_nodes = 0
     for index, tokens, shared in zip(
         sequences_sorted.order,
         sequences_sorted.tokens,
@@ -60,13 +62,16 @@ def build_tree(
         left.append((path[shared:], num_nodes))
         path = np.concatenate([path[:shared], np.arange(num_nodes, num_nodes + added)])
         paths[index] = path
+
         if added:
             ids.append(tokens[shared:])
             positions.append(np.arange(shared, len(tokens)))
             num_nodes += added
+
     ends = np.full(num_nodes, num_nodes, dtype=np.int64)
     for nodes, end in left:
         ends[nodes] = end
+
     return TokenTree(np.concatenate(ids).astype(np.int64), np.concatenate(positions), paths, ends)
 
 

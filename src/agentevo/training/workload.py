@@ -19,7 +19,8 @@ from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.parallel import num_processes, rank, summed
 from agentevo.types import Sample
 
-DISTINCT, LOGICAL = "trainer/distinct_flops", "trainer/logical_flops"
+DISTINCT = "trainer/distinct_flops"
+LOGICAL = "trainer/logical_flops"
 
 _WHOLE: WeakKeyDictionary[PreTrainedModel, ModelFlops] = WeakKeyDictionary()
 
@@ -55,7 +56,8 @@ class FlopCounter:
 
     def take(self) -> dict[str, float]:
         """Returns the metrics over all ranks, and starts counting anew."""
-        sums, self._sums = self._sums, {DISTINCT: 0.0, LOGICAL: 0.0}
+        sums = self._sums
+        self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
         return summed(sums)
 
     def _distinct(self, batch: PackedBatch) -> Work:
@@ -78,6 +80,7 @@ def speed_metrics(
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics
+
     for name, flops, mfu in (
         ("distinct", DISTINCT, "perf/mfu"),
         ("logical", LOGICAL, "perf/mfu_logical"),
@@ -88,4 +91,5 @@ def speed_metrics(
             reached = trained[flops] / seconds / num_processes()
             peak = max(peak_flops_per_s, reached) if flops == DISTINCT else peak_flops_per_s
             metrics[mfu] = reached / peak
+
     return metrics

@@ -39,11 +39,15 @@ from agentevo.ui.forms import (
     received,
 )
 
-TOKEN, CONTROL = "token", "control"
-"""The names in the two URLs."""
+TOKEN = "token"
+"""The name in the URL of a visitor who only looks."""
+CONTROL = "control"
+"""The name in the URL of a visitor who controls runs."""
 METHODS = ("GET", "HEAD")
-VISITOR, FORM = "agentevo.visitor", "agentevo.form"
-"""The keys of a request's scope: who asks, and what a POST has brought."""
+VISITOR = "agentevo.visitor"
+"""The key of a request's scope for who asks."""
+FORM = "agentevo.form"
+"""The key of a request's scope for what a POST has brought."""
 ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 """The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
@@ -102,10 +106,12 @@ class Access:
         name = name.lower().rstrip(".")
         if name in self._hosts:
             return True
+
         try:
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
         except ValueError:
             return False
+
         return True
 
     def is_token(self, given: str) -> bool:
@@ -152,7 +158,8 @@ class Guard:
     """The application behind `Access`; ASGI."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
+        self._app = app
+        self._access = access
         self._headers = dict(HEADERS)
         if access.control:  # without a referrer browsers don't say either where a form is from
             self._headers["referrer-policy"] = "same-origin"
@@ -160,24 +167,30 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+
         headers = _headers_of(scope)
         connection: Any = (scope.get("state") or {}).get("connection")
+
         sending = _with_headers(send, self._headers)
         answer = self._refusal(scope, headers)
         if answer is not None:
             await _send(sending, *answer, is_head=scope["method"] == "HEAD")
             return
+
         if connection is not None and not connection.admit():
             await _send(
                 sending, 503, [], b"too many connections: close some pages, and try again\n"
             )
             return
+
         try:
             visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
             scope = {**scope, VISITOR: visitor, FORM: Form()}
             if scope["method"] == "POST":
                 form, body = await self._form(receive, headers, visitor)
-                scope[FORM], receive = form, received(body, receive)
+                scope[FORM] = form
+                receive = received(body, receive)
+
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
@@ -207,13 +220,16 @@ class Guard:
         self, scope: Scope, headers: dict[str, str]
     ) -> tuple[int, list[tuple[str, str]], bytes] | None:
         """The answer to a request that gets no further."""
-        access, method = self._access, scope["method"]
+        access = self._access
+        method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
             return 421, [], b"this server does not go by that name: open the URL that was printed\n"
+
         methods = (*METHODS, "POST") if access.control else METHODS
         if method not in methods:
             allowed = [("allow", ", ".join(methods))]
             return 405, allowed, b"only GET: this dashboard changes nothing\n"
+
         query = scope["query_string"].decode("latin-1")
         pairs = parse_qsl(query, keep_blank_values=True)
         tokens = [value for name, value in pairs if name == TOKEN]
@@ -222,14 +238,17 @@ class Guard:
             is_control = bool(controls) and access.is_control_token(controls[0])
             if not is_control and (controls or not access.is_token(tokens[0])):
                 return 401, _HTML, CLOSED_PAGE
+
             rest = urlencode([pair for pair in pairs if pair[0] not in (TOKEN, CONTROL)])
             # One slash at the beginning: two would be another host.
             path = "/" + quote(scope["path"].lstrip("/"), safe="/~:@!$&'()*+,;=-._")
             place = f"{path}?{rest}" if rest else path
             cookies = [("set-cookie", one) for one in access.set_cookies(control=is_control)]
             return 303, [("location", place), ("cache-control", "no-store"), *cookies], b""
+
         if not access.has_pass(headers.get("cookie", "")):
             return 401, _HTML, CLOSED_PAGE
+
         return None
 
 
@@ -269,11 +288,13 @@ def _headers_of(scope: Scope) -> dict[str, str]:
     """The first of each name, but all of `Cookie`."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        key = name.decode("latin-1").lower()
+        text = value.decode("latin-1")
         if key == "cookie" and key in headers:
             headers[key] += f"; {text}"
         else:
             headers.setdefault(key, text)
+
     return headers
 
 
@@ -289,6 +310,7 @@ def _with_headers(send: Send, more: dict[str, str]) -> Send:
                     if name.encode() not in has
                 ),
             ]
+
         async with asyncio.timeout(SEND_S):
             await send(message)
 

@@ -79,6 +79,7 @@ async def save(view: RunView, record: Record) -> None:
     folder = view.source.folder
     if folder is None:
         raise NotFoundError("This run has no folder here, which annotations would lie in.")
+
     try:
         async with asyncio.timeout(WRITE_S):
             await in_thread(annotate, Path(folder), record)
@@ -88,13 +89,18 @@ async def save(view: RunView, record: Record) -> None:
 
 def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
     """What a form says of an attempt. Raises WrongFormError for what can't be kept."""
-    verdict, note, reply = change.get("verdict"), change.get("note"), change.get("reply")
+    verdict = change.get("verdict")
+    note = change.get("note")
+    reply = change.get("reply")
+
     if verdict not in ("", "right", "wrong"):
         raise WrongFormError("A verdict is right, wrong, or none.")
+
     if len(note) > MAX_NOTE or len(reply) > MAX_REPLY:
         raise WrongFormError(
             f"A note has at most {MAX_NOTE:,} characters, an edited reply {MAX_REPLY:,}."
         )
+
     original = last_reply(trajectory)
     # A browser sends every newline as \r\n and leaves out one at the beginning.
     is_edited = original is not None and reply.strip() and _plain(reply) != _plain(original)
@@ -131,6 +137,7 @@ async def listed(request: Request, run: str, show: str = "all", q: str = "") -> 
     found = await annotations_of(view)
     rows = [one for one in reversed(found.attempts.values()) if _fits(one, show, q)]
     pairs = [one for one in reversed(found.pairs.values()) if show in ("all", "pairs")]
+
     return run_page(
         request,
         "annotations.html",
@@ -152,6 +159,7 @@ async def listed(request: Request, run: str, show: str = "all", q: str = "") -> 
 def _fits(one: Annotation, show: str, q: str) -> bool:
     if q and q.casefold() not in f"{one.note}\n{one.attempt}\n{one.task}".casefold():
         return False
+
     return {
         "right": one.verdict == "right",
         "wrong": one.verdict == "wrong",
@@ -165,7 +173,8 @@ def _fits(one: Annotation, show: str, q: str) -> bool:
 @router.post("/runs/{run}/annotate")
 async def annotate_attempt(request: Request, run: str) -> Response:
     """Keeps what a form says of the attempt `attempt`."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     stored, _ = await load_attempt(request, view, change.get("attempt"))
     await save(view, annotation_from(change, stored.trajectory))
     return see(f"{run_url(view.key, 'attempt')}?{_query(id=stored.trajectory.id)}#annotate")
@@ -174,11 +183,13 @@ async def annotate_attempt(request: Request, run: str) -> Response:
 @router.post("/runs/{run}/prefer")
 async def prefer(request: Request, run: str) -> Response:
     """Keeps which of the attempts `a` and `b` is better."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     left, _ = await load_attempt(request, view, change.get("a"))
     right, _ = await load_attempt(request, view, change.get("b"))
     if left.trajectory.id == right.trajectory.id:
         raise WrongFormError("These are the same attempt.")
+
     await save(view, preference_from(change, left.trajectory, right.trajectory))
     names = {"a": left.trajectory.id, "b": right.trajectory.id}
     return see(f"{run_url(view.key, 'attempts', 'compare')}?{_query(**names)}")

@@ -75,14 +75,17 @@ def make_app(
         title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
     )
     stores = Stores(sources)
-    watcher, works = Watcher(sources, stores), Works(stores)
-    confirmations, priority = Confirmations(), priority or Priority()
+    watcher = Watcher(sources, stores)
+    works = Works(stores)
+    confirmations = Confirmations()
+    priority = priority or Priority()
     shared = Dashboard(
         sources, watcher, stores, access, Indexes(), works, Players(), confirmations, priority
     )
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)
+
     app.get("/static/{digest}/{name:path}", include_in_schema=False)(_static)
     app.exception_handler(UnknownRunError)(_unknown_run)
     app.exception_handler(NotFoundError)(_not_found)
@@ -92,6 +95,7 @@ def make_app(
     app.exception_handler(RequestValidationError)(_wrong_words)
     app.exception_handler(HTTPException)(_http)
     app.exception_handler(Exception)(_broken)
+
     return Guard(SharedAnswers(app, watcher, VISITOR), access), shared
 
 
@@ -141,9 +145,12 @@ async def _wrong_words(request: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        heading, text = "Not answered", "This address is for forms, or takes none."
+        heading = "Not answered"
+        text = "This address is for forms, or takes none."
     else:
-        heading, text = "Not found", "There is no such page."
+        heading = "Not found"
+        text = "There is no such page."
+
     answer = _problem(request, error.status_code, heading, text)
     answer.headers.update(error.headers or {})
     return answer

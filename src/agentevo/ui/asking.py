@@ -17,13 +17,16 @@ def session_of(folder: Path, state: str | None = None) -> tuple[Session | None, 
         reader = RunReader(RunSource(folder.name, folder.name, folder))
         reader.read()
         state = reader.view.state
+
     if state != "running":
         command = resume_command(folder, command_of(folder))
         resume = f"`{command}`" if command else "The command that began it, with --resume,"
         more = "" if state == "finished" else f". {resume} goes on with it"
         return None, f"nobody trains there now (it is {state}){more}"
+
     session = read_session(folder)
     if session is None or session.has_ended:
         why = "it still starts, is a command or a group of processes that takes no requests"
         return None, f"this run can't be asked for anything now: {why}, or is of an older version"
+
     return session, ""

@@ -22,16 +22,20 @@ async def load_attempt(
         row = await in_thread(reader.find, name)
     except IndexAway:
         row = None
+
     async with dashboard(request).stores.reading(view.source) as store:
         if row is not None:
             for _, stored in await store.written(range(row.seq, row.seq + 1), limit=1):
                 if stored.trajectory.id == name:
                     return stored, row
+
         try:
             trajectory = await store.trajectory(name)
         except AgentEvoError as error:
             raise NotFoundError(f"There is no attempt {name[:200]} in this run's store.") from error
+
         async for stored in store.trajectories(group_id=trajectory.group_id):
             if stored.trajectory.id == name:
                 return stored, row
+
     raise NotFoundError(f"The attempt {name[:200]} was deleted just now.")

@@ -59,8 +59,11 @@ async def attempt(
     async with asyncio.timeout(WITHIN_S):
         stored, row = await load_attempt(request, view, id)
         calls = await _calls(request, view, id)
+
         trajectory = stored.trajectory
-        messages, tokens, tools = None, None, None
+        messages = None
+        tokens = None
+        tools = None
         if show == "tokens":
             tools = await tools_of(view)
             if tools is not None:
@@ -69,6 +72,7 @@ async def attempt(
             messages = await in_thread(
                 lambda: attempt_view.part_of(trajectory, calls, start=0, leaf=leaf)
             )
+
     siblings = await _siblings(request, view, row)
     ends = attempt_view.leaves(trajectory.turns)
     return run_page(
@@ -114,6 +118,7 @@ async def _tokens(
     reader, _ = await reader_of(request, view)
     async with dashboard(request).stores.reading(view.source) as store:
         training, why = await training_of(view, store, reader, stored, row, tools.rule)
+
     found = await in_thread(
         lambda: attempt_tokens.tokens_part(
             stored.trajectory, tools.decode, training, start=start, leaf=leaf
@@ -129,6 +134,7 @@ def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
     has_advantages = tokens["training"].advantages is not None
     kept = "" if tokens["training"].entropies else _not_kept(tokens["training"])
+
     return [
         ("lp", "log-prob", "" if has_logprobs else greedy),
         ("adv", "advantage", "" if has_advantages else tokens["why"]),
@@ -161,6 +167,7 @@ async def turns(
         found = await in_thread(
             lambda: attempt_view.part_of(stored.trajectory, calls, start=max(start, 0), leaf=leaf)
         )
+
     end = attempt_view.ending(stored.trajectory, calls)
     return part(
         "attempt_turns.html", view=view, part=found, one=stored.trajectory, leaf=leaf, ending=end
@@ -180,6 +187,7 @@ async def tokens(
             raise TimeoutError
         start = (max(turn, 0), max(at, 0))
         found = await _tokens(request, view, stored, row, start, leaf, tools)
+
     return part("attempt_tokens.html", view=view, tokens=found, one=stored.trajectory, leaf=leaf)
 
 
@@ -197,12 +205,14 @@ async def text(
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
         stored, _ = await load_attempt(request, view, id)
+
     try:
         more, rest = attempt_view.text_part(
             stored.trajectory, turn, message, start, is_remote=remote
         )
     except IndexError:
         raise NotFoundError(f"Turn {turn} has no message {message}.") from None
+
     after = start + attempt_view.MORE
     data = {"turn": turn, "message": message, "start": after, "remote": remote}
     return part("attempt_text.html", view=view, one=stored.trajectory, text=more, rest=rest, **data)
@@ -220,6 +230,7 @@ async def token(request: Request, run: str, id: str, turn: int, position: int) -
             history = await follow(store, folder or Path(), id, turn, position)
         except ConfigError as error:
             raise NotFoundError(str(error)) from error
+
     return part("attempt_token.html", view=view, history=history, lines=history.lines())
 
 
@@ -233,6 +244,7 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         both = ((left, a), (right, b))
         sides = [(one.trajectory, await _calls(request, view, name)) for one, name in both]
         rows = await in_thread(attempt_diff.diff, *sides)
+
     return run_page(
         request,
         "attempts_diff.html",

@@ -31,7 +31,8 @@ class Cache(Generic[T]):
     """The few last results of something slow. Belongs to one event loop."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._held = size, OrderedDict[object, T]()
+        self._size = size
+        self._held = OrderedDict[object, T]()
 
     async def get(self, key: object, make: Callable[[], Awaitable[T]]) -> T:
         """What is held, or what `make` gives; what raises is not held."""
@@ -68,6 +69,7 @@ async def tools_of(view: RunView) -> Tools | None:
         task = _tools[view.key] = asyncio.ensure_future(in_thread(_make_tools, folder))
         while len(_tools) > 8:
             _tools.popitem(last=False)
+
     await asyncio.wait([task], timeout=READY_S)
     return task.result() if task.done() else None
 
@@ -89,8 +91,10 @@ def _make_tools(folder: Path | None) -> Tools:
     if folder is not None:
         with suppress(AgentEvoError):  # a damaged tokenizer: ids are shown
             tokenizer = saved_tokenizer(folder)
+
     if tokenizer is None:
         return Tools(None, rule)
+
     return Tools(
         lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)), rule
     )
@@ -112,6 +116,7 @@ async def training_of(
     if step is None:
         why = f"it was not trained on: {stored.drop_reason or stored.state}"
         return Training(None, None, None), why
+
     bound = await in_thread(_bound, reader, step)
     training, why = await _advantages(view, store, stored, row, rule, step, bound)
     moved, entropies = await in_thread(measured, view, stored.trajectory, step)
@@ -129,14 +134,17 @@ async def _advantages(
 ) -> tuple[Training, str]:
     if isinstance(rule, str):
         return Training(step, bound, None), rule
+
     if not rule.advantage.is_recursion:
         known = None if row is None else row.advantage
         why = "" if known is not None else "the advantages of its step are not made again yet"
         return Training(step, bound, known), why
+
     try:
         samples = await _samples(view, store, step, rule)
     except AgentEvoError as error:
         return Training(step, bound, None), str(error)
+
     found = by_turn(stored.trajectory, samples.get(stored.trajectory.id, []))
     return Training(step, bound, found), ""
 
@@ -157,6 +165,7 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
         found = await store.steps(after=step - 1, limit=1)
         if not found or found[0].step != step or found[0].num_trajectories > MAX_ATTEMPTS:
             raise AgentEvoError("its step is too large to make its advantages again for a page")
+
         read = [without_words(s.trajectory) async for s in store.trajectories(trained_step=step)]
         samples: dict[str, list[Sample]] = {}
         for sample in await in_thread(step_samples, step, found[0].record, read, rule):
@@ -184,10 +193,12 @@ def measured(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, 
         sample = by_path.get(path_of(row.sample.ids))
         if sample is None:
             continue
+
         try:
             places, changes, entropy = sample.arrays()
         except ValueError:
             continue
+
         trained = np.flatnonzero(row.sample.loss_mask)
         for values, found in ((changes, moved), (entropy, entropies)):
             of_place = np.full(len(row.sample.ids), np.nan, dtype=np.float32)
@@ -195,6 +206,7 @@ def measured(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, 
             of_place[places[within]] = values[within]
             of_row = of_place[trained]
             found.update({int(turn): of_row[row.turns == turn] for turn in np.unique(row.turns)})
+
     return moved, entropies
 
 
@@ -208,4 +220,5 @@ def by_turn(trajectory: Trajectory, samples: list[Sample]) -> dict[int, np.ndarr
         if len(trained) == len(row.turns):
             for turn in np.unique(row.turns):
                 found[int(turn)] = trained[row.turns == turn]
+
     return found

@@ -96,6 +96,7 @@ async def ready_index(request: Request, view: RunView) -> tuple[IndexReader, tup
     while not state[0].at and time.monotonic() < until:
         await asyncio.sleep(0.05)
         state = await in_thread(shared.indexes.state, url)
+
     return reader, state
 
 
@@ -115,12 +116,14 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     choices = []
     if selection.task:
         choices.append(Choice("Task", "task", selection.task, [_task(reader, selection, link)]))
+
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
         words = reader.words(selection, name)
         if len(words) > 1 or chosen or (words and name in NOT_OF_ALL):
             links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
             choices.append(Choice(title, name, chosen, links))
+
     has = reader.has_values(selection)
     orders = [
         (
@@ -130,6 +133,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
         )
         for name, (_, _, title) in ORDERS.items()
     ]
+
     pictures = []
     for name, title in HISTOGRAMS:
         edges = (f"{name}_from", f"{name}_to")
@@ -142,9 +146,11 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
             bars.append(Bar(bar.low, bar.high, bar.size, bar.good, href, is_chosen=is_chosen))
+
         picture = histogram(title, bars, is_whole=name != "reward")
         back = link(**dict.fromkeys(edges)) if name in selection.ranges else ""
         pictures.append((title, picture, back))
+
     return View(selection, choices, orders, pictures, *reader.count(selection))
 
 
@@ -216,6 +222,7 @@ def _group(rows: Sequence[Row]) -> Group:
     mean = sum(rewards) / len(rewards) if rewards else 0.0
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else 0.0
     reasons = sorted({row.drop_reason for row in rows if row.drop_reason})
+
     return Group(
         rows[0].group_id,
         list(rows),
@@ -251,10 +258,12 @@ async def _answer(
 ) -> HTMLResponse:
     """The page; without an index it says how far that is."""
     _, (state, trouble) = await ready_index(request, view)
-    shown, found = None, None
+    shown = None
+    found = None
     with suppress(IndexAway):
         if state.at:
             shown, found = await in_thread(read)
+
     return run_page(
         request,
         template,

@@ -48,7 +48,8 @@ from agentevo.ui.context import NotFoundError, dashboard, page, visitor
 from agentevo.ui.forms import FORM_TOKEN, Form, Visitor
 from agentevo.ui.run_state import RunView
 
-SURE, ID = "sure", "id"
+SURE = "sure"
+ID = "id"
 WRITE_S = 10.0
 """The deadline of a disk."""
 MAX_ID = 64
@@ -59,7 +60,8 @@ class Change:
     """One request to change something, by somebody who may."""
 
     def __init__(self, who: Visitor, form: Form, path: str, confirmations: Confirmations) -> None:
-        self.visitor, self.path = who, path
+        self.visitor = who
+        self.path = path
         self._confirmations = confirmations
         self.fields: tuple[tuple[str, str], ...] = tuple(
             (name, text) for name, text in form.fields if name not in (FORM_TOKEN, SURE, ID)
@@ -105,6 +107,7 @@ class Change:
         folder = view.source.folder
         if folder is None:
             raise NotFoundError("This run has no folder here, so nothing of it can be changed.")
+
         record = {
             "at": time.time(),
             "who": self.visitor.who,

@@ -68,18 +68,22 @@ async def compare(
     if sweep:
         found = await in_thread(watcher.sources.runs)
         keys += [key for key, source in found.items() if source.sweep == sweep]
-    views, missing = [], []
+
+    views = []
+    missing = []
     for key in keys[:MOST_RUNS]:
         try:
             views.append(await watcher.view(key))
         except UnknownRunError:
             missing.append(key)
+
     lines = await in_thread(settings_of, views, by)
     names = sorted({name for view in views for name in view.table.columns})
     wanted = compared(names)
     if q:
         words = q.lower().split()
         wanted = [name for name in names if all(word in name.lower() for word in words)]
+
     charts = await in_thread(
         lambda: [one for name in wanted[:MOST_CHARTS] if (one := chart_of(lines, name, x))]
     )
@@ -112,6 +116,7 @@ def settings_of(views: Sequence[RunView], by: str) -> list[Setting]:
         configs[view.key] = config = yaml_sources.leaves(view.config)
         same = (view.name, setting_of(config))
         groups.setdefault(view.key if by == "run" else same, []).append(view)
+
     names = [group[0].name for group in groups.values()]
     return [_setting(group, configs[group[0].key], names) for group in groups.values()]
 
@@ -119,9 +124,11 @@ def settings_of(views: Sequence[RunView], by: str) -> list[Setting]:
 def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> Setting:
     rows = [row_of(view) for view in views]
     after = [row.after for row in rows if row.after is not None]
+
     name = views[0].name
     if names.count(name) > 1:  # the folder tells them apart
         name = views[0].key
+
     walls = [wall for view in views if (wall := view.summary.get("wall_s"))]
     return Setting(
         name=name,
@@ -152,7 +159,8 @@ def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | No
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
     """The keys in which configurations differ, with each one's value; and how many are the same."""
     keys = sorted({key for setting in settings for key in setting.config} - set(PLACE_KEYS))
-    differences, num_same = [], 0
+    differences = []
+    num_same = 0
     for key in keys:
         values = [
             str(setting.config[key]) if key in setting.config else "–" for setting in settings
@@ -161,4 +169,5 @@ def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]],
             differences.append((key, values))
         else:
             num_same += 1
+
     return differences, num_same

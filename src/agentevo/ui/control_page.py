@@ -65,6 +65,7 @@ async def control(request: Request, run: str) -> HTMLResponse:
     ]
     is_paused = session is not None and session.is_paused
     offered = [do for do in ACTIONS if do != ("pause" if is_paused else "resume")]
+
     return run_page(
         request,
         "control.html",
@@ -80,21 +81,28 @@ async def control(request: Request, run: str) -> HTMLResponse:
 @router.post("/runs/{run}/control")
 async def change_run(request: Request, run: str) -> Response:
     """Asks the run for something, once that is confirmed."""
-    view, change = await run_of(request, run), changes(request)
-    do, back = change.get("do"), run_url(view.key, "control")
+    view = await run_of(request, run)
+    change = changes(request)
+    do = change.get("do")
+    back = run_url(view.key, "control")
+
     action = next((one for one in ACTIONS if one == do), None)
     if action is None:
         raise NotFoundError(f"A run can {', '.join(ACTIONS)}.")
+
     session, why = await _session(view)
     folder = view.source.folder
     if session is None or folder is None:
         raise NotFoundError(f"Nothing was asked: {why}.")
+
     # What was confirmed is meant for the process that ran when it was asked.
     if change.get("session", session.id) != session.id:
         raise NotFoundError("Nothing was asked: another process trains this run by now.")
+
     title, text = ASKED[action]
     if action == "stop" and view.resume_command:
         text += f" `{view.resume_command}` goes on with it."
+
     if not change.is_sure:
         return ask_again(
             request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"

@@ -89,11 +89,13 @@ async def data(
     with suppress(IndexAway):
         if state.at:
             found = await in_thread(_read, reader, split, text, order, page)
+
     aside, more, no_aside = await _aside(request, view, aside_state, aside_after)
     base = run_url(view.key, "data")
     keys = {"split": split, "q": text, "order": order}
     left = {name: value for name, value in keys.items() if value}
     place = {"aside_state": aside_state, "aside_after": aside_after} if aside_after else {}
+
     return run_page(
         request,
         "data.html",
@@ -123,10 +125,13 @@ async def data(
 @router.post("/runs/{run}/data")
 async def retry(request: Request, run: str) -> Response:
     """Gives the tasks that were set aside another try, once that is confirmed."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     back = run_url(view.key, "data")
+
     if view.source.folder is None:
         raise NotFoundError(f"This run has no folder here: use {_command(view)}")
+
     if not change.is_sure:
         text = (
             "All tasks that the ledger has set aside (poison, failed) are queued again, with "
@@ -149,6 +154,7 @@ async def retry(request: Request, run: str) -> Response:
             await open_store(url, timeout_s=WRITE_S, create=False) as store,
         ):
             count = await store.queue_again()
+
         await change.record(view, f"retry: {count} task{'s' * (count != 1)} queued again")
         return back
 
@@ -190,6 +196,7 @@ async def _aside(
                         found.append(_told(stored))
     except (AgentEvoError, TimeoutError) as error:
         return found, False, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
+
     return found, False, ""
 
 

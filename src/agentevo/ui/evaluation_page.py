@@ -98,6 +98,7 @@ async def evaluation(
     found, missing, (state, trouble) = await _find(request, view, asked)
     players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
     base = run_url(view.key, "evaluation")
+
     return run_page(
         request,
         "evaluation.html",
@@ -149,15 +150,19 @@ async def _find(
         except (UnknownRunError, AgentEvoError) as error:
             missing.append(f"{key}: {error if isinstance(error, AgentEvoError) else 'no such run'}")
             continue
+
         if not its_state.at:
             why = its_trouble or "its attempts are being listed, load the page again"
             missing.append(f"{key}: {why}")
             continue
+
         others.append((other, its))
+
     found = None
     with suppress(IndexAway):
         if state[0].at:
             found = await in_thread(_read, view, reader, asked, others)
+
     return found, missing, state
 
 
@@ -190,9 +195,11 @@ def _read(
             row, line = _beside(other, its, decoding)
             rows += row
             curves.append((other.title, line))
+
         changed = None
         if first is not None and last is not None and first != last:
             changed = held_out.changes(reader, attempts, first, last)
+
         return Found(
             decodings,
             decoding,
@@ -230,9 +237,11 @@ def _parts(
     """Only where the tasks can be told apart."""
     if last is None:
         return []
+
     now = held_out.by_part(attempts.part(attempts.step == last))
     if len(now) < 2:
         return []
+
     before = {one[:2]: one[2] for one in held_out.by_part(attempts.part(attempts.step == first))}
     return [
         (kind, difficulty, before.get((kind, difficulty)) if first != last else None, own)
@@ -244,6 +253,7 @@ def _chart(curves: Sequence[tuple[str, list[tuple[int, Any]]]]) -> Chart | None:
     where = sorted({step for _, line in curves for step, _ in line})
     if len(where) < 2:
         return None
+
     lines = []
     for color, (name, line) in enumerate(curves):
         at = dict(line)
@@ -252,6 +262,7 @@ def _chart(curves: Sequence[tuple[str, list[tuple[int, Any]]]]) -> Chart | None:
             for end in ("value", "low", "high")
         ]
         lines.append(Line(name, ends[0], low=ends[1], high=ends[2], color=color))
+
     return Chart("Success on held-out tasks", where, lines, share=True)
 
 
@@ -266,6 +277,7 @@ async def _offered(
         chosen = other.key in asked.beside
         keys = [one for one in asked.beside if one != other.key] + [other.key] * (not chosen)
         found.append((other.title, other.key, asked.query(**{"with": keys}), chosen))
+
     return sorted(found, key=lambda one: (not one[3], one[0]))[:MOST_OFFERED]
 
 

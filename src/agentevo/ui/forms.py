@@ -54,7 +54,8 @@ class FormRefusedError(Exception):
 def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
     """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
     that says nothing at all is refused, too: every browser of today says where a POST is from."""
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    site = headers.get("sec-fetch-site")
+    origin = headers.get("origin")
     ours = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
     is_ours = origin is not None and origin.lower() == ours
     if site not in (None, "same-origin") or not is_ours:
@@ -65,10 +66,12 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
     """The form of a request, and its bytes. Raises FormRefusedError."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
         raise FormRefusedError(415, f"a form is {KIND}")
+
     length = headers.get("content-length", "0")
     too_long = FormRefusedError(413, f"a form has at most {MAX_BODY:,} bytes")
     if length.isdecimal() and (len(length) > 12 or int(length) > MAX_BODY):
         raise too_long
+
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -76,6 +79,7 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
                 message = await receive()
                 if message["type"] != "http.request":
                     raise FormRefusedError(400, "the connection has ended within the form")
+
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY:
                     raise too_long
@@ -83,6 +87,7 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
                     break
     except TimeoutError:
         raise FormRefusedError(408, f"a form has to be here within {BODY_S:.0f} s") from None
+
     try:
         pairs = parse_qsl(
             body.decode("ascii"),
@@ -92,6 +97,7 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
         )
     except ValueError:
         raise FormRefusedError(400, "this is no form in UTF-8") from None
+
     fields = tuple((name, text.replace("\r\n", "\n")) for name, text in pairs)
     return Form(fields, dict(reversed(fields))), bytes(body)
 

@@ -127,8 +127,10 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
         own = (attempts.kind == kind) & (attempts.difficulty == difficulty)
-        words = attempts.words.get(kind, ""), attempts.words.get(difficulty, "")
-        found.append((*words, account(attempts.part(own))))
+        kind_word = attempts.words.get(kind, "")
+        difficulty_word = attempts.words.get(difficulty, "")
+        found.append((kind_word, difficulty_word, account(attempts.part(own))))
+
     return sorted(found, key=lambda one: (one[0], _in_order(one[1])))
 
 
@@ -141,11 +143,13 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
     if len(steps) > most:
         places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
         steps = [steps[place] for place in places.tolist()]
+
     found = []
     for step in steps:
         success = account_at(attempts, step).success
         if success is not None:
             found.append((step, success))
+
     return found
 
 
@@ -163,9 +167,12 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Ch
         # The first attempt at each task, in their order.
         _, places = np.unique(done.task, return_index=True)
         sides.append((tasks, shares, done.place[places]))
+
     (tasks, before, place_before), (others, after, place_after) = sides
     both, mine, theirs = np.intersect1d(tasks, others, assume_unique=True, return_indices=True)
-    before, after = before[mine], after[theirs]
+    before = before[mine]
+
+    after = after[theirs]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
     found: dict[bool, list[Change]] = {}
@@ -187,6 +194,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Ch
             )
             for i in chosen.tolist()
         ]
+
     return Changes(
         _difference(before, after),
         len(both),

@@ -35,8 +35,10 @@ class Indexes:
                 if other != url and time.monotonic() - kept.used_at > IDLE_S:
                     del self._kept[other]
                     threading.Thread(target=kept.indexer.stop, daemon=True).start()
+
             if url not in self._kept:
                 self._kept[url] = _Kept(url, folder)
+
             self._kept[url].used_at = time.monotonic()
             return self._kept[url].reader
 
@@ -44,8 +46,10 @@ class Indexes:
         """How far the index is, and what keeps it from going on."""
         with self._lock:
             kept = self._kept.get(url)
+
         if kept is None:
             return State("listing", 0, 0, 0.0, ""), ""
+
         try:
             return kept.reader.state(), kept.indexer.trouble
         except IndexAway as error:

@@ -61,6 +61,7 @@ class Events(StreamingResponse):
             text = "too many pages are open: close some\n"
             await PlainTextResponse(text, status_code=503)(scope, receive, send)
             return
+
         self._watcher.num_streams += 1  # nothing is awaited between the question and this
         try:
             await super().__call__(scope, receive, send)
@@ -72,6 +73,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
     ends = time.monotonic() + LONGEST_S
     beat = time.monotonic()
     yield b"retry: 1000\n\n"
+
     async for view in watcher.news(keys):
         now = time.monotonic()
         if isinstance(view, int):
@@ -83,6 +85,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
         elif now - beat > BEAT_S:
             yield b": still here\n\n"
             beat = now
+
         if now > ends or (view is None and await _is_gone(request)):
             return
 
@@ -92,6 +95,7 @@ def _told(watcher: Watcher, view: RunView) -> bytes:
     held = watcher.events.get(view.key)
     if held is not None and held[0] is view:
         return held[1]
+
     told = {
         "run": view.key,
         "version": view.version,
@@ -103,6 +107,7 @@ def _told(watcher: Watcher, view: RunView) -> bytes:
     }
     event = f"event: run\ndata: {json.dumps(told)}\n\n".encode()
     watcher.events[view.key] = (view, event)
+
     return event
 
 

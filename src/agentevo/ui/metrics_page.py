@@ -46,6 +46,7 @@ async def metrics(
     groups: dict[str, list[Shown]] = {}
     for name in names[:MOST_SHOWN]:
         groups.setdefault(name.partition("/")[0], []).append(_shown(view, name, x))
+
     data = {
         "groups": groups,
         "q": q,
@@ -58,6 +59,7 @@ async def metrics(
     }
     if is_part(request):
         return part("metrics_list.html", view=view, **data)
+
     return run_page(request, "metrics.html", view, "metrics", **data)
 
 

@@ -50,6 +50,7 @@ async def pipeline(request: Request, key: str) -> HTMLResponse:
     folder = (await in_thread(sources.pipelines)).get(key)
     if folder is None:
         raise NotFoundError(f"There is no pipeline {key} in {sources.shown}.")
+
     shown = await in_thread(lambda: _read(sources, folder))
     state = shown.state
     return page(

@@ -36,8 +36,10 @@ LOAD_S = 600.0
 """How long a model may take until it is ready."""
 SILENT_S = 60.0
 """A player says every few seconds that it lives."""
-CHAT_S, PLAY_S = 600.0, 1800.0
-"""How long a reply, and an attempt, may take."""
+CHAT_S = 600.0
+"""How long a reply may take."""
+PLAY_S = 1800.0
+"""How long an attempt may take."""
 WRITE_S = 10.0
 GRACE_S = 6.0
 """For an end by itself; then it is killed."""
@@ -121,12 +123,14 @@ class Players:
         player = await self._player(key, run)
         if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
             raise PlayerError("this checkpoint is at work for others: wait, or stop what runs")
+
         queue: asyncio.Queue[words.Event | None] = asyncio.Queue(MAX_WAITING)
         player.listeners[request.id] = queue
         is_done = False
         try:
             async for told in self._waiting(player):
                 yield told
+
             await self._write(player, request)
             longest = CHAT_S if isinstance(request, words.Chat) else PLAY_S
             ends = time.monotonic() + longest
@@ -134,6 +138,7 @@ class Players:
                 event = await self._next(player, queue)
                 if event is None and time.monotonic() > ends:
                     raise PlayerError(f"broken off: it has taken more than {longest:g} s")
+
                 is_done = isinstance(event, words.Done)
                 if event is not None and not is_done:
                     yield event
@@ -154,8 +159,10 @@ class Players:
             if time.monotonic() > ends:
                 await self.end(player, f"the model was not loaded within {LOAD_S:g} s")
             await asyncio.sleep(TICK_S / 4)
+
         if player.state == "ended":
             raise PlayerError(player.problem or "it was ended")
+
         yield player
 
     async def _next(
@@ -169,8 +176,10 @@ class Players:
             if player.state == "ended":
                 raise PlayerError(player.problem or "it was ended") from None
             return None
+
         if event is None:
             raise PlayerError(player.problem or "the page did not keep up: ask again")
+
         return event
 
     async def _write(self, player: Player, request: words.Request) -> None:
@@ -188,11 +197,13 @@ class Players:
         async with self._lock:
             if self._closed:
                 raise PlayerError("the dashboard ends")
+
             found = self._held.get(key)
             if found is not None and found.state != "ended":
                 return found
             if found is not None:
                 await self._forget(found)
+
             if len(self._held) >= MAX_PLAYERS:
                 idle = [one for one in self._held.values() if not one.is_busy]
                 if not idle:
@@ -201,10 +212,12 @@ class Players:
                     )
                 oldest = min(idle, key=lambda one: one.used_at)
                 await self.end(oldest, "another checkpoint has taken its place")
+
             player = await self._begin(key, run)
             self._held[key] = player
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.ensure_future(self._look())
+
             return player
 
     async def _begin(self, key: Key, run: str) -> Player:
@@ -213,7 +226,10 @@ class Players:
         try:
             async with asyncio.timeout(WRITE_S):
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "agentevo.evaluation.player", *words_),
+                    sys.executable,
+                    "-m",
+                    "agentevo.evaluation.player",
+                    *words_,
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=PIPE,
@@ -222,6 +238,7 @@ class Players:
                 )
         except (OSError, TimeoutError) as error:
             raise PlayerError(f"no process could be started ({error}): try again") from error
+
         now = time.monotonic()
         player = Player(key, run, process, time.time(), heard_at=now, used_at=now)
         player.tasks = [
@@ -240,6 +257,7 @@ class Players:
                 self._told(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player has said what nobody understands ({error}): ask again"
+
         await self._ended(player)
 
     def _told(self, player: Player, event: words.Event) -> None:
@@ -248,7 +266,8 @@ class Players:
         elif isinstance(event, words.Loading):
             player.doing = event.text
         elif isinstance(event, words.Ready):
-            player.ready, player.state = event, "ready"
+            player.ready = event
+            player.state = "ready"
             player.used_at = time.monotonic()
         elif isinstance(event, words.Broken):
             player.problem = event.error
@@ -265,6 +284,7 @@ class Players:
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 code = await player.process.wait()
+
         _kill(player)
         if not player.problem:
             said = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
@@ -272,6 +292,7 @@ class Players:
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             room = ": it may have needed more memory than there is" if code == -9 else ""
             player.problem = f"the player has ended by itself ({how}{room}). {last}".strip()
+
         player.state = "ended"
         for queue in player.listeners.values():
             if not queue.full():
@@ -299,9 +320,11 @@ class Players:
             _kill(player)
         elif player.process.stdin is not None:
             player.process.stdin.close()
+
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await player.process.wait()
+
         _kill(player)
         await self._forget(player)
 

@@ -71,8 +71,18 @@ def engines(source: RunSource) -> list[Engine]:
         with suppress(OSError, msgspec.MsgspecError):
             said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
-            about = (said.name, said.url, said.pid, said.started_at)
-            found.append(Engine(*about, what.st_mtime, lives, said.version))
+            found.append(
+                Engine(
+                    name=said.name,
+                    url=said.url,
+                    pid=said.pid,
+                    started_at=said.started_at,
+                    beaten_at=what.st_mtime,
+                    lives=lives,
+                    version=said.version,
+                )
+            )
+
     return sorted(found, key=lambda one: one.name)
 
 
@@ -95,6 +105,7 @@ def _versions(folder: Path | None) -> list[int]:
                 for entry in entries
                 if entry.name.startswith("version-") and entry.is_dir(follow_symlinks=False)
             ]
+
     return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -116,6 +127,7 @@ def log_end(source: RunSource, name: str, *, num_bytes: int = LOG_BYTES) -> LogE
 def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
     for path, what in _files(source.file("logs"), ".log"):
         yield path, Log(path.name, what.st_size, what.st_mtime)
+
     if source.sweep is not None and source.folder is not None:
         # Beside the run: the folder of the sweep is shown as well.
         own = f"{source.folder.name}.log"
@@ -128,6 +140,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
     """Regular files of a folder that is no link, by name."""
     if folder is None:
         return
+
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return
@@ -135,6 +148,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
             names = sorted(one.name for one in entries if one.name.endswith(ending))[:MOST_FILES]
     except OSError:
         return
+
     for name in names:
         with suppress(OSError):
             what = (folder / name).lstat()

@@ -81,8 +81,10 @@ async def log(request: Request, run: str, name: str) -> HTMLResponse:
         found = await in_thread(process_files.log_end, view.source, name)
     except OSError as error:
         raise NotFoundError(f"This log can't be read: {error.strerror or error}.") from error
+
     if found is None:
         raise NotFoundError(f"This run has no log {name[:200]}.")
+
     text = await in_thread(lambda: log_text(found.data, is_cut=found.is_cut))
     here = f"{run_url(view.key, 'processes', 'log')}"
     return run_page(
@@ -143,11 +145,14 @@ async def _held(request: Request, view: RunView) -> Held:
     except (AgentEvoError, TimeoutError) as error:
         why = str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
         return Held([], False, [], why)
+
     attempts = [call for call in running if call.parent is None]
     counts = Counter(call.id.rpartition("-")[0] for call in attempts)
+
     oldest: dict[str, float] = {}
     for call in attempts:
         name = call.id.rpartition("-")[0]
         oldest[name] = min(oldest.get(name, call.started_at), call.started_at)
+
     players = [Player(name, many, oldest[name]) for name, many in counts.most_common()]
     return Held(players, len(running) == MOST_CALLS, leased)

@@ -82,13 +82,16 @@ class _Kept:
         signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
         with self._lock:
             known = self._kept.get(folder)
+
         if known is not None and known[0] == signature:
             return known[1]
+
         found = _read(folder)
         with self._lock:
             self._kept[folder] = (signature, found)
             while len(self._kept) > MOST_FOLDERS:
                 self._kept.popitem(last=False)
+
         return found
 
 
@@ -110,11 +113,13 @@ async def results(
     folder = (await in_thread(sources.results)).get(key)
     if folder is None:
         raise NotFoundError(f"There is no evaluation {key[:100]} in {sources.shown}.")
+
     found = await in_thread(_kept.get, folder)
     labels = [str(one.get("model", "")) for one in found.models]
     first = first if first in labels else (labels[0] if labels else "")
     last = last if last in labels else (labels[-1] if labels else "")
     base = f"/results/{quote(key, safe='~+=,@')}"
+
     return page(
         request,
         "results.html",
@@ -166,8 +171,11 @@ def _read(folder: Path) -> Results:
     for name in (SETTINGS, RESULTS, SUMMARY):
         if os.path.lexists(folder / name) and not stat.S_ISREG((folder / name).lstat().st_mode):
             raise ConfigError(f"{folder / name} is no file: the dashboard follows no links")
+
     kept = ResultsFolder(folder)
-    settings, problem = kept.settings(), ""
+    settings = kept.settings()
+
+    problem = ""
     by_task: dict[str, dict[str, list[AttemptLine]]] = {}
     by_model: dict[str, list[AttemptLine]] = {}
     size = (folder / RESULTS).stat().st_size if (folder / RESULTS).exists() else 0
@@ -177,6 +185,7 @@ def _read(folder: Path) -> Results:
         for (model, task, _), line in sorted(kept.attempts().items(), key=lambda one: one[0][2]):
             by_task.setdefault(task, {}).setdefault(model, []).append(line)
             by_model.setdefault(model, []).append(line)
+
     summary = _summary(folder)
     is_whole = summary is not None
     if summary is None:
@@ -186,6 +195,7 @@ def _read(folder: Path) -> Results:
         whole = attempts if isinstance(attempts, int) and 0 < attempts <= 4096 else 1
         played = {label: by_model[label] for label in order if label in by_model}
         summary = summarise(played, whole, {}) if played else {}
+
     models = [
         _shown_model(one)
         for one in _dicts(summary.get("models"))
@@ -223,6 +233,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(
             f"{folder / SUMMARY} can't be read ({error}): `agentevo eval --resume` makes it again"
         ) from error
+
     return found if isinstance(found, dict) else None
 
 
@@ -260,22 +271,27 @@ def _tasks(found: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
     for task, models in found.by_task.items():
         if q and q.lower() not in task.lower():
             continue
+
         cells = []
         for label in labels:
             lines = models.get(label, [])
             completed = sum(line.status == "completed" for line in lines)
             cells.append((_share(lines), completed, len(lines)))
+
         shares = [share for share, _, _ in cells if share is not None]
         rows.append(TaskLine(task, cells, max(shares) - min(shares) if shares else 0.0))
+
     return sorted(rows, key=lambda row: -row.spread)
 
 
 def _changed(found: Results, first: str, last: str) -> Changed:
     pairs = []
     for task, models in found.by_task.items():
-        before, after = _share(models.get(first, [])), _share(models.get(last, []))
+        before = _share(models.get(first, []))
+        after = _share(models.get(last, []))
         if before is not None and after is not None:
             pairs.append((task, before, after))
+
     moved = sorted(pairs, key=lambda one: -abs(one[2] - one[1]))
     return Changed(
         paired_difference([one[1] for one in pairs], [one[2] for one in pairs]),

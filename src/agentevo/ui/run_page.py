@@ -51,6 +51,7 @@ async def now(request: Request, run: str) -> HTMLResponse:
         )
         for one in segments
     ]
+
     return run_page(
         request,
         "run.html",

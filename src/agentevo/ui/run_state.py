@@ -134,24 +134,32 @@ class RunReader:
         source = self.view.source
         if source.folder is None:
             return
-        ends, changed, is_behind = time.monotonic() + PIECE_S, False, False
+
+        ends = time.monotonic() + PIECE_S
+        changed = False
+        is_behind = False
         try:
             while self._table.read_more():
                 changed = True
                 if time.monotonic() > ends:
                     is_behind = True
                     break
+
             if self._table.is_replaced:
-                self._table, changed = MetricsTable(self._table.path), True
+                self._table = MetricsTable(self._table.path)
+                changed = True
                 self._signs = Signs()
                 self._table.read_more()
+
             self._signs.observe(self._table)
             self._problems.pop("metrics.jsonl", None)
         except OSError as error:
             self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
+
         changed |= self._read_file("config.yaml", self._read_config)
         changed |= self._read_file("summary.json", self._read_summary)
-        before, beat = self._moment, self.view.beat
+        before = self._moment
+        beat = self.view.beat
         self._read_file(NOW, self._read_moment)
         beat += before is not self._moment
         seen = replace(self.view, **self._facts(source), is_behind=is_behind)
@@ -164,16 +172,19 @@ class RunReader:
         if planned is None:
             trainer = self._config.get("trainer")
             planned = trainer.get("steps") if isinstance(trainer, dict) else None
+
         problems = list(self._problems.values())
         if table.num_bad_lines:
             problems.append(
                 f"metrics.jsonl: {table.num_bad_lines:,} lines are no rows and left out, "
                 f"the first of them line {table.first_bad_line:,}"
             )
+
         step = max(table.last_step, int(self._summary.get("steps") or 0))
         planned = planned if isinstance(planned, int) else None
         changed_at = table.times[-1] if table.num_rows else None
         state, is_silent = self._state(source, step, planned, changed_at)
+
         return {
             "state": state,
             "is_silent": is_silent,
@@ -199,24 +210,29 @@ class RunReader:
     ) -> tuple[State, bool]:
         """The state, and whether a process that has the lock gives no sign. The lock decides where
         it can be seen; of a process of another machine only the heartbeat is known."""
-        folder, moment = source.folder, self._moment
+        folder = source.folder
+        moment = self._moment
         if folder is None or not self._config:
             return ("damaged" if "config.yaml" in self._problems else "unknown"), False
+
         goes_on = moment is not None and not moment.ended
         is_late = moment is None or moment.silent_s() > OLD_S
         if is_locked(folder):
             has_logged = changed_at is not None and time.time() - changed_at <= OLD_S
             return "running", goes_on and is_late and not has_logged
+
         if moment is not None and goes_on and not is_late and moment.host != socket.gethostname():
             return "running", False
         if moment is not None and moment.ended == "failed":
             return "failed", False
+
         # The summary counts committed steps; an evaluation that was broken off has rows beyond.
         done = self._summary.get("steps")
         done = done if isinstance(done, int) else step
         is_complete = self._summary and (planned is None or done >= planned)
         if is_complete or (moment is not None and moment.ended == "finished"):
             return "finished", False
+
         return "interrupted", False
 
     def _read_file(self, name: str, read: Any) -> bool:
@@ -229,14 +245,17 @@ class RunReader:
                 signature = (what.st_ino, what.st_size, what.st_mtime_ns)
         except OSError:
             signature = None
+
         if name in self._signatures and self._signatures[name] == signature:
             return False
+
         self._signatures[name] = signature
         self._problems.pop(name, None)
         try:
             read(path if signature is not None else None)
         except (AgentEvoError, OSError) as error:
             self._problems[name] = str(error)
+
         return True
 
     def _read_config(self, path: Path | None) -> None:
@@ -247,6 +266,7 @@ class RunReader:
                 "`agentevo ui` with the folder's new place"
             )
             return
+
         self._config = yaml_sources.read_yaml(path)
         command = command_of(path.parent)
         self.view = replace(self.view, command=command or "train")
@@ -267,9 +287,11 @@ def is_locked(folder: Path) -> bool:
         what = (folder / LOCK).stat()
     except OSError:
         return False
+
     name = f"{os.major(what.st_dev):02x}:{os.minor(what.st_dev):02x}:{what.st_ino}"
     try:
         locks = Path("/proc/locks").read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         return False
+
     return any(name in line.split() for line in locks.splitlines())

@@ -81,6 +81,7 @@ async def runs(
     }
     if is_part(request):
         return part("runs_table.html", **data)
+
     news = [row.view.key for row in chosen if row.view.state == "running"] or [
         row.view.key for row in chosen
     ]
@@ -91,7 +92,8 @@ def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
     """(key, name, number of runs) of the sweeps that have some of these runs."""
     found: dict[str, tuple[str, int]] = {}
     for view in views:
-        key, folder = view.source.sweep, view.source.folder
+        key = view.source.sweep
+        folder = view.source.folder
         if key is not None and folder is not None:
             found[key] = (folder.parent.name, found.get(key, ("", 0))[1] + 1)
     return sorted((key, name, many) for key, (name, many) in found.items())
@@ -103,11 +105,13 @@ def row_of(view: RunView) -> Row:
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
     if not view.summary:
         figures |= newest_evaluation(view)
+
     _, rewards = view.table.series(SCORE)
     environment = view.summary.get("environment") or view.setting("environment", "type")
     model = view.summary.get("model") or view.setting("model", "name")
     how = view.command if view.command in ("sft", "rm") else view.setting("algorithm", "name")
     about = [environment, model, how]
+
     return Row(
         view=view,
         rewards=list(rewards),
@@ -127,10 +131,14 @@ def newest_evaluation(view: RunView) -> dict[str, float | None]:
         if name.startswith(("val-core/", "val-aux/")):
             _, values = view.table.series(name)
             if values:
-                first[name], last[name] = values[0], values[-1]
-    opening, newest = read_evaluations(first), read_evaluations(last)
+                first[name] = values[0]
+                last[name] = values[-1]
+
+    opening = read_evaluations(first)
+    newest = read_evaluations(last)
     if not newest:
         return {}
+
     return {
         "before": opening[0].success,
         "after": newest[0].success,

@@ -44,6 +44,7 @@ def serve_dashboard(
     sources.check(later=True)
     for folder_to_come in sources.missing:
         note(f"{folder_to_come}: there is no such folder yet: its runs show up when it is made")
+
     with (
         asked_to_stop() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
@@ -89,4 +90,5 @@ async def _serve(
             note("the certificate is this process's own: a browser asks once whether to trust it")
         while not stop():
             await asyncio.sleep(LOOK_S)
+
     note("stopped")

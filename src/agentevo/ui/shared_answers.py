@@ -32,7 +32,8 @@ PATHS = re.compile(
     r"(?:/(?:work|metrics|series|attempts|evaluation|evaluation/series|data|processes|steps/\d+))?"
 )
 KEPT_S = 0.5
-MOST, MOST_BYTES = 64, 32_000_000
+MOST = 64
+MOST_BYTES = 32_000_000
 LONGEST_QUERY = 2_000
 """Bytes of an address that is remembered."""
 MADE_S = 60.0
@@ -79,7 +80,8 @@ class SharedAnswers:
         self.app = app
         self.num_made = 0
         """Answers that were made to be shared."""
-        self._watcher, self._visitor_key = watcher, visitor_key
+        self._watcher = watcher
+        self._visitor_key = visitor_key
         self._held: dict[Key, _Held] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,6 +90,7 @@ class SharedAnswers:
         if found is None or not is_ours or scope[self._visitor_key].may_change:
             await self.app(scope, receive, send)
             return
+
         headers = dict(reversed(scope["headers"]))  # the first of each name
         is_part = headers.get(b"hx-request") == b"true"
         theme = _theme(headers.get(b"cookie", b""))
@@ -98,15 +101,18 @@ class SharedAnswers:
 
     def _making(self, key: Key, run: str | None, scope: Scope) -> asyncio.Task[Answer]:
         """What makes the answer, or has made it."""
-        now, known = time.monotonic(), self._watcher.known(run)
+        now = time.monotonic()
+        known = self._watcher.known(run)
         held = self._held.get(key)
         is_fresh = held is not None and (not held.making.done() or now - held.at < KEPT_S)
         if held is not None and is_fresh and held.known == known:
             return held.making
+
         self._forget(now)
         making = asyncio.ensure_future(self._made(key, scope))
         held = self._held[key] = _Held(making, known, now)
         making.add_done_callback(lambda _: self._done(key, held))
+
         return making
 
     def _done(self, key: Key, held: _Held) -> None:
@@ -116,8 +122,10 @@ class SharedAnswers:
             if self._held.get(key) is held:
                 del self._held[key]
             return
+
         answer = held.making.result()
-        held.at, held.size = time.monotonic(), len(answer.body) + len(answer.gzipped)
+        held.at = time.monotonic()
+        held.size = len(answer.body) + len(answer.gzipped)
 
     def _forget(self, now: float) -> None:
         """What is old, and the oldest of too much."""
@@ -142,6 +150,7 @@ class SharedAnswers:
             "server": None,
             self._visitor_key: Visitor(),
         }
+
         start: list[Message] = []
         body: list[bytes] = []
         whole: list[bytes] = []
@@ -160,9 +169,11 @@ class SharedAnswers:
         except Exception:
             if not whole:  # app.py has told of it, and mostly answered
                 raise
+
         gzipped = b""
         if len(whole[0]) >= SMALLEST_GZIPPED:
             gzipped = await in_thread(gzip.compress, whole[0], LEVEL, mtime=0)
+
         return Answer(start[0]["status"], list(start[0]["headers"]), whole[0], gzipped)
 
 
@@ -200,10 +211,12 @@ def _takes_gzip(header: bytes) -> bool:
 async def _send(send: Send, answer: Answer, accepted: bytes) -> None:
     headers = [pair for pair in answer.headers if pair[0] not in (b"content-length", b"vary")]
     vary = [text for name, text in answer.headers if name == b"vary"]
+
     body = answer.body
     if answer.gzipped and _takes_gzip(accepted):
         body = answer.gzipped
         headers.append((b"content-encoding", b"gzip"))
+
     headers.append((b"vary", b", ".join([*vary, b"Accept-Encoding"])))
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

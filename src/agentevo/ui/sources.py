@@ -57,11 +57,13 @@ class RunSource:
         it."""
         if self.folder is None:
             return None
+
         path = self.folder / name
         try:
             inside = os.path.realpath(path).startswith(os.path.realpath(self.folder) + os.sep)
         except (OSError, ValueError):
             return None
+
         return path if inside else None
 
 
@@ -81,9 +83,12 @@ class Sources:
                     )
                 self._urls.append(word)
                 continue
+
             if problem := name_problem(word):
                 raise ConfigError(f"{word[:60]!r} {problem}")
+
             self._roots.append(Path(word).expanduser().absolute())
+
         self._runs: dict[str, RunSource] = {}
         self._results: dict[str, Path] = {}
         self._evaluated: dict[str, Path] = {}
@@ -103,6 +108,7 @@ class Sources:
         missing = [root for root in self._roots if not os.path.isdir(root)]
         if later:
             missing = [root for root in missing if root not in self.missing]
+
         if missing:
             raise ConfigError(
                 f"{missing[0]}: is no folder: give a run's folder, one that holds runs, such as "
@@ -124,11 +130,16 @@ class Sources:
         at disks: on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
             found: dict[str, RunSource] = {}
-            self._evaluated, self._found_pipelines = {}, {}
+            self._evaluated = {}
+            self._found_pipelines = {}
+
             for source in self._find():
-                key, number = source.key, 2
+                key = source.key
+                number = 2
                 while key in found:
-                    key, number = f"{source.key}-{number}", number + 1
+                    key = f"{source.key}-{number}"
+                    number += 1
+
                 found[key] = (
                     source
                     if key == source.key
@@ -137,9 +148,12 @@ class Sources:
                 if len(found) >= MAX_RUNS:
                     self.is_cut = True
                     break
-            self._runs, self._results = found, self._evaluated
+
+            self._runs = found
+            self._results = self._evaluated
             self._pipelines = self._found_pipelines
             self._scanned_at = time.monotonic()
+
         return self._runs
 
     def results(self) -> dict[str, Path]:
@@ -174,11 +188,13 @@ class Sources:
         url = source.url or run_store_url(source.folder or Path())
         if url in self._urls:
             return url
+
         if not url.startswith(_SQLITE) or REFERENCE.search(url):
             raise ConfigError(
                 f"the store of this run is a database elsewhere: start `agentevo ui` with "
                 f"'{without_password(url)}', as the run's config.yaml has it, as well"
             )
+
         real = os.path.realpath(os.path.expanduser(url.removeprefix(_SQLITE)))
         allowed = [os.path.realpath(root) for root in self._roots]
         allowed += [
@@ -188,6 +204,7 @@ class Sources:
         ]
         if any(real == place or real.startswith(place + os.sep) for place in allowed):
             return url
+
         raise ConfigError(
             f"the store of this run lies outside of the folders that are shown: start "
             f"`agentevo ui` with {without_password(url)} as well"
@@ -198,9 +215,11 @@ class Sources:
         for root in self._roots:
             prefix = "" if len(self._roots) + len(self._urls) == 1 else root.name
             yield from self._below(root, root, prefix, MAX_DEPTH, left)
+
         for url in self._urls:
             name = without_password(url).rstrip("/").rpartition("/")[2].partition("?")[0] or "store"
             yield RunSource(_key(name), name, None, url)
+
         self.is_cut = left[0] <= 0
 
     def _below(
@@ -209,19 +228,23 @@ class Sources:
         left[0] -= 1
         if left[0] <= 0:
             return
+
         inner = folder.relative_to(root).as_posix()
         path = "/".join(part for part in (prefix, "" if inner == "." else inner) if part)
         if is_run_folder(folder):
             sweep = _key(path.rpartition("/")[0]) if is_sweep_folder(folder.parent) else None
             yield RunSource(_key(path or folder.name), folder.name, folder, sweep=sweep or None)
             return
+
         if is_results_folder(folder):
             _add(self._evaluated, _key(path or folder.name), folder)
             return
+
         if is_file_of(folder, PIPELINE_FILE):
             _add(self._found_pipelines, _key(path or folder.name), folder)
         if depth == 0:
             return
+
         try:
             with os.scandir(folder) as entries:
                 names = sorted(
@@ -233,15 +256,18 @@ class Sources:
                 )
         except OSError:
             return
+
         for name in names:
             yield from self._below(root, folder / name, prefix, depth - 1, left)
 
 
 def _add(found: dict[str, Path], key: str, folder: Path) -> None:
     """Under that key, or one that no other has."""
-    free, number = key, 2
+    free = key
+    number = 2
     while free in found:
-        free, number = f"{key}-{number}", number + 1
+        free = f"{key}-{number}"
+        number += 1
     if len(found) < MAX_RUNS:
         found[free] = folder
 

@@ -40,6 +40,7 @@ async def _page(request: Request, given: dict[str, str], refused: str) -> HTMLRe
         may = visitor(request).may_change
         known = await in_thread(starting.started, root) if root is not None and may else []
         alive = await in_thread(lambda: [one for one in known if starting.is_alive(one)])
+
     return page(
         request,
         "start.html",
@@ -57,7 +58,8 @@ async def _page(request: Request, given: dict[str, str], refused: str) -> HTMLRe
 @router.post("/start")
 async def start(request: Request) -> Response:
     """Starts it, once it is known that the command would take it and that is confirmed."""
-    change, root = changes(request), _root(request)
+    change = changes(request)
+    root = _root(request)
     given = {name: change.get(name) for name in ("command", "recipe", "overrides", "name")}
     given["recipe"] = change.get("file").strip() or given["recipe"]
     folders = dashboard(request).sources.folders
@@ -65,6 +67,7 @@ async def start(request: Request) -> Response:
         before = None if root is None else await in_thread(starting.read_start, root, change.id)
         if before is not None:
             return see(f"/start/{change.id}")  # sent twice
+
         wanted = await in_thread(
             lambda: starting.wanted_from(
                 folders, given["command"], given["recipe"], given["overrides"], given["name"]
@@ -87,7 +90,9 @@ async def start(request: Request) -> Response:
             assert root is not None
             if starting.digest(await _checked(wanted)) != change.get("config"):
                 raise ConfigError("the recipe is another one by now than was shown: check it again")
-            who, address = change.visitor.who, change.visitor.address
+
+            who = change.visitor.who
+            address = change.visitor.address
             async with asyncio.timeout(WRITE_S):
                 return await dashboard(request).priority.ordinarily(
                     lambda: starting.start(root, wanted, id=change.id, who=who, address=address)
@@ -113,6 +118,7 @@ async def started(request: Request, id: str) -> HTMLResponse:
         raise NotFoundError("Nothing of that name was started here.")
     if not visitor(request).may_change:
         raise NotFoundError("What a command printed is for whoever may start one.")
+
     runs = await in_thread(dashboard(request).sources.runs)
     key = next(
         (run.key for run in runs.values() if run.folder and str(run.folder) == one.wanted.run_dir),

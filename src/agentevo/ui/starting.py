@@ -36,7 +36,8 @@ from agentevo.errors import ConfigError
 from agentevo.files import open_regular, write_atomic
 from agentevo.runs.folder import is_run_folder
 
-STARTED, LOCK = ".started", "lock"
+STARTED = ".started"
+LOCK = "lock"
 COMMANDS = ("train", "sft")
 CHECK_S = 45.0
 """How long a recipe may take to be read; an answer of the dashboard has 60 s."""
@@ -64,8 +65,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
     def words(self) -> list[str]:
-        last = ("run.overwrite=false", f"run.dir={self.run_dir}")
-        return [self.command, self.recipe, *self.overrides, *last]
+        return [
+            self.command,
+            self.recipe,
+            *self.overrides,
+            "run.overwrite=false",
+            f"run.dir={self.run_dir}",
+        ]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,32 +94,39 @@ def wanted_from(
     words that would not be an override."""
     if command not in COMMANDS:
         raise ConfigError(f"the command is one of {', '.join(COMMANDS)}")
+
     usable = [folder for folder in folders if not is_run_folder(folder)]
     if not usable:
         raise ConfigError(
             "runs are started below a folder that is shown: give `agentevo ui` one that holds "
             "runs, such as `runs`"
         )
+
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"the run's folder is {name[:100]!r}: give a name such as lake-2, of letters, digits, "
             "_, - and dots"
         )
+
     lines = [line.strip() for line in overrides.splitlines() if line.strip()]
     if len(lines) > MAX_OVERRIDES:
         raise ConfigError(f"there are {len(lines)} overrides, and at most {MAX_OVERRIDES} are read")
+
     for line in lines:
         found = OVERRIDE.fullmatch(line)
         if found is None:
             raise ConfigError(f"{line[:100]!r} is no override: write one key=value a line")
         if found["key"] in ("run.dir", "run.overwrite"):
             raise ConfigError(f"{found['key']}: the dashboard starts new runs only, by their name")
+
     target = _inside(usable[0], name)
     if os.path.lexists(target):
         raise ConfigError(f"{target} is there already: give another name")
+
     for one in target.relative_to(usable[0]).parents:
         if is_run_folder(usable[0] / one):
             raise ConfigError(f"{one} is a run, which holds no other: give another name")
+
     return Wanted(
         command=command,
         recipe=_recipe(folders, recipe.strip()),
@@ -132,15 +145,18 @@ def _inside(root: Path, name: str) -> Path:
 def _recipe(folders: Sequence[Path], recipe: str) -> str:
     if recipe in packaged_recipes():
         return recipe
+
     if "\0" in recipe or not recipe.endswith((".yaml", ".yml")):
         raise ConfigError(
             f"{recipe[:100]!r} is no recipe that ships: choose one, or give a .yaml file below "
             "a shown folder"
         )
+
     for root in folders:
         real = os.path.realpath(root / recipe)
         if real.startswith(os.path.realpath(root) + os.sep) and os.path.isfile(real):
             return real
+
     raise ConfigError(f"{recipe[:200]}: there is no such file below a shown folder")
 
 
@@ -149,6 +165,7 @@ def check(wanted: Wanted) -> str:
     says. Blocks for as long as reading a recipe takes."""
     if not _checking.acquire(timeout=BUSY_S):
         raise ConfigError("other recipes are being read: try again")
+
     try:
         said = subprocess.run(
             [sys.executable, "-m", "agentevo", *wanted.words(), "--dry-run"],
@@ -163,20 +180,25 @@ def check(wanted: Wanted) -> str:
         raise ConfigError(f"the recipe could not be read within {CHECK_S:.0f} s") from None
     finally:
         _checking.release()
+
     if said.returncode:
         raise ConfigError((said.stderr or said.stdout).strip()[-4000:] or "the recipe is refused")
+
     try:
         config: Any = yaml.safe_load(said.stdout)
         run = config["run"]
-        folder, overwrites = str(run["dir"]), bool(run["overwrite"])
+        folder = str(run["dir"])
+        overwrites = bool(run["overwrite"])
     except (yaml.YAMLError, KeyError, TypeError):
         raise ConfigError(
             "this recipe is a sweep, or imports something that prints: start it at the command line"
         ) from None
+
     if os.path.realpath(folder) != os.path.realpath(wanted.run_dir) or overwrites:
         raise ConfigError(
             "the recipe sets run.overwrite, or another run.dir: start it at the command line"
         )
+
     return said.stdout
 
 
@@ -189,16 +211,19 @@ def start(root: Path, wanted: Wanted, *, id: str, who: str, address: str) -> str
     """Starts it; the same id again starts nothing. Returns the id. Raises ConfigError."""
     if not _ID.fullmatch(id):
         raise ConfigError("this is no form of this dashboard: load its page again")
+
     place = root / STARTED / id
     try:
         (root / STARTED).mkdir(exist_ok=True)
         if (root / STARTED).is_symlink():
             raise OSError("it is a link")
+
         with _only_starter(root):
             try:
                 place.mkdir()
             except FileExistsError:
                 return id
+
             try:
                 process, told = _begin(root, wanted, id=id, who=who, address=address)
             except BaseException:
@@ -234,6 +259,7 @@ def _only_starter(root: Path) -> Iterator[None]:
                 if time.monotonic() > ends:
                     raise ConfigError("another run is being started: try again") from None
                 time.sleep(0.02)
+
         yield
     finally:
         os.close(handle)
@@ -247,6 +273,7 @@ def _begin(
         raise ConfigError(f"{MAX_RUNNING} runs that were started here go on: wait for one")
     if os.path.lexists(wanted.run_dir):
         raise ConfigError(f"{wanted.run_dir} is there by now: give another name")
+
     place = root / STARTED / id
     with (place / "log.txt").open("xb") as log:
         process = subprocess.Popen(
@@ -256,6 +283,7 @@ def _begin(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
     told = Start(
         id=id, wanted=wanted, at=time.time(), who=who, address=address, process=process.pid
     )

@@ -47,16 +47,21 @@ class StoreReader:
         """Reads what was committed since, for about PIECE_S at most."""
         if time.monotonic() < self._rest_until:
             return
+
         began = time.monotonic()
-        problem, state, is_behind = "", self.view.state, False
+        problem = ""
+        state = self.view.state
+        is_behind = False
         try:
             async with self._stores.reading(self.view.source) as store:
                 is_behind = await self._read(store)
                 state = await _state(store)
         except AgentEvoError as error:
             problem = str(error)
+
         took = time.monotonic() - began
         self._rest_until = began + took + (0.0 if is_behind else max(LOOK_S, REST * took))
+
         seen = replace(
             self.view,
             state=state,
@@ -76,16 +81,19 @@ class StoreReader:
         newest = await store.last_step()
         if self._last is not None and (newest is None or newest.step < self._last[0]):
             self._forget()  # the run went back, or another one replaced it
+
         if self._last is not None and newest is not None and newest.step == self._last[0]:
             if newest.committed_at == self._last[1]:
                 return False
             self._forget()
+
         ends = time.monotonic() + PIECE_S
         while True:
             after = self._last[0] if self._last else None
             records = await store.steps(after=after, limit=PAGE)
             for record in records:
                 self._add(record)
+
             if len(records) < PAGE:
                 return False
             if time.monotonic() > ends:
@@ -95,10 +103,12 @@ class StoreReader:
         progress = _mapping(record.record.get("progress"))
         if self._last is None:
             self._add_row(0, None, progress.get("before"))
+
         self._add_row(record.step, record.committed_at, record.record.get("metrics"))
         evaluated = _mapping(progress.get("after"))
         if evaluated != self._evaluated and evaluated != progress.get("before"):
             self._add_row(record.step, record.committed_at, evaluated)
+
         self._evaluated = evaluated
         said = progress.get("warnings")
         self._warnings += [str(text) for text in said] if isinstance(said, list) else []

@@ -56,7 +56,9 @@ class ReadOnlyStore:
 
 class _Opened:
     def __init__(self, store: Store) -> None:
-        self.store, self.used_at, self.users = store, time.monotonic(), 0
+        self.store = store
+        self.used_at = time.monotonic()
+        self.users = 0
 
 
 class Stores:
@@ -86,9 +88,12 @@ class Stores:
                     read_only=True,
                 )
                 opened = self._opened[url] = _Opened(store)
+
             opened.users += 1
+
         if self._sweeping is None:
             self._sweeping = asyncio.ensure_future(self._sweep())
+
         try:
             yield cast(Store, ReadOnlyStore(opened.store))
         finally:

@@ -56,6 +56,7 @@ def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
     """(split, [(state, number of attempts)]) of the splits that have some."""
     table = reader.columns()
     width = len(TRAJECTORY_STATES)
+
     # A word that this version does not know has the number -1, and is left out.
     known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
     places = table["split"][known].astype(np.int64) * width + table["state"][known]
@@ -80,6 +81,7 @@ def tasks(
     completed = np.bincount(task[done], minlength=size)
     wins = np.bincount(task[done & table["success"]], minlength=size)
     rewards = np.bincount(task[done], weights=table["reward"][done], minlength=size)
+
     found = attempts > 0
     if text:
         numbers = reader.ask(
@@ -89,12 +91,16 @@ def tasks(
         some = np.fromiter((row[0] for row in numbers), dtype=np.int64, count=len(numbers))
         has_text[some[some < size]] = True
         found &= has_text
+
     with np.errstate(invalid="ignore", divide="ignore"):
-        share, mean = wins / completed, rewards / completed
+        share = wins / completed
+        mean = rewards / completed
+
     often = found & (completed > 1)
     keys = _keys(order, attempts, completed, share, mean)
     places = np.flatnonzero(found)
     shown = _page(places, keys[places], page)
+
     return Tasks(
         _rows(reader, table, chosen, shown, attempts, completed, share, mean),
         len(places),
@@ -123,7 +129,8 @@ def _page(places: np.ndarray, keys: np.ndarray, page: int) -> np.ndarray:
     end = (page + 1) * PAGE
     if len(places) > end:  # no sort of a million tasks for the first fifty
         near = keys <= np.partition(keys, end)[end]
-        places, keys = places[near], keys[near]
+        places = places[near]
+        keys = keys[near]
     order = np.argsort(keys, kind="stable")
     return places[order][page * PAGE : end]
 
@@ -148,11 +155,13 @@ def _rows(
     task = table["task"][own]
     last = np.zeros(len(attempts), dtype=np.int64)
     np.maximum.at(last, task, table["step"][own])
+
     said = {}
     for name in ("kind", "difficulty"):
         said[name] = np.zeros(len(attempts), dtype=np.int64)
         known = table[name][own] > 0  # 0: its turns are not read yet
         said[name][task[known]] = table[name][own][known]
+
     return [
         TaskRow(
             str(names.get(number, "")),

@@ -57,6 +57,7 @@ async def try_it(request: Request, run: str, mode: str = "chat", task: str = "")
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
         choices = await _choices(view)
+
     return run_page(
         request,
         "try.html",
@@ -83,7 +84,8 @@ async def players(request: Request, run: str) -> HTMLResponse:
 @router.post("/runs/{run}/try/end")
 async def end(request: Request, run: str) -> Response:
     """Ends a player, which gives its memory back."""
-    view, change = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    change = changes(request)
     held = dashboard(request).players
     for player in held.of(view.key):
         if str(player.process.pid) == change.get("pid"):
@@ -94,7 +96,8 @@ async def end(request: Request, run: str) -> Response:
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
     """A reply, as it is drawn."""
-    view, form = await run_of(request, run), changes(request)
+    view = await run_of(request, run)
+    form = changes(request)
     try:
         given = json.loads(form.get("messages", "[]"))
         messages = [
@@ -103,17 +106,21 @@ async def chat(request: Request, run: str) -> Response:
             if one["role"] in ROLES and isinstance(one["content"], str)
         ]
         length = sum(len(message.text) for message in messages)
+
         for message in messages:
             message.text.encode()  # half of a pair of surrogates is no text
     except (ValueError, TypeError, KeyError, RecursionError):
         return _refused("these are no messages")
+
     if length > words.MAX_CHARACTERS:
         return _refused(
             f"the conversation has {length:,} characters, at most {words.MAX_CHARACTERS:,} are "
             "taken: say less, or begin a new one"
         )
+
     if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
         return _refused("there is nothing to answer: write a message")
+
     return await _stream(
         request,
         view,
@@ -128,8 +135,10 @@ async def chat(request: Request, run: str) -> Response:
 @router.post("/runs/{run}/try/play")
 async def play(request: Request, run: str) -> Response:
     """An attempt, as it is played."""
-    view, form = await run_of(request, run), changes(request)
-    kind, given = form.get("kind"), dict[str, Any]()
+    view = await run_of(request, run)
+    form = changes(request)
+    kind = form.get("kind")
+    given = dict[str, Any]()
     if kind == "own":
         if not form.get("query").strip():
             return _refused("there is nothing to play: write a task")
@@ -141,6 +150,7 @@ async def play(request: Request, run: str) -> Response:
         given = {"task": task}
     else:
         given = {"is_train": kind == "train", "number": form.get("number", "0")}
+
     return await _stream(
         request,
         view,
@@ -173,14 +183,18 @@ async def _stream(
         )
     except msgspec.ValidationError as error:
         return _refused(f"this can't be asked: {error}")
+
     folder = view.source.folder
     async with asyncio.timeout(WITHIN_S):
         choices = await _choices(view)
-    which, device = form.get("which"), form.get("device")
+
+    which = form.get("which")
+    device = form.get("device")
     if folder is None or device not in DEVICES or which not in choices.names:
         return _refused(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
     if which == words.START and choices.missing:
         return _refused(choices.missing)
+
     return EventStream(request, view, Key(folder, which, device), asked)
 
 
@@ -213,13 +227,17 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
-        self._shared, self._view, self._key, self._asked = dashboard(request), view, key, asked
+        self._shared = dashboard(request)
+        self._view = view
+        self._key = key
+        self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:
             refused = _refused("too many requests at once: wait until some are done", 429)
             await refused(scope, receive, send)
             return
+
         self._shared.players.streams += 1  # nothing is awaited between the question and this
         sending = asyncio.ensure_future(self._send(send))
         gone = asyncio.ensure_future(_gone(receive))
@@ -247,6 +265,7 @@ class EventStream(Response):
             to_stderr(f"ui: try {self._view.key}: {described(error)}")
             text = "This has failed; the reason is where `agentevo ui` was started."
             await _tell(send, "failed", {"text": text})
+
         await _tell(send, "done", {})
         await send({"type": "http.response.body", "body": b""})
 
@@ -254,25 +273,31 @@ class EventStream(Response):
         if isinstance(event, Player):
             text = render("try_state.html", player=event).strip()
             return [("state", {"html": text, "ready": event.state == "ready"})]
+
         if isinstance(event, words.Text):
             return [("text", {"text": event.text})]
         if isinstance(event, words.Failed):
             return [("failed", {"text": event.error})]
+
         if isinstance(event, words.Replied):
             html = self._render("try_reply.html", event, tokens=_tokens(event.tokens))
             return [("reply", {"text": event.text, "html": html})]
+
         if isinstance(event, words.Turned):
             tokens = None if event.tokens is None else _tokens(event.tokens)
             turns = Part([event.turn], None, 1)
             html = self._render("try_turn.html", event, tokens=tokens, part=turns)
             return [("part", {"id": f"call-{event.number}", "html": html})]
+
         if isinstance(event, words.Called):
             html = self._render("try_call.html", event)
             return [("part", {"id": f"call-{event.number}", "html": html})]
+
         if isinstance(event, words.Began | words.Ended):
             name = "began" if isinstance(event, words.Began) else f"ended-{event.agent}"
             html = self._render("try_task.html", event, name=name)
             return [("part", {"id": name, "html": html})]
+
         return []
 
     def _render(self, template: str, event: words.Event, **more: Any) -> str:

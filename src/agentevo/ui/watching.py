@@ -43,7 +43,8 @@ class Watcher:
     """See the module. Belongs to the dashboard's event loop."""
 
     def __init__(self, sources: Sources, stores: Stores) -> None:
-        self.sources, self._stores = sources, stores
+        self.sources = sources
+        self._stores = stores
         self._readers: dict[str, _Watched] = {}
         self._next = asyncio.Event()
         """Set, and replaced, at the next change."""
@@ -77,6 +78,7 @@ class Watcher:
         tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
         if tasks:
             await asyncio.wait(tasks, timeout=FIRST_S)
+
         return [
             task.result() if task.done() and task.exception() is None else one.reader.view
             for task, one in zip(tasks, watched, strict=True)
@@ -102,11 +104,13 @@ class Watcher:
                 StoreReader(source, self._stores) if source.folder is None else RunReader(source)
             )
             watched = _Watched(reader, self._heard)
+
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
             if key not in self._viewers:
                 del self._readers[key]
                 self.events.pop(key, None)
+
         return watched
 
     def _list(self, runs: Iterable[str]) -> bool:
@@ -114,7 +118,8 @@ class Watcher:
         found = frozenset(runs)
         if found == self._listed and self._list_version:
             return False
-        self._listed, self._list_version = found, self._list_version + 1
+        self._listed = found
+        self._list_version += 1
         return True
 
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
@@ -122,8 +127,11 @@ class Watcher:
         of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
         least every LOOK_S, so that the listener can see to itself. Ends when the dashboard does."""
         known: dict[str, tuple[int, int]] = {}
-        keys, had, listed = list(keys), self._listed, -1
+        keys = list(keys)
+        had = self._listed
+        listed = -1
         self._look(keys, 1)
+
         try:
             while not self.is_closed:
                 changed = self._next  # what changes from here on is not missed
@@ -133,6 +141,7 @@ class Watcher:
                     self._look(later, 1)
                     keys += later
                     yield listed
+
                 for key in keys:
                     watched = self._readers.get(key)
                     if watched is None:
@@ -141,6 +150,7 @@ class Watcher:
                     if view.version and known.get(key) != _told(view):
                         known[key] = _told(view)
                         yield view
+
                 yield None
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
@@ -194,7 +204,8 @@ class Watcher:
 
     def _tell(self) -> None:
         """Wakes all who wait for news."""
-        told, self._next = self._next, asyncio.Event()
+        told = self._next
+        self._next = asyncio.Event()
         told.set()
 
 
@@ -209,7 +220,8 @@ class _Watched:
         self, reader: RunReader | StoreReader, heard: Callable[[RunView, RunView], None]
     ) -> None:
         """`heard`: of what was known before a reading and what is after it."""
-        self.reader, self._heard = reader, heard
+        self.reader = reader
+        self._heard = heard
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
 
@@ -224,4 +236,5 @@ class _Watched:
                     await in_thread(self.reader.read)
                 self._read_at = time.monotonic()
                 self._heard(before, self.reader.view)
+
         return self.reader.view

@@ -79,12 +79,14 @@ class Works:
         known = self._known.setdefault(view.key, _Known())
         while len(self._known) > MOST_RUNS:
             del self._known[next(iter(self._known))]
+
         async with known.lock:
             if time.monotonic() - known.asked_at >= max(FRESH_S, known.rests_s):
                 began = time.monotonic()
                 known.work = await self._ask(view, known)
                 known.asked_at = time.monotonic()
                 known.rests_s = REST * (known.asked_at - began)
+
         return known.work
 
     async def _ask(self, view: RunView, known: _Known) -> Work:
@@ -121,6 +123,7 @@ def _engines(view: RunView, known: _Known) -> tuple[LivingEngine, ...]:
         return ()
     if known.directory is None:
         known.directory = EngineDirectory(folder)
+
     try:
         living = known.directory.living(LIVING_S)
         return tuple(LivingEngine(one.name, one.started_at, one.version) for one in living)

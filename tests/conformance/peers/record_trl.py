@@ -71,6 +71,7 @@ def model_folder() -> str:
     )
     folder = tempfile.mkdtemp()
     LlamaForCausalLM(config).save_pretrained(folder)
+
     return folder
 
 
@@ -94,6 +95,7 @@ def build(
     )
     if trainer in (GRPOTrainer, GMPOTrainer, RLOOTrainer):
         extra["reward_funcs"] = extra["reward_funcs"][: len(settings.get("reward_weights") or [0])]
+
     built = trainer(
         model=LlamaForCausalLM.from_pretrained(model_folder()),
         args=args,
@@ -144,6 +146,7 @@ def grpo_loss(
     inputs = {key: value[taken] for key, value in made[batch].items()}
     if on_policy:
         inputs["old_logp"] = inputs["logp"]
+
     size, tokens = inputs["mask"].shape
     divisible = {
         "num_generations": 2,
@@ -154,6 +157,7 @@ def grpo_loss(
         trainer, config, 6, PROMPTS, max_completion_length=tokens, **divisible, **settings
     )
     built.model.train()
+
     built.current_gradient_accumulation_steps = steps
     logp = inputs["logp"].clone().requires_grad_()
     given = {
@@ -168,6 +172,7 @@ def grpo_loss(
         "num_items_in_batch": made[batch]["mask"].sum(),
     }
     loss = built._compute_loss(Answers(logp), given)
+
     return {
         "function": f"{trainer.__name__}._compute_loss",
         "batch": batch,
@@ -186,12 +191,14 @@ def losses(made: dict[str, Batch]) -> dict[str, Case]:
     for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"):
         extra = {"epsilon_high": 5.0} if name == "cispo" else {}
         cases[f"loss/{name}"] = grpo_loss(made, "loss", *grpo, loss_type=name, **extra)
+
     cases["loss/clip_higher"] = grpo_loss(made, "loss", *grpo, loss_type="dapo", epsilon_high=0.28)
     for weighted in (True, False):
         name = "weighted" if weighted else "plain"
         cases[f"loss/beta/{name}"] = grpo_loss(
             made, "loss", *grpo, loss_type="dapo", beta=0.1, use_bias_correction_kl=weighted
         )
+
     cases["loss/beta/default"] = grpo_loss(made, "loss", *grpo, loss_type="dapo", beta=0.1)
     sequence = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
     cases["loss/gspo"] = grpo_loss(made, "loss", *grpo, loss_type="grpo", **sequence)
@@ -204,12 +211,14 @@ def losses(made: dict[str, Batch]) -> dict[str, Case]:
         cases[f"loss/rloo/{name}"] = grpo_loss(
             made, "loss", RLOOTrainer, RLOOConfig, on_policy=name == "on_policy", beta=0.0
         )
+
     for name in ("grpo", "bnpo", "dr_grpo", "dapo"):
         cases[f"loss_empty/{name}"] = grpo_loss(made, "loss_empty", *grpo, loss_type=name)
         for index, rows in enumerate((slice(0, 2), slice(2, 6))):
             cases[f"micro/{name}/{index}"] = grpo_loss(
                 made, "loss", *grpo, steps=2, rows=rows, loss_type=name
             )
+
     cases["extreme/dapo"] = grpo_loss(made, "extreme", *grpo, loss_type="dapo")
     cases["extreme/dapo_delta"] = grpo_loss(made, "extreme", *grpo, loss_type="dapo", delta=3.0)
     cases["extreme/gspo"] = grpo_loss(made, "extreme", *grpo, loss_type="grpo", **sequence)
@@ -247,6 +256,7 @@ def advantages(
     built._generate = lambda *_: generated
     built._calculate_rewards = lambda *_: rewards
     scored = built._generate_and_score_completions([{"prompt": "a b"}] * rows)
+
     return {
         "function": f"{trainer.__name__}._generate_and_score_completions",
         "rewards": rewards,
@@ -279,6 +289,7 @@ def all_advantages(made: dict[str, Batch]) -> dict[str, Case]:
     cases["advantages/grpo/equal_float32"] = advantages(
         made, GRPOTrainer, GRPOConfig, 12, torch.full((12, 1), 0.7), scale_rewards="group"
     )
+
     weighted = {"reward_weights": [1.0, 0.5, 2.0]}
     cases["advantages/gdpo"] = advantages(
         made,
@@ -309,7 +320,8 @@ def pair_gradients(loss: torch.Tensor, *logps: torch.Tensor) -> Case:
 
 
 def dpo(made: dict[str, Batch], **settings: Any) -> Case:
-    inputs, tokens = made["pairs"], 8
+    inputs = made["pairs"]
+    tokens = 8
     built = build(
         DPOTrainer,
         DPOConfig,
@@ -317,6 +329,7 @@ def dpo(made: dict[str, Batch], **settings: Any) -> Case:
         {"prompt": ["a"] * 6, "chosen": ["b"] * 6, "rejected": ["c"] * 6},
         **settings,
     )
+
     chosen, rejected = (
         inputs[f"{one}_logp"].clone().requires_grad_() for one in ("chosen", "rejected")
     )
@@ -335,6 +348,7 @@ def dpo(made: dict[str, Batch], **settings: Any) -> Case:
         "completion_mask": full,
     }
     loss = built._compute_loss(Answers(policy), given, False)
+
     return {
         "function": "DPOTrainer._compute_loss",
         "batch": "pairs",
@@ -345,7 +359,8 @@ def dpo(made: dict[str, Batch], **settings: Any) -> Case:
 
 def kto(made: dict[str, Batch], kl: float, **settings: Any) -> Case:
     """`kl`: added to the log-ratios of the mismatched answers, whose mean is the baseline."""
-    inputs, tokens = made["pairs"], 8
+    inputs = made["pairs"]
+    tokens = 8
     texts = {
         "prompt": ["a"] * 6,
         "completion": ["b", "c"] * 3,
@@ -368,6 +383,7 @@ def kto(made: dict[str, Batch], kl: float, **settings: Any) -> Case:
     }
     given |= {f"KL_{key}": value for key, value in given.items() if key != "label"}
     loss = built._compute_loss(Answers(other, policy), given, False)
+
     return {
         "function": "KTOTrainer._compute_loss",
         "batch": "pairs",
@@ -394,6 +410,7 @@ def orpo(made: dict[str, Batch]) -> Case:
     losses = built.odds_ratio_loss(
         chosen / inputs["chosen_lengths"], rejected / inputs["rejected_lengths"]
     )[0]
+
     return {
         "function": "ORPOTrainer.odds_ratio_loss",
         "batch": "pairs",

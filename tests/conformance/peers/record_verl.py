@@ -51,6 +51,7 @@ def sessions(made: dict[str, Batch]) -> Case:
     )
     keys = ["task_0_0", "task_0_1", "task_1_0", "task_1_1"]
     found = compute_advantage_for_multi_trajectories(data, keys, core_algos.AdvantageEstimator.GRPO)
+
     return {
         "function": "compute_advantage_for_multi_trajectories",
         "batch": "groups",
@@ -95,6 +96,7 @@ def advantage(
         if key in inspect.signature(function).parameters
     }
     advantages, returns = function(**taken)
+
     return {
         "function": function.__name__,
         "batch": batch,
@@ -123,6 +125,7 @@ def gdpo(made: dict[str, Batch], batch: str, weights: list[float] | None) -> Cas
         },
         batch={"prompts": torch.zeros(rows, 1), "attention_mask": attention},
     )
+
     return {
         "function": "compute_gdpo_outcome_advantage",
         "batch": batch,
@@ -146,6 +149,7 @@ def advantages(made: dict[str, Batch]) -> dict[str, Case]:
             "remax",
         ):
             cases[f"{name}/{batch}"] = advantage(made, batch, name)
+
         for name in (
             "reinforce_plus_plus",
             "gae",
@@ -156,7 +160,9 @@ def advantages(made: dict[str, Batch]) -> dict[str, Case]:
             cases[f"{name}/{batch}/dense"] = advantage(
                 made, batch, name, rewards="dense_rewards", gamma=1.0, lam=1.0
             )
+
         cases[f"gdpo/{batch}"] = gdpo(made, batch, None)
+
     cases["grpo/sessions"] = sessions(made)
     cases["grpo/groups/no_std"] = advantage(made, "groups", "grpo", norm_adv_by_std_in_grpo=False)
     cases["grpo/groups/epsilon"] = advantage(made, "groups", "grpo", epsilon=1e-4)
@@ -164,6 +170,7 @@ def advantages(made: dict[str, Batch]) -> dict[str, Case]:
         cases[f"grpo_passk/groups/{'std' if scaled else 'no_std'}"] = advantage(
             made, "groups", "grpo_passk", norm_adv_by_std_in_grpo=scaled
         )
+
     cases["gdpo/groups/weights"] = gdpo(made, "groups", [1.0, 0.5, 2.0])
     cases["remax/groups/discounted"] = advantage(
         made, "groups", "remax", rewards="dense_rewards", gamma=0.9
@@ -175,6 +182,7 @@ def advantages(made: dict[str, Batch]) -> dict[str, Case]:
             "function": "compute_grpo_passk_outcome_advantage",
             "raised": repr(error),
         }
+
     cases["gae/groups/discounted"] = advantage(
         made, "groups", "gae", rewards="dense_rewards", gamma=0.9, lam=0.8
     )
@@ -192,6 +200,7 @@ def advantages(made: dict[str, Batch]) -> dict[str, Case]:
         cases[f"{name}/contiguous/dense"] = advantage(
             made, "contiguous", name, rewards="dense_rewards"
         )
+
     equal = made["groups"] | {
         "token_rewards": (made["groups"]["mask"].cumsum(1) == 1).float() * 0.7
     }
@@ -230,11 +239,13 @@ def policy_loss(
         **outer,
     )
     logp = inputs["logp"].clone().requires_grad_()
+
     weights = None
     if rollout:
         weights, _ = compute_rollout_correction_weights(
             inputs["old_logp"] - inputs["rollout_logp"], inputs["mask"], rollout, 2.0
         )
+
     torch.manual_seed(seed)
     loss, metrics = core_algos.POLICY_LOSS_REGISTRY[mode](
         old_log_prob=inputs["old_logp"],
@@ -246,6 +257,7 @@ def policy_loss(
         rollout_is_weights=weights,
     )
     gradient = torch.autograd.grad(loss, logp)[0]
+
     return {
         "function": core_algos.POLICY_LOSS_REGISTRY[mode].__name__,
         "batch": batch,
@@ -274,12 +286,14 @@ def policy_losses(made: dict[str, Batch]) -> dict[str, Case]:
         cases[f"vanilla/rollout_{level}"] = policy_loss(
             made, "loss", "vanilla", rollout=level, **off
         )
+
     cases["vanilla/global_batch"] = policy_loss(
         made, "loss_empty", "vanilla", "seq-mean-token-mean", global_batch={"global_batch_size": 3}
     )
     bounds = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
     for aggregation in ("token-mean", "seq-mean-token-mean"):
         cases[f"gspo/{aggregation}"] = policy_loss(made, "loss", "gspo", aggregation, **bounds)
+
     cases["gspo/default_bounds"] = policy_loss(made, "loss", "gspo", "seq-mean-token-mean")
     cases["gspo/per_token"] = policy_loss(
         made, "loss", "gspo", advantages="token_advantages", **bounds
@@ -288,6 +302,7 @@ def policy_losses(made: dict[str, Batch]) -> dict[str, Case]:
         cases[f"sapo/{aggregation}"] = policy_loss(made, "loss", "sapo", aggregation)
     for mode in ("cispo", "gpg", "dppo_tv", "dppo_kl"):
         cases[mode] = policy_loss(made, "loss", mode)
+
     cases["cispo/wide"] = policy_loss(
         made, "loss", "cispo", clip_ratio_low=1.0, clip_ratio_high=4.0
     )
@@ -295,6 +310,7 @@ def policy_losses(made: dict[str, Batch]) -> dict[str, Case]:
         cases[f"{mode}/narrow"] = policy_loss(
             made, "loss", mode, clip_ratio_low=bound, clip_ratio_high=bound, clip_ratio_c=20.0
         )
+
     cases["dro"] = policy_loss(made, "loss", "dro", dro_beta=0.5)
     cases["geo_mean"] = policy_loss(
         made, "loss", "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4
@@ -311,6 +327,7 @@ def policy_losses(made: dict[str, Batch]) -> dict[str, Case]:
     )
     for seed in (0, 1):
         cases[f"clip_cov/draw_{seed}"] = policy_loss(made, "loss", "clip_cov", seed=seed, **few)
+
     cases["kl_cov"] = policy_loss(made, "loss", "kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=1.0)
     cases["kl_cov/default_coef"] = policy_loss(made, "loss", "kl_cov", kl_cov_ratio=0.2)
     for mode in (
@@ -325,6 +342,7 @@ def policy_losses(made: dict[str, Batch]) -> dict[str, Case]:
         "kl_cov",
     ):
         cases[f"{mode}/extreme"] = policy_loss(made, "extreme", mode)
+
     cases["clip_cov/extreme"] = policy_loss(
         made, "extreme", "clip_cov", clip_cov_lb=1e9, clip_cov_ub=1e10
     )  # no candidates
@@ -346,6 +364,7 @@ def rollout_weights(made: dict[str, Batch]) -> dict[str, Case]:
                 "weights": weights,
                 "metrics": {"ess": metrics["rollout_is_eff_sample_size"]},
             }
+
     for level in ("token", "sequence"):
         try:
             compute_rollout_correction_weights(
@@ -354,10 +373,12 @@ def rollout_weights(made: dict[str, Batch]) -> dict[str, Case]:
             raised = ""
         except ZeroDivisionError as error:
             raised = repr(error)
+
         cases[f"rollout_is/{level}/all_out"] = {
             "function": "compute_rollout_correction_weights",
             "raised": raised,
         }
+
     return cases
 
 
@@ -380,6 +401,7 @@ def aggregations(made: dict[str, Batch]) -> dict[str, Case]:
                     "loss": loss,
                     "gradient": gradient,
                 }
+
     inputs = made["loss"]
     cases["agg_loss/micro"] = {
         "function": "agg_loss",
@@ -418,11 +440,13 @@ def penalties(made: dict[str, Batch]) -> dict[str, Case]:
                 "values": values,
                 "gradient": gradient,
             }
+
     controller = core_algos.AdaptiveKLController(0.1, 0.05, 100)
     coefficients = []
     for kl, rows in ((0.01, 10), (0.2, 30), (0.051, 100), (0.0, 600)):
         controller.update(kl, rows)
         coefficients.append(float(controller.value))
+
     cases["adaptive_kl"] = {"function": "AdaptiveKLController", "coefficients": coefficients}
     return cases
 
@@ -433,7 +457,8 @@ def value_losses(made: dict[str, Batch]) -> dict[str, Case]:
     for clip in (0.5, 0.05):
         for aggregation in ("token-mean", "seq-mean-token-mean"):
             values = inputs["values"].clone().requires_grad_()
-            returns, old = inputs["dense_rewards"], inputs["values"] + 0.3 * inputs["logp"]
+            returns = inputs["dense_rewards"]
+            old = inputs["values"] + 0.3 * inputs["logp"]
             loss, clipped = core_algos.compute_value_loss(
                 values, returns, old, inputs["mask"], clip, aggregation
             )
@@ -444,6 +469,7 @@ def value_losses(made: dict[str, Batch]) -> dict[str, Case]:
                 "gradient": torch.autograd.grad(loss, values)[0],
                 "clipped": clipped,
             }
+
     return cases
 
 

@@ -48,7 +48,8 @@ def at_last_token(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def score_batch(
     generator: torch.Generator, scores: list[float], groups: list[int], empty_row: int | None = None
 ) -> Batch:
-    rows, tokens = len(scores), 8
+    rows = len(scores)
+    tokens = 8
     mask = ragged(generator, rows, tokens)
     if empty_row is not None:
         mask[empty_row] = 0
@@ -79,6 +80,7 @@ def loss_batch(generator: torch.Generator, gaps: torch.Tensor, mask: torch.Tenso
     base = -torch.rand(rows, tokens, generator=generator, dtype=torch.float64) * 2.0 - 0.01
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(rows)[:rows]
     size = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.5
+
     return {
         "logp": base + gaps.clamp(max=0.0),
         "old_logp": base - gaps.clamp(min=0.0),
@@ -112,6 +114,7 @@ def batches(seed: int = 20261121) -> dict[str, Batch]:
         "mask": whole,
         "dense_rewards": made["groups"]["values"].flip(0) * whole,
     }
+
     scale = torch.tensor([0.6, 0.3, 1e-3, 0.05, 0.9, 1e-4], dtype=torch.float64)[:, None]
     made["loss"] = loss_batch(generator, normal(6, 7).clamp(-2, 2) * scale, ragged(generator, 6, 7))
     far = torch.tensor(
@@ -126,7 +129,8 @@ def batches(seed: int = 20261121) -> dict[str, Batch]:
     short = ragged(generator, 3, 6)
     short[2] = 0
     made["loss_empty"] = loss_batch(generator, normal(3, 6) * 0.3, short)
-    chosen, rejected = -normal(6).abs() * 10 - 3, -normal(6).abs() * 10 - 3
+    chosen = -normal(6).abs() * 10 - 3
+    rejected = -normal(6).abs() * 10 - 3
     made["pairs"] = {
         "chosen_logp": chosen,
         "rejected_logp": rejected,
@@ -166,6 +170,7 @@ def write(
             for name, entry in entries.items()
         ]
         lines.append(f'"{part}": {{\n' + ",\n".join(rows) + "\n}")
+
     path = HERE / f"{peer.lower()}.json"
     path.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
     print(f"{path}: {len(cases)} cases, {path.stat().st_size:,} bytes")

@@ -31,7 +31,8 @@ def words(length: int, seed: int) -> list[int]:
 def branching(seed: int) -> list[list[int]]:
     """A long prompt with a group of answers, answers that branch again at any depth, a duplicate,
     one that stands alone."""
-    root, other = words(45, seed), words(9, seed + 1)
+    root = words(45, seed)
+    other = words(9, seed + 1)
     first = [*root, *words(12, seed + 2)]
     return [
         first,
@@ -55,9 +56,12 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
     samples = samples_of(branching(1), temperature=temperature)
     batch = pack(samples, torch.device("cpu"))
     assert batch.num_distinct < 0.6 * batch.num_logical
+
     with torch.no_grad():
         found, entropy = token_logprobs(one.model, batch)
-    expected, expected_entropy = [], []
+
+    expected = []
+    expected_entropy = []
     for sample in samples:
         rows = torch.log_softmax(one.logits(sample.ids) / temperature, -1)
         places = [place for place, trained in enumerate(sample.loss_mask) if trained]
@@ -65,6 +69,7 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
         expected_entropy += [
             float(-(rows[place - 1].exp() * rows[place - 1]).sum()) for place in places
         ]
+
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(
         entropy[batch.rows], torch.tensor(expected_entropy), rtol=1e-5, atol=2e-5
@@ -91,17 +96,21 @@ def test_loss_and_gradients_of_the_whole_objective(
     trainer = Trainer(one.model, WHOLE_GRADIENT, section)
     trainer.begin()
     other = copy.deepcopy(one.alone)
+
     with torch.no_grad():  # the policy moves away from its reference
         for ours, theirs in zip(one.model.parameters(), one.alone.parameters(), strict=True):
             ours.mul_(1.05)
             theirs.mul_(1.05)
+
     expected = slow_loss(one.alone, samples, section, other)
     expected.backward()
     expected = float(expected.detach())
     metrics = trainer.step(referred(trainer, samples))
-    wanted, found = gradient(one.alone), gradient(one.model)
+    wanted = gradient(one.alone)
+    found = gradient(one.model)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     assert metrics["actor/grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-5)
+
     if (
         aggregation == "token-mean"
     ):  # of the KL and the entropy the metrics hold the mean over tokens

@@ -58,6 +58,7 @@ def test_no_other_split_recomputes_less(sequences, limit):
 def test_every_sample_is_in_one_micro_batch_of_one_rank(sequences, limit, ranks, merge):
     dealt = spread(sequences, limit, ranks, merge=merge, pair_cost=PAIR_COST)
     assert len(dealt) == ranks
+
     pieces = [piece for of_rank in dealt for piece in of_rank]
     assert sorted(index for piece in pieces for index in piece) == list(range(len(sequences)))
     for piece in pieces:
@@ -65,6 +66,7 @@ def test_every_sample_is_in_one_micro_batch_of_one_rank(sequences, limit, ranks,
             len(piece) == 1
             or build_tree([sequences[index] for index in piece], merge=merge).num_nodes <= limit
         )
+
     counts = [len(of_rank) for of_rank in dealt]
     assert max(counts) - min(counts) <= (1 if len(pieces) == len(sequences) else 0)
 
@@ -110,6 +112,7 @@ def test_ranks_of_a_realistic_step_are_even(ranks):
             [*prompt, *(rng.randrange(1000) for _ in range(rng.randrange(20, 800)))]
             for _ in range(8)
         ]
+
     dealt = spread(sequences, 8192, ranks)
     loads = [
         sum(build_tree([sequences[index] for index in piece]).num_nodes for piece in of_rank)

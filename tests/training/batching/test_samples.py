@@ -67,6 +67,7 @@ def test_what_was_read_between_turns_is_trained_only_if_asked_for():
     assert row.sample.ids[row.sample.loss_mask].tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
     assert row.turns.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
     assert row.sample.versions.tolist() == [-1, -1, 0, 0, 1, 1, 2, 2, 2, 2]
+
     own = torch.tensor([[-float(place) for place in range(8)]])
     (filled,) = with_observed_logprobs([row], own)
     drawn = [0, 0, -0.3, -0.4, -2.0, -0.6, -4.0, -5.0, -0.9, -1.0]
@@ -94,6 +95,7 @@ def turn_trees(draw) -> Trajectory:
                 [100 + 10 * index + k for k in range(2)],
             )
         )
+
     return attempt("a", 1.0, turns=turns)
 
 
@@ -106,12 +108,15 @@ def test_every_chosen_token_is_trained_once_in_the_context_in_which_it_was_chose
         for place, (token, m) in enumerate(zip(s.ids, s.loss_mask, strict=True))
         if m
     ]
+
     chosen = []
     for one in trajectory.turns:
         context = trajectory.context_ids(one.index)
         for place, token in enumerate(one.completion_ids):
             chosen.append(((*context, *one.completion_ids[:place]), token))
+
     assert sorted(trained) == sorted(chosen)
+
     parents = {one.parent for one in trajectory.turns}
     assert len(samples) == sum(one.index not in parents for one in trajectory.turns)
     for sample in samples:
@@ -139,6 +144,7 @@ def test_a_turn_from_another_distribution_is_context_alone(trajectory, rng):
     assert sorted(set(trained)) == [one.index for one in turns if one.index not in others]
     assert len(trained) == mixed.num_trainable_tokens()
     assert all(row.sample.temperature == 1.0 and len(row.turns) for row in rows)
+
     if len(others) == len(turns):
         _, dropped = made([mixed], AlgorithmSection(name="arpo"))
         assert dropped == {"a": "no-tokens"}

@@ -131,6 +131,7 @@ def test_each_is_kept_or_dropped_and_the_order_stays(rows, wanted, section):
     kept, dropped = select(attempts, section, wanted=wanted)
     assert [t.id for t in attempts if t.id not in dropped] == [t.id for t in kept]
     assert set(dropped) | {t.id for t in kept} == {t.id for t in attempts}
+
     groups = {t.group_id for t in kept}
     if wanted is not None:
         assert len(groups) <= wanted

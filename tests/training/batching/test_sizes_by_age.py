@@ -29,10 +29,12 @@ def expected_sizes(samples, weigh) -> dict[str, float]:
             of_age.setdefault(NOW - sample.versions[place], []).append(
                 weigh(sample, count, sample.logprobs[place])
             )
+
     found = {}
     for age, weights in of_age.items():
         table = torch.tensor([weights], dtype=torch.float64)
         found[f"actor/ess_age_{age}"] = effective_share(table, torch.ones_like(table))
+
     return found
 
 
@@ -104,10 +106,13 @@ def test_sums_by_age_add_up_over_parts(tokens, cut):
     for part in parts:
         for key, value in part.items():
             sums[key] = sums.get(key, 0.0) + value
+
     found = effective_sizes(sums)
     assert sums == {"other": 1.0}
+
     expected = {}
     for age in {int(a) for a in ages}:
         of_age = weights[ages == age][None]
         expected[f"actor/ess_age_{age}"] = effective_share(of_age, torch.ones_like(of_age))
+
     assert found == pytest.approx(expected, rel=1e-9)

@@ -59,6 +59,7 @@ def aged_samples(draw) -> list[Sample]:
                 columns={"values": [float(k) for k in range(sum(mask))]},
             )
         )
+
     return found
 
 
@@ -73,6 +74,7 @@ def test_what_is_too_old_goes_and_nothing_else(samples, bound):
         }
         if left:
             expected.append((sample.trajectory_id, sample.ids.tolist(), left))
+
     assert [(one.trajectory_id, one.ids.tolist(), of_places(one)) for one in kept] == expected
     for one in kept:
         assert one.columns["age"].tolist() == [NOW - one.versions[place] for place in places(one)]
@@ -87,6 +89,7 @@ def test_what_is_too_old_goes_and_nothing_else(samples, bound):
     if not versions:
         assert metrics == {}
         return
+
     ages = [NOW - v for v in versions]
     trained = [age for age in ages if bound is None or age <= bound]
     shares = Counter(trained)
@@ -97,14 +100,17 @@ def test_what_is_too_old_goes_and_nothing_else(samples, bound):
     assert metrics["staleness/masked"] == pytest.approx(1 - len(trained) / len(ages))
     assert metrics["staleness/masked_tokens"] == len(ages) - len(trained)
     assert ("staleness/max" in metrics) == bool(trained)
+
     if trained:
         assert metrics["staleness/max"] == max(trained)
         assert metrics["staleness/mean"] == pytest.approx(sum(trained) / len(trained))
+
     of_trajectory: dict[str, list[int]] = {}
     for sample in samples:
         of_trajectory.setdefault(sample.trajectory_id, []).extend(
             v for v in sample.versions if v >= 0
         )
+
     with_tokens = [found for found in of_trajectory.values() if found]
     assert metrics["staleness/trajectory_spread"] == pytest.approx(
         sum(max(v) - min(v) for v in with_tokens) / len(with_tokens)
@@ -175,6 +181,7 @@ def test_advantages_are_those_of_all_tokens(preset, random_model):
         )
         trainer.begin()
         found.append(trainer.prepare(attempts(), **arguments))
+
     everything, fresh = found
     of_trajectory = {sample.trajectory_id: of_places(sample) for sample in everything.samples}
     expected = {
@@ -205,7 +212,8 @@ def hand_built_loss(
         rows = torch.log_softmax(
             model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1
         )
-        place, own = 0, []
+        place = 0
+        own = []
         for turn in trajectory.turns:
             place += len(turn.prompt_ids)
             for token, behaviour, version in zip(
@@ -217,10 +225,13 @@ def hand_built_loss(
                         -advantages[trajectory.id] * weight(float(logp.detach()), behaviour) * logp
                     )
                 place += 1
+
         if own:
             losses.append(torch.stack(own))
+
     if aggregation == "token-mean":
         return torch.cat(losses).mean()
+
     return torch.stack([own.mean() for own in losses]).mean()
 
 
@@ -233,6 +244,7 @@ def grpo_advantages(trajectories) -> dict[str, float]:
             dtype=torch.float64,
         )
         found[trajectory.id] = float((trajectory.reward - rewards.mean()) / (rewards.std() + 1e-6))
+
     return found
 
 
@@ -244,10 +256,12 @@ def test_the_gradient_is_that_of_the_remaining_tokens(
 ):
     one = random_model("llama")
     trajectories = attempts(seed)
+
     section = AlgorithmSection(old_logprobs="recomputed", aggregation=aggregation)
     cap = 1.2
     if policy == "correct":
         section = section.model_copy(update={"importance": "token_tis", "importance_cap": cap})
+
     alone = copy.deepcopy(one.alone)
     weights = []
 
@@ -264,6 +278,7 @@ def test_the_gradient_is_that_of_the_remaining_tokens(
         assert 0 < sum(w == cap for w in weights) < len(weights), (
             "the cap binds for some and not for others"
         )
+
     expected = gradient(alone)
     for micro_batch_tokens in (16384, 64):
         trainer = Trainer(
@@ -284,6 +299,7 @@ def test_other_tokens_of_old_versions_could_be_anything(random_model, gradient):
         trajectories = attempts()
         stale = [v < NOW - 1 for t in trajectories for turn in t.turns for v in turn.versions]
         assert any(stale) and not all(stale)
+
         for number, trajectory in enumerate(trajectories):
             turns = [
                 msgspec.structs.replace(
@@ -298,6 +314,7 @@ def test_other_tokens_of_old_versions_could_be_anything(random_model, gradient):
                 for turn in trajectory.turns
             ]
             trajectories[number] = msgspec.structs.replace(trajectory, turns=turns)
+
         trainer = Trainer(
             copy.deepcopy(random_model("llama").model),
             STILL,
@@ -305,6 +322,7 @@ def test_other_tokens_of_old_versions_could_be_anything(random_model, gradient):
         )
         metrics = trainer.step(trainer.prepare(trajectories, version=NOW, bound=1).samples)
         found.append((gradient(trainer.model), metrics))
+
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert not torch.allclose(found[0][0], found[2][0])
@@ -331,6 +349,7 @@ def test_without_stale_tokens_nothing_changes(preset, random_model, gradient):
             if key.startswith(("staleness/", "actor/ess_age_"))
         }
         found.append((gradient(trainer.model), metrics, extra))
+
     (before, metrics, none), (after, same, extra) = found
     assert torch.equal(before, after)
     assert metrics == same
@@ -351,6 +370,7 @@ def test_a_step_of_which_nothing_is_left(random_model):
     assert made.metrics["staleness/masked_trajectories"] == 6
     assert made.metrics["staleness/age_2"] == 0.0
     assert "staleness/max" not in made.metrics
+
     with pytest.raises(ValueError, match="give version="):
         trainer.prepare(attempts(), bound=2)
 
@@ -361,16 +381,19 @@ def test_answers_are_compared_whole_or_not_at_all(random_model):
     section = AlgorithmSection(name="dpo")
     trajectories = attempts(oldest=NOW - 2)
     old = {"t1", "t5"}
+
     for number in (1, 5):
         first = trajectories[number].turns[0]
         first = msgspec.structs.replace(first, versions=[NOW - 3, *first.versions[1:]])
         trajectories[number] = msgspec.structs.replace(
             trajectories[number], turns=[first, *trajectories[number].turns[1:]]
         )
+
     trainer = PreferenceTrainer(copy.deepcopy(random_model("llama").model), STILL, section)
     trainer.begin()
     made = trainer.prepare(trajectories, version=NOW, bound=2)
     assert {name for name, reason in made.dropped.items() if reason == "stale"} == old
+
     without = trainer.prepare([t for t in trajectories if t.id not in old])
 
     def names(prepared):
@@ -380,6 +403,7 @@ def test_answers_are_compared_whole_or_not_at_all(random_model):
     assert made.metrics["staleness/masked_trajectories"] == len(old)
     assert made.metrics["staleness/max"] <= 2
     assert set(without.metrics) == {"preference/num_pairs"}
+
     with pytest.raises(ValueError, match="give version="):
         trainer.prepare(trajectories, bound=2)
     with pytest.raises(TrainingError, match="the trainer is at 3"):

@@ -54,6 +54,7 @@ def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
             "a pair that sees one another lies in a block that is left out"
         )
         assert (blocks.all((1, 3)) | ~every).all(), "a block counts as full and is not"
+
         query, key = (
             x.reshape(-1)
             for x in torch.meshgrid(*[torch.arange(tree.num_nodes)] * 2, indexing="ij")
@@ -80,7 +81,8 @@ def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
 
 
 def test_a_shared_prompt_leaves_out_the_other_members_blocks():
-    prompt, members = list(range(1024)), 8
+    prompt = list(range(1024))
+    members = 8
     flex = FlexTree(build_tree([[*prompt, *[2000 + n] * 256] for n in range(members)]), CPU)
     some, every = flex._blocks(None)
     assert some.sum() == 8 * 9 // 2 + members * (8 * 2 + 3)
@@ -97,6 +99,7 @@ def test_a_mask_for_128k_nodes_takes_no_memory_for_all_pairs():
 def test_long_texts_that_share_nothing_take_flash_attention(lengths, monkeypatch):
     monkeypatch.setattr(flex_tree, "LONG", 200)
     monkeypatch.setattr(flex_tree, "_run", lambda kind: pytest.fail("FlexAttention was called"))
+
     tree = build_tree([[10 * n + 1] * length for n, length in enumerate(lengths)])
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(tree.num_nodes, heads, 16, generator=generator) for heads in (4, 2, 2))
@@ -126,5 +129,6 @@ def test_narrow_heads_are_padded():
         patch.setattr(flex_tree, "_run", lambda kind: attention)
         found = FlexTree(tree, CPU).attend(q, k, v, 0.25, None, None)
     assert given == [[16, 16, 16]] and found.shape == q.shape
+
     wanted = TreeAttention(tree, CPU).attend(q, k, v, 0.25, None, None)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -59,7 +59,8 @@ class Problem:
         ]
         self.rows = torch.randint(max(1, num_rows), (num_targets,), generator=generator)
         self.targets = torch.randint(num_tokens, (num_targets,), generator=generator)
-        self.of_logp, self.of_entropy = normal(num_targets), normal(num_rows)
+        self.of_logp = normal(num_targets)
+        self.of_entropy = normal(num_rows)
 
     def solved(self, function, entropy=True, **tail):
         """Log-probs, entropies, and the gradients of hidden states, weight and bias."""
@@ -138,7 +139,8 @@ def test_targets_keep_their_digits_where_products_are_rounded():
     hidden[:, 0] = 8.0
     weight = torch.zeros(40, 8, dtype=torch.bfloat16)
     weight[7, 0] = 1.0
-    rows, targets = torch.tensor([0, 0, 1]), torch.tensor([7, 7, 7])
+    rows = torch.tensor([0, 0, 1])
+    targets = torch.tensor([7, 7, 7])
 
     def gradient(dtype):
         leaf = weight.to(dtype, copy=True).requires_grad_()
@@ -189,6 +191,7 @@ def test_one_gradient_alone():
         ((problem.of_logp * logp).sum() + (problem.of_entropy * entropy).sum()).backward()
         assert_same([leaves[place].grad], [wanted[2 + place]], 1e-5)
         assert leaves[1 - place].grad is None
+
     leaves = [one.clone().requires_grad_() for one in problem.inputs[:2]]
     (
         problem.of_entropy * linear_logprobs(*leaves, None, problem.rows, problem.targets)[1]
@@ -217,14 +220,17 @@ def test_a_frozen_output_layer(dtype, softcap, entropy):
         loss = (problem.of_logp * logp).sum()
         (loss + (problem.of_entropy * entropies).sum() if entropy else loss).backward()
         found.append((logp.detach(), entropies.detach(), hidden.grad.float()))
+
     assert_same(*found, 1e-5 if dtype == torch.float32 else 0.05)
 
 
 def test_a_sure_model_far_from_zero_keeps_its_digits():
     """As in test_logprobs.py; the products are whole numbers, so they have no rounding."""
-    hidden, weight = torch.ones(2, 1), torch.full((5, 1), 300.0)
+    hidden = torch.ones(2, 1)
+    weight = torch.full((5, 1), 300.0)
     weight[2] += 8.0
-    rows, targets = torch.arange(2), torch.tensor([2, 2])
+    rows = torch.arange(2)
+    targets = torch.tensor([2, 2])
     gradients = []
     for dtype in (torch.float32, torch.float64):
         matrix = weight.to(dtype, copy=True).requires_grad_()
@@ -232,9 +238,12 @@ def test_a_sure_model_far_from_zero_keeps_its_digits():
             logp, entropy = linear_logprobs(hidden, matrix, None, rows, targets)
         else:
             table = (hidden.double() @ matrix.t()).log_softmax(-1)
-            logp, entropy = table[rows, targets], -(table.exp() * table).sum(-1)
+            logp = table[rows, targets]
+            entropy = -(table.exp() * table).sum(-1)
+
         (logp.sum() + 0.1 * entropy.sum()).backward()
         gradients.append((logp.double(), entropy.double(), matrix.grad.double()))
+
     for ours, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, exact, rtol=2e-4, atol=1e-9)
 
@@ -247,6 +256,7 @@ def test_scores_far_apart_stay_finite():
     )
     assert logp.tolist() == pytest.approx([-4.54e-5, -2000.0, -2000.0], abs=1e-6, rel=1e-6)
     assert entropy.tolist() == pytest.approx([5e-4, 5e-4], abs=1e-5)
+
     (logp.sum() + entropy.sum()).backward()
     assert torch.isfinite(hidden.grad).all()
     assert torch.isfinite(weight.grad).all()
@@ -257,7 +267,8 @@ def test_half_precision_is_summed_in_float32():
     """4,000 rows that each add a little to the same weights: summed up in bfloat16 block by block,
     the end of them would be lost."""
     problem = Problem(7, 4000, 40, 4000, dtype=torch.bfloat16)
-    problem.of_logp, problem.of_entropy = torch.full((4000,), 1 / 64), torch.zeros(4000)
+    problem.of_logp = torch.full((4000,), 1 / 64)
+    problem.of_entropy = torch.zeros(4000)
     problem.inputs[0] = problem.inputs[0].abs()
     problem.targets = torch.zeros_like(problem.targets)
     ours = problem.solved(linear_logprobs, entropy=False)
@@ -267,14 +278,18 @@ def test_half_precision_is_summed_in_float32():
         torch.bfloat16,
         torch.bfloat16,
     ]
+
     products = (
         problem.inputs[0] @ problem.inputs[1].T
     )  # rounded to bfloat16, as the model's own output layer does
     logp = torch.log_softmax(products.float(), -1)
     assert_same(ours[:1], [logp[problem.rows, problem.targets]], 1e-5)
+
     exact = Problem(7, 4000, 40, 4000)
     exact.inputs = [problem.inputs[0].float(), problem.inputs[1].float(), None]
-    exact.rows, exact.targets, exact.of_logp = problem.rows, problem.targets, problem.of_logp
+    exact.rows = problem.rows
+    exact.targets = problem.targets
+    exact.of_logp = problem.of_logp
     wanted = exact.solved(dense, entropy=False)[3]
     assert float((ours[3].float() - wanted).norm() / wanted.norm()) < 4e-3
 
@@ -309,6 +324,7 @@ def saved_bytes(num_rows, num_tokens):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         linear_logprobs(*leaves, None, problem.rows, problem.targets)
+
     return sum(sizes)
 
 

@@ -19,6 +19,7 @@ def plain(logits, rows, targets, temperature):
 def test_values_and_gradients(temperature, with_entropy):
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(5, 11, generator=generator)
+
     rows = torch.tensor(
         [0, 4, 4, 2, 4]
     )  # one row is asked thrice, two of them for the same token, others not at all
@@ -31,6 +32,7 @@ def test_values_and_gradients(temperature, with_entropy):
         logp, entropy = function(leaf, rows, targets, temperature)
         ((weights * logp).sum() + (entropy_weights * entropy).sum()).backward()
         found.append((logp.detach(), entropy.detach(), leaf.grad))
+
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -39,6 +41,7 @@ def test_values_and_gradients(temperature, with_entropy):
 def test_more_rows_than_a_block_holds(num_rows):
     generator = torch.Generator().manual_seed(num_rows)
     logits = 3 * torch.randn(num_rows, 11, generator=generator)
+
     rows = torch.randperm(num_rows, generator=generator)
     targets = torch.randint(11, (num_rows,), generator=generator)
     weights = torch.randn(num_rows, generator=generator)
@@ -48,6 +51,7 @@ def test_more_rows_than_a_block_holds(num_rows):
         logp, entropy = function(leaf, rows, targets, 0.7)
         (weights * (logp - 0.5 * entropy)).sum().backward()
         found.append((logp.detach(), entropy.detach(), leaf.grad))
+
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -58,7 +62,8 @@ def test_a_sure_model_far_from_zero_keeps_its_digits(height):
     partition, logits around 300 left 1e-5 of it, a hundredth where p is 0.999."""
     logits = torch.full((3, 5), height)
     logits[:, 2] += 8.0
-    rows, targets = torch.arange(3), torch.tensor([2, 2, 2])
+    rows = torch.arange(3)
+    targets = torch.tensor([2, 2, 2])
     gradients = []
     for dtype in (torch.float32, torch.float64):
         leaf = logits.to(dtype, copy=True).requires_grad_()
@@ -66,9 +71,12 @@ def test_a_sure_model_far_from_zero_keeps_its_digits(height):
             logp, entropy = selected_logprobs(leaf, rows, targets)
         else:
             table = leaf.log_softmax(-1)
-            logp, entropy = table[rows, targets], -(table.exp() * table).sum(-1)
+            logp = table[rows, targets]
+            entropy = -(table.exp() * table).sum(-1)
+
         (logp.sum() + 0.1 * entropy.sum()).backward()
         gradients.append((logp.double(), entropy.double(), leaf.grad.double()))
+
     for ours, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, exact, rtol=2e-4, atol=1e-9)
 
@@ -86,7 +94,8 @@ def test_half_precision_logits_are_computed_in_float32():
     logits = (
         torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     )
-    rows, targets = torch.tensor([0, 1]), torch.tensor([3, 4])
+    rows = torch.tensor([0, 1])
+    targets = torch.tensor([3, 4])
     logp, _ = selected_logprobs(logits, rows, targets)
     expected, _ = plain(logits.detach().float(), rows, targets, 1.0)
     torch.testing.assert_close(logp.detach(), expected)

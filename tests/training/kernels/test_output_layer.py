@@ -63,18 +63,22 @@ def made(name, random_model):
             return prepare(CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.3)).eval())
         if name == "granite":
             return prepare(GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=3.0)).eval())
+
         if name == "hyperclovax":
             return prepare(
                 HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SHAPE, logits_scaling=0.4)).eval()
             )
+
         if name == "mixtral":
             return prepare(MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)).eval())
+
         model = copy.deepcopy(random_model(name).model)
         if tie:
             model.config.tie_word_embeddings = tie == "tied"
             kind = {"llama": LlamaForCausalLM, "gemma2": Gemma2ForCausalLM}.get(name, type(model))
             model = prepare(kind(model.config).eval())
             assert (model.lm_head.weight is model.get_input_embeddings().weight) == (tie == "tied")
+
         return model
 
 
@@ -99,18 +103,19 @@ def with_gradients(model, batch, compute, gradient):
 
 
 NAMES = [
-    *(
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "mistral",
-        "cohere",
-        "granite",
-        "hyperclovax",
-        "mixtral",
-    ),
-    *("llama-untied", "qwen3-tied", "gemma2-untied", "mistral-tied"),
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mistral",
+    "cohere",
+    "granite",
+    "hyperclovax",
+    "mixtral",
+    "llama-untied",
+    "qwen3-tied",
+    "gemma2-untied",
+    "mistral-tied",
 ]
 
 
@@ -129,11 +134,14 @@ def test_the_same_as_through_logits(name, lora, random_model, batch, gradient):
             model = get_peft_model(
                 model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
             )
+
     assert linear_output(model, batch) is not None
+
     through = with_gradients(model, batch, lambda one: through_logits(one, batch), gradient)
     without = with_gradients(model, batch, lambda one: token_logprobs(one, batch), gradient)
     for ours, theirs in zip(without[:2], through[:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
     assert float((without[2] - through[2]).norm() / through[2].norm()) < 1e-5
 
 
@@ -154,6 +162,7 @@ def test_no_logits_are_computed(random_model, batch):
         last_hidden(model, batch)
         with torch.no_grad():
             token_logprobs_and_squares(model, batch)
+
     assert seen == [torch.Size([1, 0, 32])] * 3
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
@@ -195,12 +204,15 @@ def test_an_update_is_seen_by_the_next_pass(random_model, batch):
     model = copy.deepcopy(random_model("qwen2").model)
     with torch.no_grad():
         before = all_logits(model, batch)
+
     token_logprobs(model, batch)[0].sum().backward()
     torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
     alone = copy.deepcopy(model)
     with torch.no_grad():
         after = all_logits(model, batch)
         torch.testing.assert_close(after, all_logits(alone, batch))
+
     assert float((after - before).abs().max()) > 0.1
 
 
@@ -253,6 +265,7 @@ def test_scale_and_cap_are_found_by_asking(scale, softcap, dtype):
     if softcap is not None and scale < 0:
         assert found is None, "no model has that, and a cap at -softcap is not looked for"
         return
+
     assert found is not None
     assert found.logit_scale == pytest.approx(scale, rel=1e-4)
     assert found.softcap == (None if softcap is None else pytest.approx(softcap))
@@ -289,15 +302,20 @@ def counting(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "hyperclovax"])
 def test_a_model_is_asked_once(name, random_model, batch, monkeypatch):
-    model, asked = copy.deepcopy(made(name, random_model)), counting(monkeypatch)
+    model = copy.deepcopy(made(name, random_model))
+    asked = counting(monkeypatch)
     first = token_logprobs(model, batch)
+
     with torch.no_grad():
         again = token_logprobs(model, batch)
+
     model.train()
     token_logprobs(model, batch)
     assert len(asked) == 1
+
     for one, other in zip(first, again, strict=True):
         torch.testing.assert_close(one.detach(), other, rtol=1e-5, atol=1e-5)
+
     token_logprobs(copy.deepcopy(model), batch)
     assert len(asked) == 2, "a copy may have other settings"
 
@@ -310,8 +328,10 @@ def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, bat
         lambda: None,
     ):
         change()
-        ours, theirs = token_logprobs(model, batch), through_logits(model, batch)
+        ours = token_logprobs(model, batch)
+        theirs = through_logits(model, batch)
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+
     handle = model.register_forward_hook(
         lambda module, given, found: setattr(found, "logits", 2 * found.logits) or found
     )
@@ -320,10 +340,12 @@ def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, bat
     )
     handle.remove()
     torch.testing.assert_close(token_logprobs(model, batch)[0], ours[0])
+
     scaled = made("cohere", random_model)
     before = token_logprobs(scaled, batch)[0]
     scaled.logit_scale = 0.9
     assert not torch.allclose(token_logprobs(scaled, batch)[0], before)
+
     torch.testing.assert_close(
         token_logprobs(scaled, batch)[0], through_logits(scaled, batch)[0], rtol=1e-5, atol=1e-5
     )

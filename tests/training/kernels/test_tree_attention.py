@@ -24,7 +24,8 @@ LONG = [[1] * 40, [1] * 40 + [2] * 30, [1] * 40 + [2] * 10 + [0] * 25, [0], [0] 
 def attention_alone(q, k, v, scaling, window, softcap):
     """One sequence, [n, H, D], naively."""
     repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    k = k.repeat_interleave(repeat, 1)
+    v = v.repeat_interleave(repeat, 1)
     out = torch.empty_like(q)
     for place in range(len(q)):
         first = 0 if window is None else max(0, place - window + 1)
@@ -32,6 +33,7 @@ def attention_alone(q, k, v, scaling, window, softcap):
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         out[place] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[first : place + 1])
+
     return out
 
 
@@ -72,6 +74,7 @@ def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, blo
         found = TreeAttention(tree, CPU).attend(q, k, v, 0.4, window, softcap)
         expected = alone(tree, q, k, v, 0.4, window, softcap)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
         for ours, theirs in zip(
             *(torch.autograd.grad(out, (q, k, v), above) for out in (found, expected)), strict=True
         ):
@@ -90,6 +93,7 @@ def test_bfloat16_rounds_no_more_than_bfloat16_must(monkeypatch, window, softcap
     for q, k, v, above in (exact, rounded):
         out = TreeAttention(tree, CPU).attend(q, k, v, 0.25, window, softcap)
         results.append([out, *torch.autograd.grad(out, (q, k, v), above)])
+
     for full, half in zip(*results, strict=True):
         assert half.dtype is torch.bfloat16
         torch.testing.assert_close(half.float(), full, rtol=0.05, atol=0.05)

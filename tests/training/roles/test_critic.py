@@ -60,6 +60,7 @@ def test_a_value_is_read_from_the_state_before_the_token(name, trunk, random_mod
     critic = Critic(one.model, CriticSection(trunk=trunk), WHOLE_GRADIENT)
     packed = pack(batch, torch.device("cpu"))
     assert not critic.values(packed).any(), "nothing is learnt yet"
+
     weight = with_random_head(critic)
     expected = []
     for sample in batch:
@@ -70,6 +71,7 @@ def test_a_value_is_read_from_the_state_before_the_token(name, trunk, random_mod
         expected += [
             float(hidden[place - 1] @ weight) for place, m in enumerate(sample.loss_mask) if m
         ]
+
     torch.testing.assert_close(
         critic.values(packed).detach(), torch.tensor(expected), rtol=1e-4, atol=1e-4
     )
@@ -98,7 +100,11 @@ def test_a_shared_trunk_gets_both_gradients(random_model, batch, gradient, slow_
     trainer = Trainer(one.model, WHOLE_GRADIENT, PPO, critic=section)
     trainer.begin()
     weight = with_random_head(trainer.roles.critic).clone()
-    loss, values, wanted, old = slow_loss(one.alone, batch, PPO), [], [], []
+    loss = slow_loss(one.alone, batch, PPO)
+
+    values = []
+    wanted = []
+    old = []
     for sample in batch:
         hidden = one.alone.model(
             input_ids=torch.tensor([sample.ids]), use_cache=False
@@ -106,10 +112,14 @@ def test_a_shared_trunk_gets_both_gradients(random_model, batch, gradient, slow_
         values += [hidden[place - 1] @ weight for place, m in enumerate(sample.loss_mask) if m]
         wanted += sample.columns["returns"].tolist()
         old += sample.columns["values"].tolist()
-    found, target, before = torch.stack(values), torch.tensor(wanted), torch.tensor(old)
+
+    found = torch.stack(values)
+    target = torch.tensor(wanted)
+    before = torch.tensor(old)
     clipped = before + (found - before).clamp(-0.2, 0.2)
     value_loss = 0.5 * torch.maximum((found - target) ** 2, (clipped - target) ** 2).mean()
     (loss + 0.7 * value_loss).backward()
+
     metrics = trainer.step(batch)
     expected = gradient(one.alone)
     assert float((gradient(one.model) - expected).norm() / expected.norm()) < 1e-4
@@ -127,9 +137,11 @@ def test_the_size_of_micro_batches_does_not_matter(trunk, random_model, batch, g
         with_random_head(trainer.roles.critic)
         metrics = trainer.step(batch)
         found.append((torch.cat([gradient(policy), gradient(trainer.roles.critic.head)]), metrics))
+
     (one, whole), (other, parts) = found
     assert float((one - other).norm() / one.norm()) < 1e-4
     assert len(split_by_tokens([s.ids for s in batch], 64)) > 1
+
     for key in ("critic/vf_loss", "critic/vf_clipfrac", "critic/value_mean", "critic/grad_norm"):
         assert parts[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
 
@@ -161,6 +173,7 @@ def attempts() -> list[Trajectory]:
                 turns=turns,
             )
         )
+
     return found
 
 
@@ -176,6 +189,7 @@ def test_pretraining_teaches_the_critic_alone_and_from_plain_returns(trunk, rand
     )
     trainer.begin()
     with_random_head(trainer.roles.critic)
+
     before = [p.detach().clone() for p in policy.parameters()]
     for step in range(3):
         samples = trainer.prepare(attempts()).samples
@@ -185,6 +199,7 @@ def test_pretraining_teaches_the_critic_alone_and_from_plain_returns(trunk, rand
             assert returns == pytest.approx(plain)
         else:
             assert returns != pytest.approx(plain, abs=1e-3), "lambda 0 trusts the critic again"
+
         metrics = trainer.step(samples)
         changed = any(
             not torch.equal(old, new) for old, new in zip(before, policy.parameters(), strict=True)
@@ -210,6 +225,7 @@ def test_a_trainer_with_a_critic_goes_on_bit_for_bit(trunk, random_model, tmp_pa
     torch.save(
         {"model": policy.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "saved.pt"
     )
+
     expected = [step(trainer) for _ in range(2)]
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     other = copy.deepcopy(random_model("llama").model)

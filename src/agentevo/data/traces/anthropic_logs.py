@@ -35,9 +35,11 @@ def is_anthropic(row: Mapping[str, Any]) -> bool:
         return "choices" not in answer and "output" not in answer
     if "stop_reason" in answer or answer.get("type") == "message":
         return True
+
     messages = request.get("messages")
     if not isinstance(messages, list):
         return False
+
     kinds = {
         block.get("type")
         for one in messages
@@ -54,8 +56,10 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
     messages: list[dict[str, Any]] = []
     if request.get("system"):
         messages.append({"role": "system", "content": text_of(request["system"])})
+
     for one in objects(request, "messages"):
         messages += _of_blocks(one)
+
     is_given = "content" not in answer
     if not is_given:
         (said,) = _of_blocks({"role": "assistant", "content": answer["content"]}) or [{}]
@@ -64,6 +68,7 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
         if answer.get("stop_reason") in CUT_OFF:
             said["weight"] = 0
         messages.append(said)
+
     model = str(answer.get("model", request.get("model", "")))
     return [RecordedCall(where, messages, _tools(request), is_given, model)]
 
@@ -73,6 +78,7 @@ def _of_blocks(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     content = given.get("content")
     if not isinstance(content, list):
         return [message(given)]
+
     said = message({"role": given.get("role")})
     results: list[dict[str, Any]] = []
     for block in content:
@@ -92,6 +98,7 @@ def _of_blocks(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             results.append(result | {"tool_call_id": block.get("tool_use_id")})
         elif kind != "redacted_thinking":
             raise RowError("unknown_form", f"a message has a block {kind!r}, which is no text")
+
     is_said = said["content"] or said.get("tool_calls") or said.get("reasoning_content")
     return [*results, *([said] if is_said else [])]
 

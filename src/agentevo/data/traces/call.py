@@ -43,15 +43,18 @@ def message(value: Any) -> dict[str, Any]:
     """A message in OpenAI's form, or nearly, with what a conversation may hold. Raises RowError."""
     if not isinstance(value, Mapping):
         raise RowError("unknown_form", f"a message is a {type(value).__name__}, not an object")
+
     role = ROLES.get(str(value.get("role")))
     if role is None:
         raise RowError("wrong_roles", f"a message has the role {value.get('role')!r}")
+
     said: dict[str, Any] = {"role": role, "content": text_of(value.get("content"))}
     calls = value.get("tool_calls")
     if not calls and value.get("function_call"):
         calls = [value["function_call"]]
     if calls:
         said["tool_calls"] = calls
+
     thought = next((value[key] for key in REASONING_KEYS if value.get(key)), None)
     for key, item in (
         (
@@ -64,6 +67,7 @@ def message(value: Any) -> dict[str, Any]:
     ):
         if item is not None and (key != "weight" or role == "assistant"):
             said[key] = item
+
     return said
 
 
@@ -78,6 +82,7 @@ def text_of(content: Any) -> str:
         content = [content]
     if not isinstance(content, Sequence):
         raise RowError("unknown_form", f"a content is a {type(content).__name__}, not a text")
+
     texts = []
     for part in content:
         text = part.get("text", part.get("content")) if isinstance(part, Mapping) else part
@@ -85,6 +90,7 @@ def text_of(content: Any) -> str:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RowError("unknown_form", f"a content has a part {kind!r}, which is no text")
         texts.append(text)
+
     return "".join(texts)
 
 
@@ -96,6 +102,7 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise RowError("bad_tool_call", "tools is no list of JSON schemas")
+
     tools = []
     for value in values:
         function = parsed(value, "a tool")
@@ -104,12 +111,14 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
             if isinstance(value, Mapping) and value.get("type") not in (None, "function"):
                 continue  # a tool of the server's own, such as web_search
             raise RowError("bad_tool_call", "a tool has no name")
+
         schema = function.get("parameters", function.get("input_schema"))
         described = {key: function[key] for key in ("description",) if function.get(key)}
         kept = {"name": function["name"], **described}
         tools.append(
             {"type": "function", "function": kept | ({"parameters": schema} if schema else {})}
         )
+
     return tools or None
 
 
@@ -119,6 +128,7 @@ def parsed(value: Any, what: str) -> Any:
         return value
     if not value.strip():
         return None
+
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -133,12 +143,14 @@ def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]
     for _ in range(2):  # a batch wraps both
         request = request.get("body", request) if isinstance(request, Mapping) else request
         answer = answer.get("body", answer) if isinstance(answer, Mapping) else answer
+
     if not isinstance(request, Mapping):
         raise RowError("unknown_form", "its request is no object")
     if not isinstance(answer, Mapping):
         raise RowError("failed_call", "it has no answer")
     if answer.get("error"):
         raise RowError("failed_call", f"it failed: {str(answer['error'])[:200]}")
+
     return request, answer
 
 

@@ -32,6 +32,7 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
         return _of_chat(where, request, answer)
     if "output" in answer or "items" in answer or "input" in request:
         return [_of_responses(where, request, answer)]
+
     if "response" in row and "messages" in request:
         keys = ", ".join(list(answer)[:6]) or "no key"
         raise RowError(
@@ -39,9 +40,11 @@ def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
             f"its response has {keys}; that of a chat completion has choices, that of the "
             "Responses API output, and that of Anthropic's messages content",
         )
+
     if "messages" in request:
         messages = [message(one) for one in objects(request, "messages")]
         return [RecordedCall(where, messages, _tools(request), is_given=True)]
+
     keys = ", ".join(list(row)[:6]) or "no key"
     raise RowError(
         "unknown_form",
@@ -63,6 +66,7 @@ def _of_chat(
         place = where if len(choices) == 1 else f"{where}, choice {number}"
         model = str(answer.get("model", request.get("model", "")))
         calls.append(RecordedCall(place, [*history, said], _tools(request), model=model))
+
     return calls
 
 
@@ -75,10 +79,12 @@ def _of_responses(
             "it goes on from a previous_response_id, so its history is not in it: record the "
             "whole input, or the items of the conversation",
         )
+
     messages: list[dict[str, Any]] = []
     instructions = request.get("instructions", answer.get("instructions"))
     if instructions:
         messages.append({"role": "system", "content": text_of(instructions)})
+
     is_given = "items" in answer
     given = answer["items"] if is_given else request.get("input", answer.get("input"))
     if isinstance(given, str):
@@ -87,6 +93,7 @@ def _of_responses(
         messages += _of_items(given)
     else:
         raise RowError("empty", "its input is not in it")
+
     if not is_given:
         said = _of_items(objects(answer, "output"))
         if len(said) != 1:
@@ -94,6 +101,7 @@ def _of_responses(
         if answer.get("status") in CUT_OFF:
             said[0]["weight"] = 0
         messages += said
+
     tools = _tools(request) or _tools(answer)
     return RecordedCall(where, messages, tools, is_given, str(answer.get("model", "")))
 
@@ -104,6 +112,7 @@ def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
     for item in items:
         if not isinstance(item, Mapping):
             raise RowError("unknown_form", f"an item is a {type(item).__name__}, not an object")
+
         kind = item.get("type") or "message"
         if kind == "message" and item.get("role") != "assistant":
             messages.append(message(item))
@@ -117,9 +126,11 @@ def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
             raise RowError(
                 "unknown_form", f"an item is of type {kind!r}, which no chat template has"
             )
+
     for one in messages:
         if one["role"] == "assistant" and not one.get("reasoning_content"):
             one.pop("reasoning_content", None)
+
     return messages
 
 

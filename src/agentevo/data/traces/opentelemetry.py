@@ -23,8 +23,10 @@ from typing import Any
 from agentevo.data.row_report import RowError
 from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parsed, text_of, tools_of
 
-_INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
-_SYSTEM, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
+_INPUT = "gen_ai.input.messages"
+_OUTPUT = "gen_ai.output.messages"
+_SYSTEM = "gen_ai.system_instructions"
+_TOOLS = "gen_ai.tool.definitions"
 _MESSAGES = (_INPUT, _OUTPUT, _SYSTEM, _TOOLS)
 _EVENT = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message")
 _NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(.+)")
@@ -59,6 +61,7 @@ class Span:
         operation = self.attributes.get("gen_ai.operation.name")
         if operation is not None:
             return operation in _OPERATIONS
+
         names = [*self.attributes, *(name for name, _ in self.events)]
         return any(
             _NUMBERED.match(name)
@@ -75,6 +78,7 @@ def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> Non
         name = f"{_id(context, 'trace')}/{_id(context, 'span')}"
         if name == "/":
             name = f"{where}#{number}"
+
         span = spans.setdefault(name, Span(f"{where}, span {name.rpartition('/')[2] or number}"))
         attributes = _attributes(record.get("attributes"))
         if kind == "log":
@@ -83,10 +87,12 @@ def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> Non
             fields = attributes | (dict(body) if isinstance(body, Mapping) else {})
             span.events.append((str(event or attributes.get("event.name")), fields))
             continue
+
         span.name = str(record.get("name", ""))
         span.attributes |= attributes
         for event in record.get("events") or ():
             span.events.append((str(event.get("name")), _attributes(event.get("attributes"))))
+
         status = record.get("status") or {}
         code = str(status.get("code", status.get("status_code", "")))
         if code in ("2", "ERROR", "STATUS_CODE_ERROR"):
@@ -98,9 +104,11 @@ def call_of(span: Span) -> RecordedCall:
     """The call that a span is. Raises RowError."""
     if span.failed:
         raise RowError("failed_call", f"it failed: {span.failed[:200]}")
+
     attributes = dict(span.attributes)
     for _, fields in span.events:  # some record the same in an event of the span
         attributes |= {key: fields[key] for key in _MESSAGES if key in fields}
+
     tools = tools_of(attributes.get(_TOOLS)) or _numbered_tools(attributes)
     for read in (_of_attributes, _of_events, _of_numbered):
         messages = read(attributes, span.events)
@@ -108,8 +116,10 @@ def call_of(span: Span) -> RecordedCall:
             break
     else:
         raise RowError("no_content", _UNCAPTURED)
+
     if messages[-1]["role"] != "assistant":
         raise RowError("empty", "no answer was recorded")
+
     model = attributes.get("gen_ai.response.model", attributes.get("gen_ai.request.model", ""))
     return RecordedCall(span.where, messages, tools, model=str(model))
 
@@ -118,16 +128,19 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
     """gen_ai.input.messages and its like, as objects or as JSON."""
     if _INPUT not in attributes and _OUTPUT not in attributes:
         return []
+
     messages: list[dict[str, Any]] = []
     instructions = parsed_or_text(attributes.get(_SYSTEM))
     if instructions:
         messages.append({"role": "system", "content": text_of(instructions)})
+
     for key in (_INPUT, _OUTPUT):
         values = parsed(attributes.get(key), key) or []
         if not isinstance(values, Sequence):
             raise RowError("unknown_form", f"{key} is no list")
         for value in values[:1] if key == _OUTPUT else values:
             messages += _of_parts(value)
+
     return messages
 
 
@@ -143,6 +156,7 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
     """A message of parts; results of tools are messages of their own."""
     if not isinstance(value, Mapping) or "parts" not in value:
         return [message(value)]
+
     said = message({"role": value.get("role")})
     results: list[dict[str, Any]] = []
     for part in value["parts"]:
@@ -164,8 +178,10 @@ def _of_parts(value: Any) -> list[dict[str, Any]]:
             results.append({"role": "tool", "content": content, **named})
         else:
             raise RowError("unknown_form", f"a message has a part {kind!r}, which is no text")
+
     if value.get("finish_reason") in CUT_OFF:
         said["weight"] = 0
+
     is_said = said["content"] or said.get("tool_calls") or said.get("reasoning_content")
     return [*results, *([said] if is_said or not results else [])]
 
@@ -186,10 +202,12 @@ def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dic
             answer = message({**said, "role": "assistant", "tool_calls": calls})
             if fields.get("finish_reason") in CUT_OFF:
                 answer["weight"] = 0
+
     if not any(
         one["content"] or one.get("tool_calls") for one in [*messages, *filter(None, [answer])]
     ):
         return []
+
     return messages if answer is None else [*messages, answer]
 
 
@@ -208,6 +226,7 @@ def _of_numbered(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[d
     for key, value in attributes.items():
         if (place := _NUMBERED.fullmatch(key)) is not None:
             halves[place[1]].setdefault(int(place[2]), {})[place[3]] = value
+
     messages = []
     for half, numbered in halves.items():
         for number in sorted(numbered)[: 1 if half == "completion" else None]:
@@ -218,6 +237,7 @@ def _of_numbered(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[d
                     call := re.fullmatch(r"tool_calls\.(\d+)\.(id|name|arguments)", key)
                 ) is not None:
                     calls.setdefault(int(call[1]), {})[call[2]] = value
+
             role = fields.get("role", "assistant" if half == "completion" else None)
             content = parsed_or_text_of(fields.get("content"))
             said = {**fields, "role": role, "content": content}
@@ -225,6 +245,7 @@ def _of_numbered(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[d
             messages.append(message(said))
             if fields.get("finish_reason") in CUT_OFF:
                 messages[-1]["weight"] = 0
+
     return messages
 
 
@@ -236,6 +257,7 @@ def _numbered_tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]] | Non
             tools.setdefault(int(place[1]), {})[place[2]] = (
                 parsed(value, "a tool's parameters") if is_schema else value
             )
+
     return tools_of([tools[number] for number in sorted(tools)])
 
 
@@ -254,6 +276,7 @@ def _records(row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
             ]:
                 for record in _either(scope, inner):
                     yield kind, record
+
     if not is_wrapped:
         yield ("log" if "body" in row else "span"), row
 
@@ -288,13 +311,16 @@ def _value(value: Any) -> Any:
     """OTLP's AnyValue as a plain value."""
     if not isinstance(value, Mapping):
         return value
+
     for key in ("stringValue", "boolValue", "doubleValue", "bytesValue"):
         if key in value:
             return value[key]
+
     if "intValue" in value:
         return int(value["intValue"])
     if "arrayValue" in value:
         return [_value(item) for item in (value["arrayValue"] or {}).get("values", [])]
     if "kvlistValue" in value:
         return _attributes((value["kvlistValue"] or {}).get("values", []))
+
     return dict(value)

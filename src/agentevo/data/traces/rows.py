@@ -40,7 +40,8 @@ class Imported:
 
 def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
     """The conversations in records of any of the known forms; `auto` goes by each row."""
-    report, calls = RowReport("import"), list[RecordedCall]()
+    report = RowReport("import")
+    calls = list[RecordedCall]()
     spans: dict[str, opentelemetry.Span] = {}
     for row in (row for source in sources for row in _rows(source)):
         try:
@@ -51,17 +52,20 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
         except RowError as error:
             report.rows += 1
             report.add(row.where, error)
+
     others = 0
     for span in spans.values():
         if not span.is_model_call:
             others += 1
             continue
+
         report.rows += 1
         try:
             with _of_no_form():
                 calls.append(opentelemetry.call_of(span))
         except RowError as error:
             report.add(span.where, error)
+
     return Imported(list(_merged(calls, report)), report, others)
 
 
@@ -71,12 +75,15 @@ def _read(row: Row, form: str, spans: dict[str, opentelemetry.Span]) -> list[Rec
         raise row.value
     if not isinstance(row.value, dict):
         raise RowError("unknown_form", f"a {type(row.value).__name__}, not an object")
+
     check_text(row.value)
     if form == "opentelemetry" or (form == "auto" and opentelemetry.is_telemetry(row.value)):
         opentelemetry.add_spans(spans, row.where, row.value)
         return []
+
     if form == "anthropic" or (form == "auto" and anthropic_logs.is_anthropic(row.value)):
         return anthropic_logs.calls_of(row.where, row.value)
+
     return openai_logs.calls_of(row.where, row.value)
 
 
@@ -105,6 +112,7 @@ def _merged(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[s
                 raise RowError("continued", "another record goes on from it, and has all of it")
             if own[-1] in known:
                 raise RowError("duplicate", "a record before it says the same")
+
             row = _row(call, own, answered)
             known.add(own[-1])
             yield row
@@ -124,6 +132,7 @@ def _row(call: RecordedCall, digests: list[bytes], answered: set[bytes]) -> dict
     answers = [m for m in conversation.messages if m["role"] == "assistant"]
     if all(answer.get("weight") == 0 for answer in answers):
         raise RowError("cut_off", "its answer was cut off")
+
     about = {"model": call.model} if call.model else {}
     return {**row, **about, "source": call.where}
 
@@ -155,6 +164,7 @@ def _said(call: Any) -> Any:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             arguments = arguments.strip()
+
     return [function.get("name") if isinstance(function, dict) else None, arguments]
 
 
@@ -165,16 +175,22 @@ def _rows(source: str) -> Iterator[Row]:
     if path.suffix != ".json" or not path.is_file():
         yield from read_rows(source)
         return
+
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read ({error}): write it again, in UTF-8") from error
+
     if not text.lstrip().startswith("{"):
         yield from read_rows(source)
         return
-    place, line, counted = skip_blank(text, 0), 1, 0
+
+    place = skip_blank(text, 0)
+    line = 1
+    counted = 0
     while place < len(text):
-        line, counted = line + text.count("\n", counted, place), place
+        line += text.count("\n", counted, place)
+        counted = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"
         )

@@ -83,6 +83,7 @@ def world(
         )
     else:
         made = wrap(environment, max_tasks)
+
     return _registered(made, name or re.sub(r"[^\w.-]+", "_", made.name))
 
 

@@ -47,12 +47,15 @@ class ClassicWorld:
                 f"verifiers: the rubric of {name!r} scores a whole group at once, and here every "
                 "attempt is scored by itself: give it functions of one attempt"
             )
+
         self.name = name
-        self._environment, self._max_tasks = environment, max_tasks
+        self._environment = environment
+        self._max_tasks = max_tasks
         self._rows: dict[str, Any] = {}
         self._tasks: tuple[list[Task], list[Task]] | None = None
         self._loop = OwnLoop(f"verifiers {name}")
         self._clients: dict[asyncio.AbstractEventLoop, AsyncOpenAI] = {}
+
         for rubric in _rubrics(environment):
             rubric.funcs = [_watched(function) for function in rubric.funcs]
 
@@ -71,7 +74,9 @@ class ClassicWorld:
                     f"verifiers: {self.name!r} has no `dataset`, only an `eval_dataset`: there is "
                     "nothing to train on"
                 )
+
             self._tasks = train, held_out
+
         return self._tasks
 
     def _read(self, split: str, dataset: Any) -> list[Task]:
@@ -82,12 +87,14 @@ class ClassicWorld:
                 raise ConfigError(f"verifiers: {self.name!r} has two rows {task.id!r}")
             self._rows[task.id] = row
             tasks.append(task)
+
         return tasks
 
     async def play(self, task: Task, policy: Policy) -> Outcome:
         """See World.play."""
         row = copy.deepcopy(self._rows[task.id])
-        base_url, api_key = policy.base_url, policy.api_key
+        base_url = policy.base_url
+        api_key = policy.api_key
         raised: list[Exception] = []
 
         async def attempt() -> Any:
@@ -113,6 +120,7 @@ class ClassicWorld:
                 raise EnvironmentFailure(f"the environment {self.name} broke off: {error}")
             if raised:
                 raise raised[0]
+
         reward = plain_number(played["reward"], f"the reward of {self.name}'s rubric")
         return Outcome(
             reward=reward,

@@ -45,16 +45,19 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> World:
                         f"verifiers: {name!r} has a `load_environment`, which this version of "
                         "verifiers does not know any more: pip install 'verifiers<0.4'"
                     )
+
                 import verifiers
 
                 from agentevo.integrations.verifiers.classic import ClassicWorld
 
                 return ClassicWorld(verifiers.load_environment(name, **args), name, max_tasks)
+
             if _has_classic():
                 raise ConfigError(
                     f"verifiers: {name!r} has no `load_environment`; where it is a taskset, it "
                     "needs a later version: pip install 'verifiers>=0.4'"
                 )
+
             from agentevo.integrations.verifiers.tasksets import load_taskset_world
 
             return load_taskset_world(name, args, max_tasks)
@@ -85,6 +88,7 @@ def wrap(environment: Any, max_tasks: int) -> World:
 
         if isinstance(environment, Env):
             return TasksetWorld(environment, environment.config.env_id, max_tasks)
+
     raise ConfigError(
         f"world: {shown(environment)} is no environment of verifiers: give what "
         "`load_environment` returns, or its name"
@@ -109,6 +113,7 @@ def _module(name: str) -> ModuleType:
     for place in (bundled, module, module.lower()):
         if module.isidentifier() and module not in OURS and _found(place) is not None:
             return importlib.import_module(place)
+
     raise ConfigError(
         f"verifiers: no environment {name!r} is installed (there is no module {module!r}): install "
         "its package, such as with `prime env install OWNER/NAME`, or give import=[./my_env.py] "

@@ -39,7 +39,8 @@ class TasksetWorld:
 
     def __init__(self, environment: Any, name: str, max_tasks: int) -> None:
         self.name = name
-        self._environment, self._max_tasks = environment, max_tasks
+        self._environment = environment
+        self._max_tasks = max_tasks
         self._rows: dict[str, Any] = {}
         self._loop = OwnLoop(f"verifiers {name}")
         self._serving: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
@@ -50,8 +51,10 @@ class TasksetWorld:
         if not self._rows:
             for number, row in enumerate(islice(self._environment.taskset, self._max_tasks)):
                 self._rows[f"train-{number}"] = row
+
         if not self._rows:
             raise ConfigError(f"verifiers: the taskset {self.name!r} has no tasks")
+
         return [
             Task(
                 id=name,
@@ -99,6 +102,7 @@ class TasksetWorld:
             server = loop.create_task(serve())
             self._servers.add(server)
             server.add_done_callback(self._servers.discard)
+
         await asyncio.shield(self._serving[loop])
 
     async def _forget(self, client: EvalClientConfig) -> None:
@@ -116,6 +120,7 @@ class TasksetWorld:
         if not episode.ok:
             words = "; ".join(_words(errors)) or "it says no reason"
             raise EnvironmentFailure(f"the episode of {self.name} failed: {words}")
+
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if len(traces) != 1:
             raise EnvironmentFailure(
@@ -123,11 +128,13 @@ class TasksetWorld:
                 "reward of its own: one is what an attempt can be worth; let the others have a "
                 "model of their own and `trainable` false"
             )
+
         (trace,) = traces
         parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
         parts = named_parts(parts, f"the rewards of {self.name}")
         if not parts:
             raise EnvironmentFailure(f"the episode of {self.name} has no reward")
+
         reward = sum(parts.values())
         return Outcome(
             reward=reward,

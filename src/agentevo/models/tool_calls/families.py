@@ -90,6 +90,7 @@ def parser_named(name: str) -> ToolCallParser:
             f"no tool call parser is called {name!r}: {hint}known parsers: "
             f"{', '.join(parser_names())}"
         )
+
     return replace(_PARSERS[name], thoughts=tuple(THOUGHTS))
 
 

@@ -18,7 +18,9 @@ from agentevo.models.tool_calls.json_notation import checked_name, read_argument
 from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
 from agentevo.models.tool_calls.text import Wait, marks
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _HEADER = (START, CHANNEL, "<|constrain|>", MESSAGE, "to=")
 _RECIPIENT = re.compile(r"\bto=([^\s<]*)")
@@ -39,6 +41,7 @@ def read_harmony(out: Output, *, calls: bool = True) -> Wait:
         if not (yield from text.peek()):
             out.content(space)
             return
+
         if (yield from text.starts_with(*_HEADER)):
             yield from _read_message(out, space, calls)
         else:  # no header: the model goes on without one
@@ -52,26 +55,31 @@ def _read_message(out: Output, space: str, calls: bool) -> Wait:
     pieces = [space]
     if (yield from text.starts_with(START)):
         pieces.append(text.take_next(len(START)))
+
     mark = yield from text.until(marks(MESSAGE, START, *ENDS), pieces.append)
     header = "".join(pieces)
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL.search(header)
     rest = _KNOWN.sub("", header if mark else _CUT_OFF.sub("", header))
+
     if recipient is not None and recipient.group(1) != "assistant" and calls:
         body = partial(_call, out, recipient.group(1).removeprefix("functions."))
         yield from read_call(out, body, skip(through=ENDS, before=(START,)), lead=header)
         return
+
     out.cut()
     out.content(rest if rest.strip() else "")
     if mark != MESSAGE:
         yield from _skip_end(out)
         return
+
     text.take_next(len(MESSAGE))
     thought = channel is not None and channel.group(1) == "analysis" and recipient is None
     if thought:
         out.new_thought()
     else:
         out.new_message()
+
     yield from text.until(marks(START, *ENDS), out.reasoning if thought else out.content)
     yield from _skip_end(out)
 
@@ -88,9 +96,11 @@ def _call(out: Output, name: str, call: OpenCall) -> Wait:
     call.named(checked_name(text, name))
     if not (yield from text.starts_with(MESSAGE)):
         raise text.broken("the text ends inside the call")
+
     text.take_next(len(MESSAGE))
     yield from read_arguments(text, call)
     yield from text.skip_space()
+
     mark = yield from text.starts_with(START, *ENDS)
     if mark in ENDS:
         text.take_next(len(mark))

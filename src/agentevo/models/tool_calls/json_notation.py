@@ -43,6 +43,7 @@ def next_char(text: Text, emit: Emit) -> Generator[None, None, str]:
             return text.buffer[text.at]
         if text.ended:
             return ""
+
         yield
 
 
@@ -55,6 +56,7 @@ def read_value(text: Text, emit: Emit) -> Wait:
             char = yield from next_char(text, emit)
         else:
             return
+
         if state in (_VALUE, _FIRST_VALUE) and char and char in "{[":
             if len(stack) == MAX_DEPTH:
                 raise text.broken(f"its JSON is nested deeper than {MAX_DEPTH} levels")
@@ -95,10 +97,12 @@ def read_string(text: Text, emit: Emit) -> Wait:
         assert match is not None
         if match.end() > text.at:
             emit(text.take(match.end()))
+
         char = yield from text.peek()
         if char == '"':
             emit(text.take_next())
             return
+
         if char == "\\":
             yield from _read_escape(text, emit)
         elif not char:
@@ -115,6 +119,7 @@ def _read_escape(text: Text, emit: Emit) -> Wait:
             raise text.broken("its JSON has a backslash that begins no escape: write two")
         emit(text.take_next())
         return
+
     emit(text.take_next())
     for _ in range(4):
         char = yield from text.peek()
@@ -152,14 +157,18 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
     seen: set[str] = set()
     yield from _take(text, "{", "an object with name and arguments")
     char = yield from next_char(text, ignore)
+
     if bare and not (yield from text.starts_with(*FIRST_KEYS)):
         raise text.broken("it does not begin as a call")
+
     while char != "}":
         key = yield from _read_text(text, char, "a key")
         yield from _take(text, ":", "a colon")
+
         part = _KEYS.get(key)
         if part in seen:
             raise text.broken(f"it has {part} twice")
+
         char = yield from next_char(text, ignore)
         if part == "name":
             name = yield from _read_text(text, char, "a text as the name")
@@ -170,14 +179,17 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
             raise text.broken(f"it has {key!r}")
         else:
             yield from read_value(text, ignore)
+
         if part is not None:
             seen.add(part)
+
         char = yield from next_char(text, ignore)
         if char != "}":
             yield from _take(text, ",", "a comma or }")
             char = yield from next_char(text, ignore)
             if char != '"':
                 raise unexpected(text, char, "a key")
+
     text.take_next()
     if not call.name:
         raise text.broken("it has no name")
@@ -198,11 +210,13 @@ def checked_name(text: Text, name: str) -> str:
         name.encode()
     except UnicodeEncodeError:
         raise text.broken("its name is no text in Unicode") from None
+
     strange = re.search(r"""[\s<>{}"]""", name)
     if strange is not None:
         raise text.broken(f"its name has {strange.group()!r} in it")
     if not name:
         raise text.broken("its name is empty")
+
     return name
 
 
@@ -235,7 +249,9 @@ def read_objects(
 ) -> Generator[None, None, bool]:
     """Reads calls: an object, or a list of them. False where the first is none."""
     text = out.text
-    in_list, more, first = False, True, True
+    in_list = False
+    more = True
+    first = True
 
     def body(call: OpenCall) -> Wait:
         nonlocal in_list, more
@@ -243,6 +259,7 @@ def read_objects(
         if first and (yield from next_char(text, ignore)) == "[":
             text.take_next()
             in_list = True
+
         yield from read_object(out, call, bare=bare and first)
         if in_list:
             char = yield from next_char(text, ignore)
@@ -250,10 +267,13 @@ def read_objects(
                 text.take_next()
                 more = True
                 return
+
             if char != "]":
                 raise unexpected(text, char, "a comma or ]")
+
             text.take_next()
             in_list = False
+
         if follow is not None:
             more = yield from follow(text)
 
@@ -261,5 +281,7 @@ def read_objects(
         whole = yield from read_call(out, body, recover, lead=lead, bare=bare and first)
         if not whole:
             return not first
-        first, lead = False, "," if in_list else ""
+        first = False
+        lead = "," if in_list else ""
+
     return True

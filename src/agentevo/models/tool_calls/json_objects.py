@@ -23,7 +23,8 @@ _BARE = Marks(("```json",), (OBJECT, LIST))
 
 def read_blocks(begin: str, end: str, out: Output) -> Wait:
     """Reads the text to its end."""
-    text, recover = out.text, skip(through=(end,), before=(begin,))
+    text = out.text
+    recover = skip(through=(end,), before=(begin,))
     follow = partial(_block_goes_on, begin, end)
     while (yield from text.until(marks(begin), out.content)):
         lead = text.take_next(len(begin)) + (yield from text.skip_space())
@@ -49,6 +50,7 @@ def read_json(out: Output) -> Wait:
         if mark in ("{", "["):
             yield from read_objects(out, skip(), bare=True)
             continue
+
         lead = text.take_next(len(mark)) + (yield from text.skip_space())
         if (yield from text.peek()) not in ("{", "["):
             out.content(lead)

@@ -58,16 +58,19 @@ def _read_separated(out: Output) -> Wait:
         if (yield from text.peek()) != ";":
             out.content(lead)
             return
+
         lead += text.take_next() + (yield from text.skip_space())
         if (yield from text.peek()) != "{":
             out.content(lead)
             return
+
         if not (yield from read_objects(out, skip(before=BEGINS), lead=lead, bare=True)):
             return
 
 
 def _read_marked(out: Output, mark: str) -> Wait:
-    text, end = out.text, ENDS.get(mark, "")
+    text = out.text
+    end = ENDS.get(mark, "")
     recover = skip(through=(end,) if end else (), before=BEGINS)
     lead = text.take_next(len(mark)) + (yield from text.skip_space())
     char = yield from text.peek()
@@ -80,6 +83,7 @@ def _read_marked(out: Output, mark: str) -> Wait:
     else:
         body = partial(read_expression, out, method=".call")
         yield from read_call(out, body, recover, lead=lead)
+
     if end:
         yield from _skip_end(out, end)
 
@@ -94,7 +98,9 @@ def _skip_end(out: Output, end: str) -> Wait:
 
 
 def _read_expressions(out: Output, recover: Recover, *, lead: str = "", bare: bool = False) -> Wait:
-    text, first, separator = out.text, True, ""
+    text = out.text
+    first = True
+    separator = ""
 
     def body(call: OpenCall) -> Wait:
         nonlocal separator
@@ -107,7 +113,8 @@ def _read_expressions(out: Output, recover: Recover, *, lead: str = "", bare: bo
     while (yield from read_call(out, body, recover, lead=lead, bare=bare and first)):
         if not separator:
             return
-        first, lead = False, separator
+        first = False
+        lead = separator
 
 
 def _separator(text: Text) -> Generator[None, None, str]:
@@ -120,9 +127,11 @@ def _separator(text: Text) -> Generator[None, None, str]:
         char = yield from text.peek()
         if char != "]":
             return comma
+
     if char != "]":
         raise text.broken(
             f"it needs a comma or ], not {char!r}" if char else "the text ends inside the list"
         )
+
     text.take_next()
     return ""

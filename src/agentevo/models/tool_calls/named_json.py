@@ -17,12 +17,15 @@ from agentevo.models.tool_calls.json_notation import checked_name, read_argument
 from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
 from agentevo.models.tool_calls.text import Wait, marks
 
-TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+TOOL_CALLS = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
 
 
 def read_mistral(out: Output) -> Wait:
     """Reads the text to its end."""
-    text, recover = out.text, skip(before=(TOOL_CALLS,))
+    text = out.text
+    recover = skip(before=(TOOL_CALLS,))
     while (yield from text.until(marks(TOOL_CALLS), out.content)):
         lead = text.take_next(len(TOOL_CALLS)) + (yield from text.skip_space())
         if (yield from text.peek()) in ("[", "{"):
@@ -35,15 +38,20 @@ def _mistral_call(out: Output, call: OpenCall) -> Wait:
     text = out.text
     name, mark = yield from text.collect("a call", ARGS, CALL_ID, "{", TOOL_CALLS)
     call.named(checked_name(text, name.strip()))
+
     if mark == CALL_ID:
         _, mark = yield from text.collect("a call", ARGS, TOOL_CALLS)
     if mark == ARGS:
         text.take_next(len(mark))
+
     yield from read_arguments(text, call)
 
 
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEP = "<｜tool▁sep｜>"
 FENCE = "```"
 
 
@@ -70,6 +78,7 @@ def _deepseek_call(out: Output, call: OpenCall) -> Wait:
             name, _ = yield from text.collect(
                 "a call", "\n", FENCE, "{", CALL_END, CALL_BEGIN, CALLS_BEGIN, CALLS_END
             )
+
     call.named(checked_name(text, name.strip()))
     yield from text.skip_space()
     yield from _skip_fence(out)
@@ -108,7 +117,8 @@ SECTIONS = (
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
     "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
 )  # fmt: skip
-KIMI_BEGIN, KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_BEGIN = "<|tool_call_begin|>"
+KIMI_END = "<|tool_call_end|>"
 KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
 
@@ -132,8 +142,10 @@ def _kimi_call(out: Output, call: OpenCall) -> Wait:
     )
     match = _KIMI_ID.fullmatch(identity.strip())
     assert match is not None
+
     call.named(checked_name(text, match.group(1)))
     if mark == KIMI_ARGUMENTS:
         text.take_next(len(mark))
+
     yield from read_arguments(text, call)
     yield from _end(out, KIMI_END, KIMI_BEGIN, *SECTIONS)

@@ -41,14 +41,18 @@ class Prose:
         """What of this text and of what was held back can be shown."""
         if not self._begun and self._cut:
             text = text.lstrip()
+
         body = text.rstrip()
         if not body:
             if text:
                 self._space.append(text)
             return ""
+
         shown = "".join([*self._space, body])
         self._space = [text[len(body) :]]
-        self._begun, self._cut = True, self._cut_at_end
+        self._begun = True
+        self._cut = self._cut_at_end
+
         return shown
 
     def cut(self) -> None:
@@ -70,9 +74,11 @@ class Output:
     """Collects deltas. `types` are the tools' parameters, for notations that write values bare."""
 
     def __init__(self, text: Text, types: ParameterTypes) -> None:
-        self.text, self.types = text, types
+        self.text = text
+        self.types = types
         self.num_calls = 0
-        self._content, self._reasoning = Prose(strip_end=False), Prose(strip_end=True)
+        self._content = Prose(strip_end=False)
+        self._reasoning = Prose(strip_end=True)
         self._deltas: list[Delta] = []
         self._growing: tuple[Literal["content", "reasoning"] | int, list[str]] | None = None
         """The delta that is being put together: of what, and its pieces. A number is a call's."""
@@ -108,7 +114,8 @@ class Output:
     def take(self) -> list[Delta]:
         """The deltas since the last call of this method."""
         self._flush()
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas
+        self._deltas = []
         return deltas
 
     def _grow(self, kind: Literal["content", "reasoning"] | int, text: str) -> None:
@@ -122,8 +129,11 @@ class Output:
     def _flush(self) -> None:
         if self._growing is None:
             return
+
         kind, pieces = self._growing
-        text, self._growing = "".join(pieces), None
+        text = "".join(pieces)
+        self._growing = None
+
         if kind == "content":
             self._deltas.append(ContentDelta(text))
         elif kind == "reasoning":
@@ -140,7 +150,8 @@ class OpenCall:
     """
 
     def __init__(self, out: Output, bare: bool) -> None:
-        self._out, self._bare = out, bare
+        self._out = out
+        self._bare = bare
         self.name = ""
         self._index: int | None = None
         self._pieces: list[str] = []
@@ -210,7 +221,8 @@ def read_call(
 ) -> Generator[None, None, bool]:
     """Reads one call with `body`, which raises MalformedError, after `lead`, which was taken
     already. False where it is none."""
-    text, call = out.text, OpenCall(out, bare)
+    text = out.text
+    call = OpenCall(out, bare)
     text.record = [lead]
     try:
         yield from body(call)
@@ -224,6 +236,7 @@ def read_call(
         call.fail("".join(text.record), problem)
     else:
         call.finish()
+
     whole = call.finished
     text.record = None
     out.cut()

@@ -38,6 +38,7 @@ class ParameterTypes:
             kind = _kind(word)
             if kind in others or (kind == "integer" and "number" in others):
                 return word
+
         return json_text(value)
 
 
@@ -45,16 +46,20 @@ def _types(schema: Any, depth: int = 0) -> frozenset[str]:
     """The types that a schema allows; empty where it does not say, or only too deep inside."""
     if not isinstance(schema, Mapping) or depth > MAX_CHOICES:
         return frozenset()
+
     kinds = schema.get("type")
     types = {kinds} if isinstance(kinds, str) else set()
     if isinstance(kinds, list):
         types |= {kind for kind in kinds if isinstance(kind, str)}
+
     for choice in ("anyOf", "oneOf"):
         options = schema.get(choice)
         for option in options if isinstance(options, list) else ():
             types |= _types(option, depth + 1)
+
     if schema.get("nullable") is True and types:
         types.add("null")
+
     return frozenset(types)
 
 
@@ -66,10 +71,12 @@ def _kind(text: str) -> str | None:
         return "null"
     if _INTEGER.fullmatch(text):
         return "integer"
+
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
+
     kinds = {dict: "object", list: "array", float: "number"}
     return kinds.get(type(value))
 

@@ -34,8 +34,10 @@ class Parsed:
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Parsed:
         """The sum of all deltas of one text."""
-        content, reasoning = [], []
-        calls, malformed = [], []
+        content = []
+        reasoning = []
+        calls = []
+        malformed = []
         for delta in deltas:
             match delta:
                 case ContentDelta(text):
@@ -46,6 +48,7 @@ class Parsed:
                     calls.append(call)
                 case CallFailed(_, broken):
                     malformed.append(broken)
+
         return cls("".join(content), "".join(reasoning) or None, tuple(calls), tuple(malformed))
 
 

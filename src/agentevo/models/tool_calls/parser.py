@@ -120,14 +120,18 @@ def _read_thoughts(out: Output, begins: tuple[str, ...]) -> Wait:
         if not begin:
             out.content(space)
             return
+
         text.take_next(len(begin))
         out.cut()
         out.new_thought()
         yield from text.skip_space()
+
         if (yield from text.starts_with(begin)):  # the prompt opened the thought, and the model too
             text.take_next(len(begin))
+
         end = THOUGHTS[begin]
         if not (yield from text.until(marks(end), out.reasoning)):
             return
+
         text.take_next(len(end))
         out.cut()

@@ -38,29 +38,36 @@ def read_expression(out: Output, call: OpenCall, *, method: str = "") -> Wait:
     name = yield from read_word(text)
     if not _NAME.fullmatch(name):
         raise text.broken("it needs the name of a tool")
+
     text.take_next(len(name))
     yield from _take(text, "(")
     call.named(checked_name(text, name.removesuffix(method)))
     seen: set[str] = set()
     yield from text.skip_space()
+
     while (yield from text.peek()) != ")":
         keyword = yield from read_word(text)
         if not _KEYWORD.fullmatch(keyword):
             raise text.broken("it needs arguments with names, as in name(first=1)")
         if keyword in seen:
             raise text.broken(f"it has {keyword!r} twice")
+
         text.take_next(len(keyword))
         yield from _take(text, "=")
         yield from text.skip_space()
+
         if (yield from text.peek()) == "=":
             raise text.broken("it needs a value, not a comparison")
+
         call.arguments(f"{', ' if seen else '{'}{json_text(keyword)}: ")
         seen.add(keyword)
         yield from read_literal(text, call.arguments)
         yield from text.skip_space()
+
         if (yield from text.peek()) != ")":
             yield from _take(text, ",")
             yield from text.skip_space()
+
     text.take_next()
     call.arguments("}" if seen else "{}")
 
@@ -83,6 +90,7 @@ def read_literal(text: Text, emit: Emit, depth: int = 0) -> Wait:
     """Takes a value; `emit` gets it as JSON."""
     if depth == MAX_DEPTH:
         raise text.broken(f"its arguments are nested deeper than {MAX_DEPTH} levels")
+
     char = yield from text.peek()
     if char in ("'", '"'):
         emit(json_text((yield from _read_text(text, char))))
@@ -113,17 +121,22 @@ def _read_items(text: Text, end: str, emit: Emit, depth: int) -> Generator[None,
     """Takes a list with its brackets. True where it is empty or has a comma."""
     text.take_next()
     yield from text.skip_space()
-    size, commas = 0, 0
+
+    size = 0
+    commas = 0
     while (yield from text.peek()) != end:
         if size:
             emit(", ")
+
         yield from read_literal(text, emit, depth + 1)
         size += 1
         yield from text.skip_space()
+
         if (yield from text.peek()) != end:
             yield from _take(text, ",")
             commas += 1
             yield from text.skip_space()
+
     text.take_next()
     return not size or commas > 0
 
@@ -132,19 +145,23 @@ def _read_dictionary(text: Text, emit: Emit, depth: int) -> Wait:
     text.take_next()
     emit("{")
     yield from text.skip_space()
+
     size = 0
     while (char := (yield from text.peek())) != "}":
         if char not in ("'", '"'):
             raise _unexpected(text, char, "a text as the key")
+
         emit((", " if size else "") + json_text((yield from _read_text(text, char))) + ": ")
         size += 1
         yield from _take(text, ":")
         yield from text.skip_space()
         yield from read_literal(text, emit, depth + 1)
         yield from text.skip_space()
+
         if (yield from text.peek()) != "}":
             yield from _take(text, ",")
             yield from text.skip_space()
+
     text.take_next()
     emit("}")
 
@@ -153,10 +170,12 @@ def _number(word: str) -> str | None:
     """A number of Python as JSON."""
     if _NUMBER.fullmatch(word):
         return word
+
     try:
         return json_text(int(word, 0))
     except ValueError:
         pass
+
     try:
         return json_text(float(word))
     except ValueError:
@@ -170,15 +189,18 @@ def _read_text(text: Text, quote: str) -> Generator[None, None, str]:
     if (yield from text.starts_with(quote * 2)):
         text.take_next(2)
         end = quote * 3
+
     pieces: list[str] = []
     while True:
         match = _PLAIN[quote].match(text.buffer, text.at)
         assert match is not None
         if match.end() > text.at:
             pieces.append(text.take(match.end()))
+
         char = yield from text.peek()
         if not char:
             raise text.broken("the text ends inside a text of the call")
+
         if char == "\\":
             pieces.append((yield from _read_escape(text)))
         elif (yield from text.starts_with(end)):
@@ -193,18 +215,22 @@ def _read_escape(text: Text) -> Generator[None, None, str]:
     char = yield from text.peek()
     if not char:
         raise text.broken("the text ends inside a text of the call")
+
     if char in _ESCAPES:
         text.take_next()
         return _ESCAPES[char]
+
     if char in "01234567":
         return chr(int((yield from _read_digits(text, 3, "01234567")), 8))
     if char not in _HEXADECIMAL:
         return "\\" + text.take_next()
+
     text.take_next()
     size = _HEXADECIMAL[char]
     digits = yield from _read_digits(text, size, "0123456789abcdefABCDEF")
     if len(digits) < size or int(digits, 16) > sys.maxunicode:
         raise text.broken(f"it has \\{char} without {size} hexadecimal digits of a character")
+
     return chr(int(digits, 16))
 
 

@@ -22,14 +22,16 @@ from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
 from agentevo.models.tool_calls.parameters import json_text
 from agentevo.models.tool_calls.text import MalformedError, Wait, marks
 
-_BLOCK, _BLOCK_END = "<tool_call>", "</tool_call>"
+_BLOCK = "<tool_call>"
+_BLOCK_END = "</tool_call>"
 
 
 class _Arguments:
     """Puts a call's arguments together as JSON."""
 
     def __init__(self, out: Output, call: OpenCall) -> None:
-        self._out, self._call = out, call
+        self._out = out
+        self._call = call
         self._seen: set[str] = set()
 
     def add(self, key: str, value: str, *, is_text: bool | None = None) -> None:
@@ -60,20 +62,26 @@ def read_qwen_coder(out: Output) -> Wait:
 
 
 def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
-    text, arguments = out.text, _Arguments(out, call)
+    text = out.text
+    arguments = _Arguments(out, call)
     yield from _take(out, "<function=")
     call.named(checked_name(text, (yield from _up_to(out, ">")).strip()))
+
     while True:
         yield from text.skip_space()
         mark = yield from text.starts_with("<parameter=", "</function>")
         text.take_next(len(mark))
+
         if mark != "<parameter=":
             break
+
         key = yield from _up_to(out, ">")
         value = yield from _up_to(out, "</parameter>")
         arguments.add(key.strip(), value.removeprefix("\n").removesuffix("\n"))
+
     if not mark:
         raise _unexpected(out, "<parameter=...> or </function>")
+
     arguments.end()
     if in_block:
         yield from text.skip_space()
@@ -91,21 +99,27 @@ def read_glm(out: Output) -> Wait:
 
 
 def _glm_call(out: Output, call: OpenCall) -> Wait:
-    text, arguments = out.text, _Arguments(out, call)
+    text = out.text
+    arguments = _Arguments(out, call)
     yield from text.skip_space()
     name, _ = yield from text.collect("a call", "\n", "<arg_key>", _BLOCK_END, _BLOCK)
     call.named(checked_name(text, name.strip()))
+
     while True:
         yield from text.skip_space()
         mark = yield from text.starts_with("<arg_key>", _BLOCK_END)
         text.take_next(len(mark))
+
         if mark != "<arg_key>":
             break
+
         key = yield from _up_to(out, "</arg_key>")
         yield from _take(out, "<arg_value>")
         arguments.add(key.strip(), (yield from _up_to(out, "</arg_value>")))
+
     if not mark:
         raise _unexpected(out, f"<arg_key> or {_BLOCK_END}")
+
     arguments.end()
 
 
@@ -118,7 +132,8 @@ class Invocations:
 
     def read(self, out: Output) -> Wait:
         """Reads the text to its end. A wrapper counts where an invocation follows."""
-        text, invoke = out.text, f"<{self.prefix}invoke"
+        text = out.text
+        invoke = f"<{self.prefix}invoke"
         opening = tuple(f"<{name}>" for name in self.wrappers)
         recover = skip(through=(f"</{self.prefix}invoke>",), before=(invoke,))
         while mark := (yield from text.until(marks(invoke, *opening), out.content)):
@@ -128,6 +143,7 @@ class Invocations:
                 if not (yield from text.starts_with(invoke)):
                     out.content(lead)
                     continue
+
             yield from read_call(out, partial(self._call, out), recover, lead=lead)
             yield from self._skip_wrapper_end(out)
 
@@ -140,23 +156,30 @@ class Invocations:
             out.cut()
 
     def _call(self, out: Output, call: OpenCall) -> Wait:
-        text, arguments = out.text, _Arguments(out, call)
-        parameter, end = f"<{self.prefix}parameter", f"</{self.prefix}invoke>"
+        text = out.text
+        arguments = _Arguments(out, call)
+        parameter = f"<{self.prefix}parameter"
+        end = f"</{self.prefix}invoke>"
         yield from _take(out, f"<{self.prefix}invoke")
         call.named(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
+
         while True:
             yield from text.skip_space()
             mark = yield from text.starts_with(parameter, end)
             text.take_next(len(mark))
+
             if mark != parameter:
                 break
+
             attributes = yield from _up_to(out, ">")
             key = self._name(out, attributes)
             value = yield from _up_to(out, f"</{self.prefix}parameter>")
             is_text = 'string="true"' in attributes
             arguments.add(key, value, is_text=is_text)
+
         if not mark:
             raise _unexpected(out, f"{parameter} ...> or {end}")
+
         arguments.end()
 
     @staticmethod

@@ -136,11 +136,13 @@ class Text:
                 if match.start() > self.at:
                     emit(self.take(match.start()))
                 return match.group()
+
             safe = len(self.buffer) if self.ended else wanted.held_from(self.buffer, self.at)
             if safe > self.at:
                 emit(self.take(safe))
             if self.ended:
                 return ""
+
             yield
 
     def collect(self, what: str, *ends: str) -> Generator[None, None, tuple[str, str]]:

@@ -14,9 +14,11 @@ import sys
 
 def main() -> None:
     """Whatever can't be done ends it: it never starts the program half confined."""
-    settings, program = json.loads(sys.argv[1]), sys.argv[2:]
+    settings = json.loads(sys.argv[1])
+    program = sys.argv[2:]
     for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
+
     os.makedirs("/sandbox/.tmp", exist_ok=True)
     os.chmod("/sandbox/.tmp", 0o1777)
     if settings["uids"]:
@@ -25,6 +27,7 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+
     os.execvp(program[0], program)
 
 

@@ -21,16 +21,35 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 _NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000
 _USER_NAMESPACE = 0x10000000
-_PRIVATE, _RECURSIVE, _BIND, _REMOUNT = 1 << 18, 1 << 14, 1 << 12, 1 << 5
-_READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_FILTER = 1, 22, 38, 2
+_PRIVATE = 1 << 18
+_RECURSIVE = 1 << 14
+_BIND = 1 << 12
+_REMOUNT = 1 << 5
+_READ_ONLY = 1
+_NO_SETUID = 2
+_NO_DEVICES = 4
+_PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_FILTER = 2
 
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_FOLDER = 8
 _MAKE_DEVICES = 1 << 6 | 1 << 11
-_REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
-_MOUNT_SETATTR, _CURRENT_FOLDER, _BELOW = 442, -100, 0x8000
-_CREATE_RULESET, _ADD_RULE, _RESTRICT = 444, 445, 446
-"""System calls with these numbers on every architecture."""
+_REFER = 1 << 13
+_TRUNCATE = 1 << 14
+_IOCTL_DEVICE = 1 << 15
+_MOUNT_SETATTR = 442
+_CURRENT_FOLDER = -100
+_BELOW = 0x8000
+_CREATE_RULESET = 444
+"""A system call with this number on every architecture."""
+_ADD_RULE = 445
+"""Likewise."""
+_RESTRICT = 446
+"""Likewise."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
@@ -40,16 +59,20 @@ def landlock_version() -> int:
 
 
 def main() -> None:
-    settings, program = json.loads(sys.argv[1]), sys.argv[2:]
+    settings = json.loads(sys.argv[1])
+    program = sys.argv[2:]
     with open(settings["filter"], "rb") as file:
         seccomp = file.read()
+
     if settings["namespaces"]:
         enter_namespaces(settings)
         make_mounts(settings)
+
     if settings["uid"]:
         os.setgroups([])
         os.setresgid(*[settings["uid"]] * 3)
         os.setresuid(*[settings["uid"]] * 3)
+
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     restrict_files(settings)
@@ -60,7 +83,8 @@ def main() -> None:
 
 def enter_namespaces(settings: dict[str, Any]) -> None:
     """Returns in a child that is process 1 of its own; this process waits for it and ends."""
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     if settings["user_namespace"]:
         call("unshare", _NAMESPACES | _USER_NAMESPACE)
         for path, text in (
@@ -72,6 +96,7 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
                 file.write(text)
     else:
         call("unshare", _NAMESPACES)
+
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     pid = os.fork()
     if pid:
@@ -79,6 +104,7 @@ def enter_namespaces(settings: dict[str, Any]) -> None:
         os.dup2(null, 0)
         os.dup2(null, 1)
         end_as(os.waitpid(pid, 0)[1])
+
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -92,19 +118,30 @@ def make_mounts(settings: dict[str, Any]) -> None:
     mount("none", "/", "", _PRIVATE | _RECURSIVE)
     # landlock lets the owner of a file change its mode and times: nobody does on a read-only mount
     read_only = struct.pack("=4Q", _READ_ONLY | _NO_SETUID, 0, 0, 0)
-    whole = (_CURRENT_FOLDER, b"/", _BELOW, read_only, ctypes.c_size_t(len(read_only)))
-    call("syscall", _MOUNT_SETATTR, *whole, what="mount_setattr")
+    call(
+        "syscall",
+        _MOUNT_SETATTR,
+        _CURRENT_FOLDER,
+        b"/",
+        _BELOW,
+        read_only,
+        ctypes.c_size_t(len(read_only)),
+        what="mount_setattr",
+    )
     owner = settings["uid"] or os.getuid()
     size = f"size={settings['disk_mib']}m,nr_inodes={settings['max_files'] + 16}"
     kept = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
+
     closed = {first_closed_folder(path) for path in settings["unreachable"]} - {None}
     for folder in closed:
         mount("tmpfs", str(folder), "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=0755,size=64k")
+
     for path, handle in kept:
         os.makedirs(path, mode=0o755, exist_ok=True)
         mount(f"/proc/self/fd/{handle}", path, "", _BIND | _RECURSIVE)
         mount("none", path, "", _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
         os.close(handle)
+
     options = f"{size},mode=0700,uid={owner},gid={owner}"
     mount("tmpfs", settings["work"], "tmpfs", _NO_SETUID | _NO_DEVICES, options)
     mount("proc", "/proc", "proc", _NO_SETUID | _NO_DEVICES)
@@ -125,6 +162,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
     version = landlock_version()
     if version < 1:
         raise OSError("the kernel has no landlock")
+
     known = (1 << 13) - 1
     known |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     known |= _IOCTL_DEVICE if version >= 5 else 0
@@ -139,6 +177,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
         allow(ruleset, path, readable)
     for path in DEVICES:
         allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+
     allow(ruleset, settings["work"], known & ~_MAKE_DEVICES & ~_IOCTL_DEVICE)
     call("syscall", _RESTRICT, ruleset, 0)
     os.close(ruleset)
@@ -149,8 +188,10 @@ def allow(ruleset: int, path: str, rights: int) -> None:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
+
     if not stat.S_ISDIR(os.fstat(handle).st_mode):
         rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+
     rule = struct.pack("=Qi", rights, handle)
     call("syscall", _ADD_RULE, ruleset, 1, rule, 0)
     os.close(handle)
@@ -164,8 +205,15 @@ def filter_calls(program: bytes) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    words = (source.encode(), target.encode(), kind.encode() or None)
-    call("mount", *words, ctypes.c_ulong(flags), options.encode() or None, what=target)
+    call(
+        "mount",
+        source.encode(),
+        target.encode(),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+        what=target,
+    )
 
 
 def call(name: str, *arguments: Any, what: str = "") -> int:

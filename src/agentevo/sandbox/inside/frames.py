@@ -39,19 +39,23 @@ class Frames:
         """The next whole message, or None. Raises BadFrame."""
         if len(self._buffer) < HEADER.size:
             return None
+
         (length,) = HEADER.unpack(self._buffer[: HEADER.size])
         if length > self._longest:
             raise BadFrame(f"a message of {length:,} bytes, and at most {self._longest:,} are read")
         if len(self._buffer) < HEADER.size + length:
             return None
+
         content = bytes(self._buffer[HEADER.size : HEADER.size + length])
         del self._buffer[: HEADER.size + length]
         try:
             message = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise BadFrame("a message that is no JSON") from error
+
         if not isinstance(message, dict):
             raise BadFrame("a message that is no JSON object")
+
         return message
 
 

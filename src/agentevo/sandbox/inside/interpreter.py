@@ -40,9 +40,11 @@ class Interpreter:
     """See the module. `control` is its end of the socket."""
 
     def __init__(self, control: int, limit: int) -> None:
-        self._control, self._limit = control, limit
+        self._control = control
+        self._limit = limit
         self._messages = frames.Frames(4 * frames.LARGEST_CALL)
-        self._num_cells, self._num_calls = 0, 0
+        self._num_cells = 0
+        self._num_calls = 0
         self._calling = threading.Lock()
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
@@ -77,7 +79,8 @@ class Interpreter:
                 self._names[tool["name"]] = self._function(tool)
 
     def _function(self, tool: dict[str, Any]) -> Callable[..., Any]:
-        name, parameters = tool["name"], tool["parameters"]
+        name = tool["name"]
+        parameters = tool["parameters"]
 
         def call(*values: Any, **named: Any) -> Any:
             if len(values) > len(parameters):
@@ -97,8 +100,10 @@ class Interpreter:
             size = len(json.dumps(arguments, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"{name}() takes JSON values only: {error}") from None
+
         if size > frames.LARGEST_CALL:
             raise ToolError(f"{name}: {size:,} bytes of arguments, at most {frames.LARGEST_CALL:,}")
+
         with self._calling:
             self._num_calls += 1
             number = self._num_calls
@@ -106,8 +111,10 @@ class Interpreter:
             # the answer to a call that was interrupted may come late
             while (answer := self._receive()).get("number") != number:
                 continue
+
         if "error" in answer:
             raise ToolError(answer["error"])
+
         return answer["result"]
 
     def _outcome(self, code: str, deadline_s: float) -> dict[str, Any]:
@@ -127,11 +134,13 @@ class Interpreter:
             }
         except BaseException as raised:  # noqa: BLE001 (the code may raise anything)
             error = _described(raised)
+
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except BaseException:  # noqa: BLE001 (the code may have closed or replaced it)
                 continue
+
         return {"value": value, "error": error}
 
     def _value(self, code: str) -> str | None:
@@ -142,12 +151,15 @@ class Interpreter:
         last: ast.Expression | None = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
             last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+
         exec(compile(tree, name, "exec"), self._names)
         if last is None:
             return None
+
         value = eval(compile(last, name, "eval"), self._names)
         if value is None:
             return None
+
         self._names["_"] = value
         return frames.clipped(str(repr(value)), self._limit)
 
@@ -165,12 +177,14 @@ def _described(error: BaseException) -> dict[str, str]:
         message = str(error)
     except BaseException:  # noqa: BLE001 (`__str__` may raise anything)
         message = "its message can't be shown, since its __str__ raises"
+
     try:
         summary = traceback.TracebackException.from_exception(error, limit=-50)
         _keep_cells(summary)
         lines = "".join(summary.format())
     except BaseException:  # noqa: BLE001
         lines = ""
+
     return {
         "type": frames.clipped(type(error).__name__, 200),
         "message": frames.clipped(message, LONGEST_MESSAGE),

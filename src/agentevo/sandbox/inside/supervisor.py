@@ -34,7 +34,9 @@ GRACE_S = 1.0
 """How much later than at its deadline the interpreter is killed, which interrupts itself then."""
 KILLING_S = 2.0
 LOOK_S = 1.0
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_PDEATHSIG = 4, 36, 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
 MIB = 2**20
 
 
@@ -42,8 +44,11 @@ class Output:
     """Head and tail of a stream."""
 
     def __init__(self, handle: int, limit: int) -> None:
-        self.handle, self._half = handle, limit // 2
-        self._head, self._tail, self._num_bytes = bytearray(), bytearray(), 0
+        self.handle = handle
+        self._half = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._num_bytes = 0
 
     def read(self) -> bool:
         """Reads what is there. False at the end of the stream."""
@@ -51,12 +56,15 @@ class Output:
             chunk = os.read(self.handle, 2**16)
         except BlockingIOError:
             return True
+
         self._num_bytes += len(chunk)
         room = self._half - len(self._head)
         self._head += chunk[:room]
+
         self._tail += chunk[room:] if room > 0 else chunk
         if len(self._tail) > 4 * self._half:
             del self._tail[: -self._half]
+
         return bool(chunk)
 
     def drain(self) -> None:
@@ -72,7 +80,9 @@ class Output:
         left_out = self._num_bytes - len(self._head) - len(tail)
         note = f"\n... {left_out} bytes left out ...\n".encode() if left_out else b""
         text = (bytes(self._head) + note + bytes(tail)).decode("utf-8", "replace")
-        self._head, self._tail, self._num_bytes = bytearray(), bytearray(), 0
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._num_bytes = 0
         return text
 
 
@@ -80,7 +90,9 @@ class Child:
     """A process of the code's: the interpreter, or a program."""
 
     def __init__(self, pid: int, outputs: tuple[Output, Output], control: int | None) -> None:
-        self.pid, self.outputs, self.control = pid, outputs, control
+        self.pid = pid
+        self.outputs = outputs
+        self.control = control
         self.messages = frames.Frames(4 * frames.LARGEST_CALL)
         self.status: int | None = None
 
@@ -108,29 +120,36 @@ class Supervisor:
         self._folder = work_folder.WorkFolder(settings["max_files"], settings["file_mib"] * MIB)
         self._interpreter = self._start_interpreter()
         self._send({"ready": sys.version.split()[0]})
+
         while True:
             request = self._wait_for_host()
             if request["do"] == "answer":  # to a call that was interrupted
                 continue
+
             try:
                 reply = getattr(self, f"_do_{request['do']}")(request)
             except work_folder.Refused as refusal:
                 reply = {"refused": str(refusal)}
             except OSError as error:
                 reply = {"refused": f"{error.strerror or error}"}
+
             self._send({"id": request["id"], **reply})
 
     def _do_run(self, request: dict[str, Any]) -> dict[str, Any]:
-        is_new, self._has_died = self._has_died, False
+        is_new = self._has_died
+        self._has_died = False
         if self._interpreter is not None:
             self._reap()
             if self._interpreter.status is not None:
                 is_new = True
                 self._end_interpreter()
+
         if self._interpreter is None:
             self._interpreter = self._start_interpreter()
+
         child = self._interpreter
         before = self._folder.snapshot()
+
         keys = ("id", "code", "deadline_s", "tools")
         ended: dict[str, Any]
         try:
@@ -140,15 +159,19 @@ class Supervisor:
             ended = _failed("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
             ended = self._how_it_died(child)
+
         is_alive = "value" in ended
         for output in child.outputs:
             output.drain()
+
         if not is_alive:
             self._kill_all(child)
+
         stdout, stderr = (output.take() for output in child.outputs)
         if not is_alive:
             self._end_interpreter()
             self._has_died = True
+
         return {
             "stdout": stdout,
             "stderr": stderr,
@@ -164,6 +187,7 @@ class Supervisor:
             self._kill_all(self._interpreter)
             self._end_interpreter()
             self._has_died = True
+
         before = self._folder.snapshot()
         argv = list(request["argv"])
         if argv[0] == "python":
@@ -173,6 +197,7 @@ class Supervisor:
                 *([] if self._settings["packages"] else ["-S"]),
                 *argv[1:],
             ]
+
         try:
             stdin = self._folder.unlinked(base64.b64decode(request["stdin"]))
         except OSError as error:
@@ -184,14 +209,17 @@ class Supervisor:
                 "files": [],
                 **_failed("DiskFull", reason),
             }
+
         try:
             child = self._start(stdin=stdin, argv=argv)
         finally:
             os.close(stdin)
+
         ended = self._attend(child, request["deadline_s"], request["id"])
         self._kill_all(child)
         for output in child.outputs:
             output.drain()
+
         stdout, stderr = (output.take() for output in child.outputs)
         child.close()
         return {
@@ -218,9 +246,11 @@ class Supervisor:
         with selectors.DefaultSelector() as ready:
             for output in child.outputs:
                 ready.register(output.handle, selectors.EVENT_READ, output)
+
             ready.register(self._host, selectors.EVENT_READ, "host")
             if child.control is not None:
                 ready.register(child.control, selectors.EVENT_READ, "control")
+
             while (left := until - time.monotonic()) > 0:
                 for key, _ in ready.select(min(left, 0.01 if child.control is None else LOOK_S)):
                     if isinstance(key.data, Output):
@@ -232,9 +262,11 @@ class Supervisor:
                         ended = self._hear(child, request_id)
                         if ended is not None:
                             return ended
+
                 self._reap(child)
                 if child.status is not None:
                     return self._how_it_died(child)
+
         return _failed("Timeout", f"it has run for {deadline_s:g} s and was killed")
 
     def _hear(self, child: Child, request_id: int) -> dict[str, Any] | None:
@@ -244,19 +276,23 @@ class Supervisor:
             chunk = os.read(child.control, 2**16)
         except ConnectionResetError:
             chunk = b""
+
         if not chunk:
             return self._how_it_died(child)
+
         child.messages.feed(chunk)
         while (message := child.messages.next()) is not None:
             if message.get("done") == request_id:
                 return {"value": message.get("value"), "error": message.get("error")}
             if not isinstance(message.get("call"), str):
                 raise frames.BadFrame("a message that is neither a result nor a tool's call")
+
             try:
                 keys = ("call", "number", "arguments")
                 self._send({"id": request_id, **{key: message.get(key) for key in keys}})
             except (ValueError, RecursionError) as error:
                 raise frames.BadFrame("arguments that are no JSON") from error
+
         return None
 
     def _pass_answer(self, child: Child) -> None:
@@ -268,6 +304,7 @@ class Supervisor:
     def _write_control(self, child: Child, message: dict[str, Any]) -> None:
         """The interpreter may not read: it is given up then, as one that sends what is wrong."""
         assert child.control is not None
+
         view = memoryview(frames.encode(message))
         until = time.monotonic() + GRACE_S
         while view:
@@ -283,15 +320,18 @@ class Supervisor:
         while child.status is None and time.monotonic() < until:
             self._reap(child)
             time.sleep(0.002)
+
         if child.control is None and child.status is not None:
             return {"exit_code": os.waitstatus_to_exitcode(child.status), "error": None}
         if child.status is None:
             return _failed("ProtocolViolation", "the interpreter closed its connection")
+
         code = os.waitstatus_to_exitcode(child.status)
         known = -code in set(signal.Signals)
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         if known:
             how = signal.Signals(-code).name
+
         return _failed("InterpreterDied", f"the interpreter ended with {how}")
 
     def _start_interpreter(self) -> Child:
@@ -312,14 +352,17 @@ class Supervisor:
         control: tuple[int, int] | None = None,
     ) -> Child:
         """A program with `argv`, or the interpreter, with both ends of its socket."""
-        out, err = os.pipe(), os.pipe()
+        out = os.pipe()
+        err = os.pipe()
         pid = os.fork()
         if pid == 0:
             self._be_child(stdin, out[1], err[1], argv, None if control is None else control[1])
+
         os.close(out[1])
         os.close(err[1])
         for handle in (out[0], err[0]):
             os.set_blocking(handle, False)
+
         limit = self._settings["output_kib"] * 1024
         outputs = (Output(out[0], limit), Output(err[0], limit))
         return Child(pid, outputs, None if control is None else control[0])
@@ -332,13 +375,16 @@ class Supervisor:
             kept = None if control is None else os.dup2(control, 200, inheritable=False)
             for number, handle in enumerate((stdin, out, err)):
                 os.dup2(handle, number)
+
             os.closerange(3, 200)
             os.closerange(201, 1024)
             os.setsid()
             limit_child(self._settings)
+
             if argv is not None:
                 os.execvpe(argv[0], argv, os.environ)
             assert kept is not None
+
             _prctl(_PR_SET_DUMPABLE, 1)
             sys.stdin, sys.stdout, sys.stderr = (
                 open(number, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -370,6 +416,7 @@ class Supervisor:
                     self._reap(child)
                     if child.status is not None:
                         return
+
             self._reap(child)
             time.sleep(0.001)
 
@@ -388,12 +435,15 @@ class Supervisor:
                 ready.register(self._host, selectors.EVENT_READ)
                 while not ready.select(LOOK_S):
                     self._reap()
+
             chunk = os.read(self._host, 2**20)
             if not chunk:
                 if self._interpreter is not None:
                     self._kill_all(self._interpreter)
                 os._exit(0)
+
             self._incoming.feed(chunk)
+
         return message
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -406,17 +456,21 @@ def become_ordinary(settings: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(*[settings["uid"]] * 3)
         os.setresuid(*[settings["uid"]] * 3)
+
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_DUMPABLE, 0)  # its memory and files are not for processes of the same user
     os.umask(0o077)
     os.environ.clear()
     os.environ.update(settings["env"])
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
+
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_MEMLOCK, 0)
     _limit(resource.RLIMIT_NOFILE, 256)
     _limit(resource.RLIMIT_FSIZE, settings["file_mib"] * MIB)
+
     if settings["counts_processes"]:
         _limit(resource.RLIMIT_NPROC, settings["processes"] + 2)
 

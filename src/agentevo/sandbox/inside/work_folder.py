@@ -20,7 +20,8 @@ class WorkFolder:
     """The current folder of the process."""
 
     def __init__(self, max_files: int, largest: int) -> None:
-        self._max_files, self._largest = max_files, largest
+        self._max_files = max_files
+        self._largest = largest
 
     def snapshot(self) -> dict[str, tuple[int, int, int]]:
         """Size, time of change and number of each regular file."""
@@ -37,12 +38,14 @@ class WorkFolder:
                         return found
                     if path == HIDDEN or len(path) > LONGEST_PATH:
                         continue
+
                     with contextlib.suppress(OSError):
                         what = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(what.st_mode):
                             found[path] = (what.st_size, what.st_mtime_ns, what.st_ino)
                         elif stat.S_ISDIR(what.st_mode) and depth < 32:
                             left.append((path, depth + 1))
+
         return found
 
     def sizes(self) -> dict[str, int]:
@@ -62,6 +65,7 @@ class WorkFolder:
             )
         finally:
             os.close(folder)
+
         with open(handle, "rb") as file:
             what = os.fstat(handle)
             if not stat.S_ISREG(what.st_mode):
@@ -91,10 +95,12 @@ class WorkFolder:
         """A handle on a file without a name, at its beginning."""
         path = f".{os.urandom(8).hex()}.partial"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+
         os.unlink(path)
         view = memoryview(content)
         while view:
             view = view[os.write(handle, view) :]
+
         os.lseek(handle, 0, os.SEEK_SET)
         return handle
 
@@ -108,6 +114,7 @@ class WorkFolder:
             or any(part in ("", ".", "..") for part in parts)
         ):
             raise Refused(f"{path[:200]!r} is no path in the work folder")
+
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(".", flags)
         try:
@@ -121,4 +128,5 @@ class WorkFolder:
         except OSError as error:
             os.close(folder)
             raise Refused(f"{path[:200]!r}: {part!r} is no folder that can be opened") from error
+
         return folder, parts[-1]

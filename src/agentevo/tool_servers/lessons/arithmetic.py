@@ -22,7 +22,8 @@ class Arithmetic:
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
         first, second, third = (draw.randint(2, 9) for _ in range(3))
-        one, other = draw.choice("*+-"), draw.choice("+-")
+        one = draw.choice("*+-")
+        other = draw.choice("+-")
         expression = f"{first} {one} {second} {other} {third}"
         query = f"What is {first} {_WORDS[one]} {second} {_WORDS[other]} {third}?"
         return {"query": query, "answer": calculator(expression), "expression": expression}

@@ -57,6 +57,7 @@ class Copying:
         if draw.random() < 0.5:
             files[note] = f"Look into {other}."
             word = words[1]
+
         query = f"Write the word that {note} leads to into {target}."
         return {"query": query, "files": files, "expected": {target: word}, "note": note}
 
@@ -65,9 +66,11 @@ class Copying:
         newest = results[-1] if results else f"Look into {task['note']}."
         if newest.startswith("Wrote"):
             return DONE
+
         leads = re.fullmatch(r"Look into (.*)\.", newest)
         if leads:
             return Call("read_file", {"path": leads[1]})
+
         word = newest.removeprefix("The word is ").removesuffix(".")
         (target,) = task["expected"]
         return Call("write_file", {"path": target, "text": word})

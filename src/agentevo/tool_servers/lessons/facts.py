@@ -64,15 +64,19 @@ class Facts:
         person = draw.choice(list(self._homes))
         city = self._homes[person]
         if draw.random() < 0.5:
-            query, answer = f"In which city does {person} live?", city
+            query = f"In which city does {person} live?"
+            answer = city
         else:
-            query, answer = f"What is the city known for where {person} lives?", self._goods[city]
+            query = f"What is the city known for where {person} lives?"
+            answer = self._goods[city]
+
         return {"query": query, "answer": answer, "person": person}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
         """See Lesson.step."""
         if not results:
             return Call("search", {"query": task["person"]})
+
         found = _KNOWN.search(results[-1]) or _LIVES.search(results[-1])
         if found is None:
             return "nothing"

@@ -82,11 +82,14 @@ def lesson_tasks(
         row = lesson.draw(draw)
         num_misses += 1
         if is_held_out(row["query"]) == held_out and json.dumps(row) not in found:
-            found[json.dumps(row)], num_misses = row, 0
+            found[json.dumps(row)] = row
+            num_misses = 0
+
     if len(found) < count:
         raise AgentEvoError(
             f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"
         )
+
     part = "eval" if held_out else "train"
     return [
         {"id": f"{lesson.tool}-{part}-{seed}-{number}", **row}
@@ -151,6 +154,7 @@ async def _played(
             step = GIVES_UP
         if isinstance(step, str):
             break
+
         arguments = json.dumps(dict(step.arguments))
         (result,) = await tools.call([ToolCall(step.name, arguments)])
         results.append(result.text)
@@ -158,9 +162,11 @@ async def _played(
         call = {"id": f"call_{len(results)}", "type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.text})
+
     worth = (await tools.outcomes()).get(lesson.tool, 1.0)
     if step != GIVES_UP and worth != 1.0:
         raise AgentEvoError(f"the lesson {lesson.tool} does not solve {row['id']}: {results}")
+
     messages.append({"role": "assistant", "content": step})
     return {"messages": messages, "tools": tools.schemas}
 

@@ -43,6 +43,7 @@ class Shop:
         prices = draw.sample(range(1, 10), 4)
         rows = ", ".join(f"('{name}', {price})" for name, price in zip(names, prices, strict=True))
         setup = f"CREATE TABLE goods (name TEXT, price INT); INSERT INTO goods VALUES {rows};"
+
         name, other = names[:2]
         if draw.random() < 0.5:
             price = draw.choice([one for one in range(1, 10) if one != prices[0]])
@@ -50,6 +51,7 @@ class Shop:
         else:
             price = prices[1]
             query = f"Give {name} the price of {other}."
+
         solution = f"UPDATE goods SET price = {price} WHERE name = '{name}'"
         return {"query": query, "setup": setup, "solved_by": solution, "other": other}
 

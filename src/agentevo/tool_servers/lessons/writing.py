@@ -11,7 +11,9 @@ from agentevo.files import write_atomic
 from agentevo.tool_servers.lessons import LESSONS
 from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
 
-TRAIN, HELD_OUT, SHOWN = "train.jsonl", "eval.jsonl", "demonstrations.jsonl"
+TRAIN = "train.jsonl"
+HELD_OUT = "eval.jsonl"
+SHOWN = "demonstrations.jsonl"
 CORPUS = "corpus.jsonl"
 
 
@@ -32,16 +34,19 @@ def write_lesson(
     train = lesson_tasks(lesson, count, seed)
     evaluated = lesson_tasks(lesson, held_out, seed, held_out=True)
     demonstrated = lesson_tasks(lesson, shown, seed + 1) if shown else []
+
     folder.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {}
     if passages := lesson.corpus():
         _write(passages, folder / CORPUS)
         options = {"corpus": str(folder / CORPUS), "top_k": 1}
+
     _write(train, folder / TRAIN)
     _write(evaluated, folder / HELD_OUT)
     if shown:
         rows = demonstrations(lesson, demonstrated, seed=seed, quits=quits, options=options)
         _write(rows, folder / SHOWN)
+
     return options
 
 

@@ -30,17 +30,20 @@ def masks_of(
     are one array. Raises TrainingError where there is nothing to make them with."""
     pool: dict[bytes, np.ndarray] = {}
     masks: dict[str, TurnMasks] = {}
-    lost, problem = 0, ""
+    lost = 0
+    problem = ""
     for trajectory in trajectories:
         of_turns: dict[int, TokenMasks | None] = {}
         for turn in trajectory.turns:
             if turn.constraint is None or turn.overrides is not None:
                 continue
+
             if grammars is None:
                 raise TrainingError(
                     f"turn {turn.index} of {trajectory.id} was drawn under a grammar, which this "
                     "trainer can't apply: give Trainer(grammars=Grammars(tokenizer, vocabulary))"
                 )
+
             try:
                 made = grammars.masks_of(turn.constraint, turn.completion_ids)
                 of_turns[turn.index] = made._replace(
@@ -48,11 +51,15 @@ def masks_of(
                 )
             except GrammarError as error:
                 of_turns[turn.index] = None
-                lost, problem = lost + len(turn.completion_ids), str(error)
+                lost += len(turn.completion_ids)
+                problem = str(error)
+
         if of_turns:
             masks[trajectory.id] = of_turns
+
     if lost:
         LOG.warning("%d tokens that were drawn under a grammar are not trained: %s", lost, problem)
+
     return masks, {"trainer/unmasked_tokens": float(lost)} if masks else {}
 
 
@@ -60,6 +67,7 @@ def joined(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
     """The masks of a sample from those of its stretches of tokens, each with its length."""
     if all(masks is None for _, masks in parts):
         return None
+
     table: list[np.ndarray] = []
     rows = []
     for length, masks in parts:
@@ -68,4 +76,5 @@ def joined(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
         else:
             rows.append(masks.rows + np.int32(len(table)))
             table += masks.table
+
     return TokenMasks(table, np.concatenate(rows))

@@ -24,14 +24,17 @@ def credit_table(
     groups: dict[str, dict[str, Trajectory]] = {}
     for one in owners:
         groups.setdefault(one.group_id, {})[one.id] = one
+
     earned: dict[str, list[float]] = {}
     for group_id, members in groups.items():
         values = _judged(group_id, list(members.values()), credit)
         earned |= dict(zip(members, values, strict=True))
+
     table = torch.zeros(turn_ids.shape, dtype=torch.float64)
     for row, one in enumerate(owners):
         of_turns = torch.tensor([*earned[one.id], 0.0], dtype=torch.float64)
         table[row] = of_turns[turn_ids[row]]  # the last one stands for -1
+
     return table
 
 
@@ -46,6 +49,7 @@ def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> l
         returned = _called(credit, shown)
         if len(returned) != len(group):
             raise ValueError(f"it returned {len(returned)} lists for {len(group)} attempts")
+
         values = []
         for one, own in zip(group, returned, strict=True):
             if len(own) != len(one.turns):
@@ -53,6 +57,7 @@ def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> l
             values.append(
                 [plain_number(value, f"the credit of a turn of {one.id}") for value in own]
             )
+
         return values
     except Exception as error:
         raise TrainingError(

@@ -102,15 +102,19 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     tree = build_tree(merge_keys(samples), merge=merge)
     for sample, path in zip(samples, tree.paths, strict=True):
         tree.ids[path] = sample.ids
-    predictors, nodes = [], []
+
+    predictors = []
+    nodes = []
     for sample, path in zip(samples, tree.paths, strict=True):
         _check(sample, samples[0])
         places = np.flatnonzero(sample.loss_mask)
         predictors.append(path[places - 1])
         nodes.append(path[places])
+
     counts = np.array([len(part) for part in nodes])
     mask = np.arange(counts.max()) < counts[:, None]
-    trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
+    trained = np.concatenate(nodes)
+    predicting = np.concatenate(predictors)
     changes = _changes(samples)
     logit_nodes, rows, masks = _logit_rows(samples, predicting, tree.num_nodes, changes)
 
@@ -154,6 +158,7 @@ def _changes(samples: Sequence[Sample]) -> dict[int, Changes]:
             changes = sample.penalties.changes(sample.ids, places)
             found |= {first + n: changes[p] for n, p in enumerate(places.tolist()) if p in changes}
         first += sample.num_trained
+
     return found
 
 
@@ -169,6 +174,7 @@ def _logit_rows(
         predicts = np.zeros(num_nodes, dtype=np.int64)
         predicts[predicting] = 1
         return np.flatnonzero(predicts), np.cumsum(predicts)[predicting] - 1, None
+
     numbers: dict[bytes, int] = {}
     of_tokens = [_numbers_of_masks(sample, numbers) for sample in samples]
     kinds = len(numbers) + 1  # 0: all tokens
@@ -179,6 +185,7 @@ def _logit_rows(
     nodes = keys // kinds // (len(changes) + 1)
     if not numbers:
         return nodes, rows, None
+
     different = [np.frombuffer(mask, dtype=np.int32) for mask in numbers]
     table = np.stack([np.full_like(different[0], -1), *different])
     return nodes, rows, table[keys % kinds]
@@ -208,6 +215,7 @@ def _check(sample: Sample, first: Sample) -> None:
             f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing "
             "predicts it"
         )
+
     if sample.columns.keys() != first.columns.keys():
         raise ValueError(
             f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others "

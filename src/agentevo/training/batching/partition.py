@@ -51,6 +51,7 @@ def spread(
     """
     if not sequences:
         return [[] for _ in range(ranks)]
+
     line = _Line.of(sequences, merge, pair_cost)
     starts = (
         _least_recomputed(line, max_tokens) if ranks == 1 else _evenest(line, max_tokens, ranks)
@@ -58,6 +59,7 @@ def spread(
     stretches = list(zip(starts, [*starts[1:], line.num], strict=True))
     if ranks == 1:
         return [[line.order[i:j] for i, j in stretches]]
+
     return [[line.order[i:j] for i, j in dealt] for dealt in _deal(line, stretches, ranks)]
 
 
@@ -116,23 +118,28 @@ def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
     first = 0
     for end in range(1, line.num + 1):
         opened[end - 1] = keys[end - 1] + line.shared[end - 1] * scale + 1
+
         # Step 1: the earliest begin of a last micro-batch that holds its tokens.
         while (
             first < end - 1
             and line.tokens[end] - line.tokens[first] + line.shared[first] > max_tokens
         ):
             first += 1  # once a stretch is too long, so is every longer one
+
         # Step 2: among the begins from there on the smallest key, and of equals the evenest.
         window = opened[first:end]
         keys[end] = window.min()
         places = np.flatnonzero(window == keys[end]) + first
         sums = squares[places] + line.cost(places, end) ** 2
         chosen = int(sums.argmin())
-        begin[end], squares[end] = places[chosen], sums[chosen]
+        begin[end] = places[chosen]
+        squares[end] = sums[chosen]
+
     # Step 3: back from the end, micro-batch by micro-batch.
     starts = [int(begin[line.num])]
     while starts[-1] > 0:
         starts.append(int(begin[starts[-1]]))
+
     return starts[::-1]
 
 
@@ -142,8 +149,10 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
     # Step 1: how many micro-batches, a multiple of the ranks where there are enough sequences.
     needed = len(list(_filled(line, max_tokens, np.inf)))
     number = min(line.num, -(-needed // ranks) * ranks)
+
     # Step 2: bisection for the least cost limit under which that many are enough.
-    low, high = float(line.costs[-1]) / number, float(line.costs[-1])
+    low = float(line.costs[-1]) / number
+    high = float(line.costs[-1])
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
         low, high = (
@@ -151,6 +160,7 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
             if len(list(_filled(line, max_tokens, middle))) <= number
             else (middle, high)
         )
+
     # Step 3: fewer may have come out; then the costliest are halved.
     starts = list(_filled(line, max_tokens, high))
     while len(starts) < number:
@@ -160,6 +170,7 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
         cuts = np.arange(starts[widest] + 1, ends[widest])
         halves = np.maximum(line.cost(starts[widest], cuts), line.cost(cuts, ends[widest]))
         starts.insert(widest + 1, int(cuts[halves.argmin()]))
+
     return starts
 
 
@@ -194,4 +205,5 @@ def _deal(
         ):
             dealt[rank].append(stretch)
             loads[rank] += costs[stretch]
+
     return dealt

@@ -33,6 +33,7 @@ def micro_batches(
     alike = defaultdict[float, list[int]](list)
     for index, sample in enumerate(samples):
         alike[sample.temperature].append(index)
+
     split = []
     for indices in alike.values():
         keys = merge_keys([samples[i] for i in indices])
@@ -40,6 +41,7 @@ def micro_batches(
             [indices[i] for i in part]
             for part in spread(keys, max_tokens, num_ranks(), merge=merge)[rank()]
         ]
+
     return [
         (indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split
     ]
@@ -88,18 +90,22 @@ def token_tables(
     width = max(s.num_trained for s in samples)
     batches = micro_batches(samples, max_tokens, device, merge=merge)
     nulls = null_batches(samples, len(batches), device, merge=merge)
+
     parts = []
     for indices, batch in batches:
         for name, values in compute(batch).items():
             parts.append((name, indices, batch.table(values.float()).cpu()))
         if listen is not None:
             listen(indices, batch)
+
     for batch in nulls:
         compute(batch)
+
     tables: dict[str, torch.Tensor] = {}
     for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:
         table = tables.setdefault(name, torch.zeros(len(samples), width))
         table[torch.tensor(indices), : part.shape[1]] = part
+
     return tables
 
 
@@ -128,22 +134,28 @@ def backward_through_sums(
         loss = loss_of(sums)
         backward(loss)
         return loss.detach(), sums.detach()
+
     with torch.no_grad():
         own = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
         for batch in nulls:
             token_logprobs(model, batch)
+
         total = (
             torch.stack([sums for of_rank in gathered(own) for sums in of_rank])
             .sum(0)
             .to(device_of(model))
         )
+
     leaf = total.requires_grad_()
     loss = loss_of(leaf)
     (slope,) = torch.autograd.grad(loss, leaf)
+
     if not torch.isfinite(loss):
         backward(loss)  # refuses it
+
     for indices, batch in batches:
         backward((slope * _sums(model, indices, batch, owners, num)).sum())
+
     keep_pace(model, nulls, backward)
     return loss.detach(), total.detach()
 

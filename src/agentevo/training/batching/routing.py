@@ -26,6 +26,7 @@ def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
     parts = [turn.routed_experts for turn in path]
     if all(part is None for part in parts):
         return None
+
     wrong = next(
         (
             misaligned(turn)
@@ -40,8 +41,10 @@ def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
         rows = None if wrong else joined([part for part in parts if part is not None])
     except ValueError as error:
         wrong = str(error)
+
     if wrong:
         raise _refusal(name, wrong)
+
     return rows
 
 
@@ -56,6 +59,7 @@ def check_recorded(samples: Sequence[Sample], routers: Routers) -> None:
                 "no engine has recorded which experts it chose: the attempt was made without "
                 "engine.routed_experts",
             )
+
         if (rows.layers, rows.top_k, rows.num_experts) != routers:
             raise _refusal(
                 sample.trajectory_id,
@@ -63,6 +67,7 @@ def check_recorded(samples: Sequence[Sample], routers: Routers) -> None:
                 f"{rows.num_experts}, and the policy has {routers.layers} that choose "
                 f"{routers.top_k} of {routers.num_experts}",
             )
+
         _rows_of(sample)
 
 
@@ -103,6 +108,7 @@ def _rows_of(sample: Sample) -> RoutedExperts:
             sample.trajectory_id,
             f"it has routed experts of {count} tokens, and {len(sample.ids) - 1} are needed",
         )
+
     return rows
 
 

@@ -61,13 +61,16 @@ def advantages_of(
     """
     if not rows:
         return []
+
     rewards, turn_ids = _reward_table(rows, per_turn=advantage.is_recursion)
     mask = turn_ids >= 0
     if bonus is not None:
         rewards += torch.where(mask, bonus.double(), 0.0)
+
     inputs = _inputs_of(rows, turn_ids, advantage.needs, tables, baselines, weights)
     if credit is not None:
         inputs["turn_credit"] = credit_table([row.trajectory for row in rows], turn_ids, credit)
+
     try:
         advantages, returns = advantage(
             AdvantageTables(
@@ -83,6 +86,7 @@ def advantages_of(
         raise TrainingError(
             f"{error} (of this step's attempts; the weights were not changed)"
         ) from error
+
     columns = {name: tables[name] for name in UPDATE_COLUMNS if name in tables} | (
         {"returns": returns} if "values" in tables else {}
     )
@@ -108,14 +112,17 @@ def _inputs_of(
         inputs["baseline_rewards"] = torch.tensor(
             [baselines[row.trajectory.task_id] for row in rows], dtype=torch.float64
         )
+
     if "reward_parts" in needs:
         parts = _reward_parts(rows)
         inputs |= {
             "reward_parts": parts,
             "reward_weights": {name: weights.get(name, 1.0) for name in parts},
         }
+
     if "turn_parents" in needs:
         inputs["turn_parents"] = _parent_table(rows, turn_ids)
+
     return inputs
 
 
@@ -141,9 +148,11 @@ def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor,
             lasts = [*np.flatnonzero(np.diff(turns)).tolist(), len(turns) - 1]
             for place in lasts:
                 rewards[index, place] += trajectory.turns[turns[place]].reward
+
         if last_row.get(trajectory.id) == index:
             paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
             rewards[index, len(turns) - 1] += trajectory.reward - paid
+
     return rewards, turn_ids
 
 
@@ -166,6 +175,7 @@ def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
             "normalises each part: return them as "
             "Outcome(reward_parts={...}), or choose grpo"
         )
+
     names = sorted({name for row in rows for name in row.trajectory.reward_parts})
     return {
         name: torch.tensor(
@@ -199,13 +209,17 @@ def trajectory_rows(
     for leaf in trajectory.turns:
         if leaf.index in parents:
             continue
+
         path = [leaf]
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
+
         if any(turn.index not in trained for turn in path):
             row = _path_row(trajectory, path, trained, masks, train_observations)
             rows.append(_with_recorded(row, path) if routed else row)
+
         trained.update(turn.index for turn in path)
+
     return rows
 
 
@@ -241,6 +255,7 @@ def _path_row(
         len(turn.prompt_ids) if train_observations and number and is_fresh else 0
         for number, (turn, is_fresh) in enumerate(zip(path, fresh, strict=True))
     ]
+
     sizes = [size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))]
     chosen = [
         kind
@@ -264,6 +279,7 @@ def _path_row(
                 for piece in ([turn.versions[0]] * read if read else [], turn.versions)
             ]
         )
+
     masks_of_turns = [
         masks.get(turn.index) if is_fresh else None
         for turn, is_fresh in zip(path, fresh, strict=True)

@@ -26,6 +26,7 @@ def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Sel
     kept = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:
         kept = _filtered(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
+
     return kept, dropped
 
 
@@ -47,13 +48,16 @@ def select(
     dropped |= before
     if wanted is not None:
         return _full_batch(kept, dropped, wanted), dropped
+
     if section.keep_groups < 1:
         filtered = starpo_s(
             [t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups
         )
         kept = _filtered(kept, filtered, "small-spread", dropped)
+
     if section.within_group:
         kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
+
     return kept, dropped
 
 
@@ -84,6 +88,7 @@ def _full_batch(
         group = rewards[trajectories[position].group_id]
         alone = "group-of-one" if len(group) == 1 else "zero-variance"
         dropped[trajectories[position].id] = "surplus" if is_informative(group) else alone
+
     return [trajectories[position] for position in filtered.kept]
 
 
@@ -100,4 +105,5 @@ def _with_others(
             dropped[t.id] = "zero-variance"
         else:
             kept.append(t)
+
     return kept

@@ -40,8 +40,10 @@ def _rewards(
     if section.length_shaping == "soft_overlong":
         buffer = section.length_buffer or max(1, length_max // 5)
         return soft_overlong(rewards, lengths, max_length=length_max, buffer=buffer, penalty=weight)
+
     if section.length_shaping == "linear":
         return linear_length(rewards, lengths, per_token=weight)
+
     successes = [t.success for t in trajectories]
     if section.length_shaping == "cosine":
         chosen = (
@@ -50,6 +52,7 @@ def _rewards(
             else {}
         )
         return cosine_length(lengths, successes, max_length=length_max, **chosen)
+
     return relative_length(
         rewards, lengths, successes, [t.group_id for t in trajectories], weight=weight
     )

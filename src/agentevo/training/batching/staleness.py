@@ -56,6 +56,7 @@ def mask_stale(
     for sample in samples:
         versions = sample.versions[sample.loss_mask]
         aged.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
+
     kept = [
         _only(sample, tokens)
         for sample, tokens in zip(samples, aged, strict=True)
@@ -71,7 +72,9 @@ def leave_out_stale(
     token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
     `mask_stale`."""
     _check(trainer_version, bound)
-    kept, dropped, aged = [], {}, []
+    kept = []
+    dropped = {}
+    aged = []
     for trajectory in trajectories:
         columns = [np.asarray(turn.versions) for turn in trajectory.turns]
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
@@ -80,7 +83,9 @@ def leave_out_stale(
             kept.append(trajectory)
         else:
             dropped[trajectory.id] = STALE
+
         aged.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
+
     return kept, dropped, _metrics(aged, bound)
 
 
@@ -100,6 +105,7 @@ def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
             f"{key}/total": float(of_age.sum()),
             f"{key}/squares": float(of_age.square().sum()),
         }
+
     return sums
 
 
@@ -117,6 +123,7 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
             own[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
         )
         sizes[f"{ESS}{age}"] = effective_sample_size(total, squares, count)
+
     return sizes
 
 
@@ -147,12 +154,14 @@ def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | No
             f"trajectory {name} has a token without a version, so nobody can say how old it is: "
             "sample it anew"
         )
+
     if len(versions) and versions.max() > trainer_version:
         raise TrainingError(
             f"trajectory {name} has a token of version {versions.max()}, and the trainer is at "
             f"{trainer_version}: these weights were never "
             "committed; resume the run from its last step, or drop the trajectory"
         )
+
     ages = trainer_version - versions
     return _Tokens(
         name, versions, ages, np.ones(len(ages), dtype=bool) if bound is None else ages <= bound
@@ -164,6 +173,7 @@ def _only(sample: Sample, tokens: _Tokens) -> Sample:
     columns = {**sample.columns, AGE: tokens.ages}
     if tokens.fresh.all():
         return msgspec.structs.replace(sample, columns=columns)
+
     mask = sample.loss_mask.copy()
     mask[sample.loss_mask] = tokens.fresh
     return msgspec.structs.replace(
@@ -180,6 +190,7 @@ def _metrics(aged: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
     aged = [tokens for tokens in aged if len(tokens.ages)]
     if not aged:
         return {}
+
     ages = np.concatenate([tokens.ages for tokens in aged])
     fresh = np.concatenate([tokens.fresh for tokens in aged])
     trained = ages[fresh]
@@ -193,9 +204,11 @@ def _metrics(aged: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
     }
     if len(trained):
         metrics |= {"staleness/mean": float(trained.mean()), "staleness/max": float(trained.max())}
+
     of_trajectory: dict[str, list[_Tokens]] = {}
     for tokens in aged:
         of_trajectory.setdefault(tokens.trajectory_id, []).append(tokens)
+
     spreads = [
         max(int(part.versions.max()) for part in parts)
         - min(int(part.versions.min()) for part in parts)

@@ -76,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         reasons: dict[str, list[str]] = {}
         for name, reason in (dropped or {}).items():
             reasons.setdefault(reason, []).append(name)
+
         return cls(
             ids=[t.id for t in trained],
             dropped=reasons,
@@ -102,6 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"the record of step {step} has no {KEY}: it was written before steps said what "
                 "they trained on"
             )
+
         try:
             return msgspec.convert(record[KEY], cls)
         except msgspec.ValidationError as error:
@@ -124,6 +126,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"the plan names {missing[0]!r} (and {len(missing) - 1} more), which the store "
                 "does not have"
             )
+
         trajectories = [self.final(by_id[name]) for name in self.ids]
         digests = [content_digest(t) for t in trajectories]
         if _whole(digests) != self.digest:
@@ -134,6 +137,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 "the trajectories in the store are not those that were trained on: changed was "
                 f"{which}"
             )
+
         return trajectories
 
     def final(self, stored: Trajectory) -> Trajectory:

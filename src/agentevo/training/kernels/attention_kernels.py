@@ -60,18 +60,22 @@ class Math:
     softcap) (Gemma 2)."""
 
     def __init__(self, scale: float, softcap: float | None) -> None:
-        self.scale, self.softcap = scale, softcap
+        self.scale = scale
+        self.softcap = softcap
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = _repeated(k, q), _repeated(v, q)
-        outs, sums = [], []
+        keys = _repeated(k, q)
+        values = _repeated(v, q)
+        outs = []
+        sums = []
         for rows in _row_slices(q):
             scores, _ = self._scores(q[:, :, rows], keys, mask, rows)
             lse = scores.logsumexp(-1)
             outs.append((scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ values)
             sums.append(lse)
+
         return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
     def backward(
@@ -84,10 +88,14 @@ class Math:
         lse: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        keys, values = _repeated(k, q), _repeated(v, q)
-        grad_q, grad_k, grad_v = [], torch.zeros_like(keys), torch.zeros_like(values)
+        keys = _repeated(k, q)
+        values = _repeated(v, q)
+        grad_q = []
+        grad_k = torch.zeros_like(keys)
+        grad_v = torch.zeros_like(values)
         for rows in _row_slices(q):
-            queries, above = q[:, :, rows], grad[:, :, rows]
+            queries = q[:, :, rows]
+            above = grad[:, :, rows]
             scores, slope = self._scores(queries, keys, mask, rows)
             probs = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
             grad_v += probs.to(v.dtype).transpose(-1, -2) @ above
@@ -96,6 +104,7 @@ class Math:
             of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype) * self.scale
             grad_q.append(of_scores @ keys)
             grad_k += of_scores.transpose(-1, -2) @ queries
+
         return torch.cat(grad_q, dim=2), _summed(grad_k, k), _summed(grad_v, v)
 
     def _scores(
@@ -107,9 +116,12 @@ class Math:
         slope = None
         if self.softcap is not None:
             bent = torch.tanh(scores / self.softcap)
-            scores, slope = self.softcap * bent, 1 - bent * bent
+            scores = self.softcap * bent
+            slope = 1 - bent * bent
+
         if mask is not None:
             scores = scores + mask[:, :, rows]
+
         return scores, slope
 
 

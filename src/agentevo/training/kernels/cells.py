@@ -48,13 +48,16 @@ class Cells:
     def of(
         cls, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
     ) -> Cells:
-        kind, num_rows, num_columns = hidden.device.type, len(hidden), len(weight)
+        kind = hidden.device.type
+        num_rows = len(hidden)
+        num_columns = len(weight)
         height = _even_part(num_rows, CELL_ROWS.get(kind, OTHER_CELL_ROWS))
         width = _even_part(
             num_columns,
             max(COLUMN_STEP, CELL_BYTES.get(kind, OTHER_CELL_BYTES) // (4 * height)),
             COLUMN_STEP,
         )
+
         of_rows = [
             slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)
         ]

@@ -59,9 +59,12 @@ class FlexTree:
         if self.texts and window is None and softcap is None:
             outs = [_flash(q[text], k[text], v[text], scaling) for text in self.texts]
             return outs[0] if len(outs) == 1 else torch.cat(outs)
+
         if window not in self._masks:
             self._masks[window] = self.block_mask(window)
-        more, dim = len(self.ends) - self.num_nodes, q.shape[-1]
+
+        more = len(self.ends) - self.num_nodes
+        dim = q.shape[-1]
         wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
         heads = [
             (F.pad(x, (0, wider, 0, 0, 0, more)) if more or wider else x)
@@ -103,7 +106,8 @@ class FlexTree:
         """[queries / BLOCK, keys / BLOCK] bool each: blocks that may have a pair of nodes that see
         one another, blocks of only such."""
         count = len(self.ends) // BLOCK
-        ends, depth = self.ends.reshape(count, BLOCK), self.depth.reshape(count, BLOCK)
+        ends = self.ends.reshape(count, BLOCK)
+        depth = self.depth.reshape(count, BLOCK)
         first = np.arange(count)[:, None] * BLOCK
         later = np.arange(count)[:, None] > np.arange(count)[None, :]
         some = (later & (ends.max(1)[None, :] > first)) | np.eye(count, dtype=bool)
@@ -111,6 +115,7 @@ class FlexTree:
         if window is not None:
             some &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
             every &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
+
         return some, every
 
 
@@ -155,6 +160,7 @@ def _seen(
 
     if window is None:
         return on_the_path
+
     reach: int = window
 
     def and_near(

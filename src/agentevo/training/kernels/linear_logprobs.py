@@ -41,7 +41,7 @@ KEPT_BYTES = 256 * 2**20
 """Size of the products that are kept for the backward pass."""
 
 
-def linear_logprobs(
+def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds it)
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -84,7 +84,7 @@ def linear_logprobs(
 
 
 @torch.no_grad()
-def linear_logprobs_and_squares(
+def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -124,7 +124,8 @@ class _Tail(NamedTuple):
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
         if own is None:
             return self
-        masks, penalties = own.masks(self.masks), own.penalties(self.penalties)
+        masks = own.masks(self.masks)
+        penalties = own.penalties(self.penalties)
         return self._replace(own=own, masks=masks, penalties=penalties)
 
     @property
@@ -222,8 +223,9 @@ class _Sums:
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        of_rows = [self.top[rows], self.total[rows], self.moment[rows]]
-        found = fused_cells.compiled(fused_cells.absorbed)(products, slope, *of_rows)
+        found = fused_cells.compiled(fused_cells.absorbed)(
+            products, slope, self.top[rows], self.total[rows], self.moment[rows]
+        )
         self.top[rows], self.total[rows], self.moment[rows] = found
 
     def absorb(
@@ -235,6 +237,7 @@ class _Sums:
         top = torch.maximum(self.top[rows], scores.amax(1))
         fall = self.top[rows] - top
         fade = fall.exp()
+
         # Step 2: this cell's e^(z - a), added to the scaled sums s and t (t moves with a as well).
         below = scores - top.unsqueeze(1)
         weights = below.exp()
@@ -244,6 +247,7 @@ class _Sums:
         self.total[rows] = self.total[rows] * fade + weights.sum(1)
         if squares:
             self.squares[rows] = self.squares[rows] * fade.square() + weights.square().sum(1)
+
         self.top[rows] = top
         return weights, fade
 
@@ -269,20 +273,24 @@ def _sweep(
             room -= products.nbytes
             if room >= 0:
                 sums.kept.append(products)
+
             if fused:
                 sums.picked[cell.chosen] = tail.plain_scores(products[cell.places], None)
                 sums.absorb_products(cell.rows, products, tail.slope)
                 continue
+
             # Step 2: the targets' scores, and the running sums of every row.
             bent = None if tail.softcap is None else tail.bend(products)
             scores = tail.scores(products, cell, bent)
             sums.picked[cell.chosen] = scores[cell.places]
             weights, fade = sums.absorb(cell.rows, scores, squares)
+
             # Step 3 (frozen output layer, large batch): the gradient of log Z, ahead of the loss.
             if sums.pull is not None:
                 slope = weights if bent is None else weights.mul_(_slope_of(bent))
                 pulled = _multiplied(slope.to(weight.dtype), weight[cell.columns].t())
                 sums.pull[cell.rows] = sums.pull[cell.rows].mul_(fade.unsqueeze(1)).add_(pulled)
+
     return sums
 
 
@@ -291,7 +299,7 @@ class _LinearLogprobs(torch.autograd.Function):
     H)."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 (autograd calls it by position)
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -311,8 +319,12 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, sums.top, sums.total, mean, sums.picked, pull, *sums.kept
         )
-        ctx.cells, ctx.tail, ctx.rows, ctx.mine = cells, tail, rows, mine
+        ctx.cells = cells
+        ctx.tail = tail
+        ctx.rows = rows
+        ctx.mine = mine
         ctx.set_materialize_grads(False)
+
         return sums.logprobs(rows), sums.total.log() - mean
 
     @staticmethod
@@ -326,11 +338,13 @@ class _LinearLogprobs(torch.autograd.Function):
             return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
                 None
             ] * 7
+
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Columns outside, rows inside: a column's weight gradient is whole before the next begins.
         of_hidden = torch.zeros_like(hidden, dtype=_exact(hidden)) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
+
         kept.reverse()
         for index, columns in enumerate(ctx.cells.columns):
             column: torch.Tensor | None = None
@@ -339,16 +353,21 @@ class _LinearLogprobs(torch.autograd.Function):
                 slope = slopes.of_products(products, cell)
                 if of_bias is not None:
                     of_bias[columns] += slope.sum(0)
+
                 slope = slope.to(weight.dtype)
                 if of_hidden is not None:
                     of_hidden[cell.rows] += _multiplied(slope, weight[columns].t())
+
                 if of_weight is not None:
                     part = _multiplied(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
                     column = part if column is None else column.add_(part)
+
             if of_weight is not None and column is not None:
                 of_weight[columns] = column
+
         if of_hidden is not None and ctx.tail.own is not None:
             distributed.all_reduce(of_hidden, group=ctx.tail.own.ranks.group)
+
         gradients = (of_hidden, of_weight, of_bias)
         return *(None if g is None else g.to(hidden.dtype) for g in gradients), *[None] * 5
 
@@ -397,7 +416,9 @@ class _Slopes(NamedTuple):
         """The gradient in one cell's products."""
         if self.together is not None:
             return self._in_one_kernel(products, cell, self.together[cell.chosen])
+
         bent = None if self.tail.softcap is None else self.tail.bend(products)
+
         # Step 1: the part of every token of the vocabulary, -p times what comes in, where p is
         # e^(z - a) / s, and log p + H is z - a - t / s.
         rows = cell.rows
@@ -410,11 +431,13 @@ class _Slopes(NamedTuple):
                 -(self.of_entropy[rows] / self.total[rows]).unsqueeze(1)
             )
             slope.mul_(factor.sub_((self.of_row[rows] / self.total[rows]).unsqueeze(1)))
+
         # Step 2: the part of the targets alone, then through penalties and cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
         if self.tail.penalties is not None:
             here = self.tail.penalties.within(rows, cell.columns)
             slope[here.rows, here.tokens] *= here.slopes(self.tail.plain_scores(products, bent))
+
         return slope if bent is None else slope.mul_(_slope_of(bent))
 
     def _in_one_kernel(

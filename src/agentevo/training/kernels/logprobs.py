@@ -33,6 +33,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             weights = below.sub_(top[block].unsqueeze(1)).exp()
             total[block] = weights.sum(-1)
             mean[block] = weights.mul_(below).sum(-1) / total[block]
+
         ctx.save_for_backward(logits, top, total, mean, rows, targets)
         ctx.temperature = temperature
         picked = logits[rows, targets] / temperature
@@ -50,6 +51,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             block = slice(start, start + BLOCK_ROWS)
             below = torch.div(logits[block], ctx.temperature).sub_(top[block].unsqueeze(1))
             torch.exp(below, out=grad[block])
+
             if of_entropy:
                 factor = below.sub_(mean[block].unsqueeze(1)).mul_(
                     -(grad_entropy[block] / total[block]).unsqueeze(1)
@@ -57,6 +59,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad[block].mul_(factor.sub_(row_sum[block].unsqueeze(1)))
             else:
                 grad[block].mul_(-row_sum[block].unsqueeze(1))
+
         grad.index_put_((rows, targets), grad_logp, accumulate=True)
         return (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)), None, None, None
 

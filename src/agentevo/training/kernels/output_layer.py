@@ -47,11 +47,13 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
     them, in nats; differentiable."""
     if (stage := sends_on(model)) is not None:
         return passed_on(model, stage, batch)
+
     output = linear_output(model, batch)
     if output is None:
         return selected_logprobs(
             allowed_logits(model, batch), batch.rows, batch.targets, batch.temperature
         )
+
     return linear_logprobs(
         output.hidden,
         output.layer.weight,
@@ -73,11 +75,13 @@ def token_logprobs_and_squares(
     vocabulary of p^2 [R], the chance that two draws agree; no gradient."""
     if (stage := sends_on(model)) is not None:
         return passed_on(model, stage, batch)
+
     output = linear_output(model, batch)
     if output is None:
         logits = allowed_logits(model, batch)
         logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         return logp, sum_of_squares(logits, batch.temperature)
+
     return linear_logprobs_and_squares(
         output.hidden,
         output.layer.weight,
@@ -180,11 +184,13 @@ def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | 
     known, tail = _known_tail(model)
     if not _is_one_product(layer) or (known and tail is None):
         return None
+
     answer = _zeros(layer) if known else _probes(layer)
     hidden, logits = _intercepted(model, layer, batch.inputs, answer)
     if not known:
         tail = tail_of(answer, logits)
         _KNOWN[model] = (_settings(model), tail)
+
     fits = hidden.dtype == layer.weight.dtype and hidden.device == layer.weight.device
     return None if tail is None or not fits else LinearOutput(hidden, layer, tail)
 
@@ -237,11 +243,14 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
     scale nor cap."""
     if logits.numel() != len(probes):
         return None
+
     answers = logits.detach().to("cpu", torch.float64).flatten()
-    first, last = float(answers[0]), float(answers[len(PROBES) - 1])
+    first = float(answers[0])
+    last = float(answers[len(PROBES) - 1])
     softcap = last if 0 < last < HIGHEST_CAP else None
     if softcap is not None and not abs(first) < softcap:
         return None
+
     bent = first if softcap is None else softcap * math.atanh(first / softcap)
     tail = Tail(softcap, bent / PROBES[0])
     scaled = probes * tail.logit_scale
@@ -271,6 +280,7 @@ def _is_one_product(layer: nn.Module) -> bool:
         or "forward" in vars(layer)
     ):
         return False
+
     weight: Any = layer._parameters["weight"]
     return type(weight) in (nn.Parameter, DTensor) and weight.shape[0] >= len(PROBES)
 

@@ -68,7 +68,8 @@ class Stage:
 
     def send(self, tensor: torch.Tensor, step: int) -> None:
         """To the neighbour `step` stages away, 1 or -1; may return before it has arrived."""
-        group, sent = self.onwards if step > 0 else self.back, self._sent[step]
+        group = self.onwards if step > 0 else self.back
+        sent = self._sent[step]
         given = tensor.detach().contiguous()
         work = distributed.isend(given, group=group, group_dst=self.ranks.rank + step)
         sent.append((cast(distributed.Work, work), given))
@@ -106,7 +107,8 @@ class _SentOn(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, stage: Stage, tokens: int, nodes: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.stage, ctx.shape = stage, hidden.shape
+        ctx.stage = stage
+        ctx.shape = hidden.shape
         ctx.save_for_backward(hidden.new_empty(0))
         stage.send(hidden, 1)
         zeros = hidden.new_zeros(tokens + nodes, dtype=torch.float32)

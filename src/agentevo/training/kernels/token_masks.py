@@ -20,4 +20,5 @@ def masked(scores: torch.Tensor, masks: torch.Tensor, first: int = 0) -> torch.T
     if forbidden.shape[1] < scores.shape[1]:
         beyond = scores.shape[1] - forbidden.shape[1]
         forbidden = torch.nn.functional.pad(forbidden, (0, beyond), value=True)
+
     return scores.masked_fill(forbidden, LOWEST)

@@ -28,6 +28,7 @@ class PenaltyTable(NamedTuple):
         """Of a batch by its rows; None where nothing changes."""
         if not changes:
             return None
+
         rows = sorted(changes)
         columns = [
             np.concatenate(column) for column in zip(*(changes[r] for r in rows), strict=True)

@@ -67,7 +67,8 @@ class TreeAttention:
     """The attention plan of one packed forward pass (see models/attention.py)."""
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self.tree, self.device = tree, device
+        self.tree = tree
+        self.device = device
         self.routing: Routing | None = None
         """Hears of the experts that are chosen (models/routers.py)."""
         self._deepest = int(tree.positions.max())
@@ -92,6 +93,7 @@ class TreeAttention:
             return self.flex.attend(q, k, v, scaling, window, softcap)
         if window not in self._layouts:
             self._layouts[window] = lay_out(self.tree, window, self.device)
+
         kernel = (
             Flash(scaling) if softcap is None and q.device.type == "cpu" else Math(scaling, softcap)
         )
@@ -103,12 +105,14 @@ class TreeAttention:
         rows."""
         if seen is None:
             return None
+
         whole = seen if seen._base is None else seen._base
         key = (id(whole), dtype)
         if key not in self._masks:
             self._masks[key] = torch.zeros(
                 whole.shape, dtype=dtype, device=whole.device
             ).masked_fill_(~whole, HIDDEN)
+
         return self._masks[key].as_strided(seen.shape, seen.stride(), seen.storage_offset())
 
 
@@ -121,15 +125,18 @@ def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _Layou
     for segment in segments(tree):
         if segment.first < done:
             continue  # inside a small subtree
+
         if segment.end - segment.first <= BLOCK:
             small.append((segment.first, segment.end))
             done = segment.end
             continue
+
         (small if segment.last - segment.first <= BLOCK else long).append(
             (segment.first, segment.last)
         )
         if segment.end > segment.last:
             layout.below.append(_below(tree, segment, window, device))
+
     layout.own = _own(long, window, device)
     layout.batches = [_batch(tree, group, window, device) for group in _similar(small)]
     return layout
@@ -139,6 +146,7 @@ def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device
     """Nodes of unbranched stretches, each with all before it. All masks are views of one."""
     if not ranges:
         return []
+
     back = max(last - first for first, last in ranges)
     back = back if window is None else min(back, window - 1)
     row = torch.arange(BLOCK, device=device)[:, None]
@@ -147,9 +155,11 @@ def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device
     blocks = []
     for first, last in ranges:
         for start in range(first, last, BLOCK):
-            stop, start_of_keys = min(start + BLOCK, last), max(first, start - back)
+            stop = min(start + BLOCK, last)
+            start_of_keys = max(first, start - back)
             part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
             blocks.append(_Block(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
+
     return blocks
 
 
@@ -157,6 +167,7 @@ def _below(tree: TokenTree, segment: Segment, window: int | None, device: torch.
     """The nodes below a segment that see something of it, against what they see."""
     if window is None:
         return _Block(slice(segment.last, segment.end), slice(segment.first, segment.last), None)
+
     depth = tree.positions
     keys = slice(max(segment.first, segment.last - window + 1), segment.last)
     near = segment.last + np.flatnonzero(
@@ -192,6 +203,7 @@ def _batch(
     if window is not None:
         depth = tree.positions[nodes]
         seen &= depth[:, :, None] - depth[:, None, :] < window
+
     seen &= real[:, None, :]
     seen |= (
         ~real[:, :, None] & (place == 0)[:, None, :]
@@ -224,12 +236,15 @@ class _Attention(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=exact, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=exact, device=q.device)
+
         # Step 1: long segments, each block of queries over the segment's nodes up to it.
         for rows, keys, seen in layout.own:
             own, sums = kernel.forward(
                 _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
             )
-            out[rows], lse[rows] = _rows(own), _rows(sums)
+            out[rows] = _rows(own)
+            lse[rows] = _rows(sums)
+
         # Step 2: small subtrees, batches of similar size, each whole under its mask.
         for batch in layout.batches:
             own, sums = kernel.forward(
@@ -237,12 +252,14 @@ class _Attention(torch.autograd.Function):
             )
             for whole, part in ((out, own), (lse, sums)):
                 whole[batch.distinct] = part.transpose(1, 2).flatten(0, 1)[batch.real].to(exact)
+
         # Step 3: nodes below a segment over the segment, merged into what they have so far.
         for rows, keys, seen in layout.below:
             more, sums = kernel.forward(
                 _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
             )
             _merge(out, lse, rows, _rows(more), _rows(sums))
+
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = plan, layout, kernel
@@ -263,6 +280,7 @@ class _Attention(torch.autograd.Function):
             gradients = kernel.backward(*taken, mask=plan.mask(seen, q.dtype))
             for total, where, more in zip(grads, (rows, keys, keys), gradients, strict=True):
                 total[where] += _rows(more)
+
         for batch in layout.batches:
             above = grad.new_zeros(len(batch.nodes), *grad.shape[1:]).index_copy_(
                 0, batch.real, grad[batch.distinct]
@@ -277,6 +295,7 @@ class _Attention(torch.autograd.Function):
             )
             for total, more in zip(grads, gradients, strict=True):
                 total[batch.distinct] += more.transpose(1, 2).flatten(0, 1)[batch.real]
+
         return (*grads, None, None, None)
 
 

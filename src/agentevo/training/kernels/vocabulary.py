@@ -69,6 +69,7 @@ class VocabularySlice:
         targets, of which `mine` [m] are this process's, with the scores `picked` [m]."""
         highest = top.clone()
         distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=self.ranks.group)
+
         total, moment, squares = sums
         fall = top - highest
         fade = fall.exp()
@@ -77,7 +78,8 @@ class VocabularySlice:
             [total * fade, (moment + total * fall) * fade, squares * fade.square(), chosen]
         )
         distributed.all_reduce(terms, group=self.ranks.group)
-        of_row, rest = terms[: 3 * len(top)].view(3, -1), terms[3 * len(top) :]
+        of_row = terms[: 3 * len(top)].view(3, -1)
+        rest = terms[3 * len(top) :]
         return highest, of_row[0], of_row[1], of_row[2], rest
 
     def __deepcopy__(self, memo: object) -> VocabularySlice:
@@ -96,9 +98,12 @@ class VocabularyLinear(nn.Linear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         vars(layer).update({k: v for k, v in vars(linear).items() if k.startswith("_agentevo")})
-        layer.in_features, layer.out_features = linear.in_features, sum(own.sizes)
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer.training, layer.slice = linear.training, own
+        layer.in_features = linear.in_features
+        layer.out_features = sum(own.sizes)
+        layer.weight = linear.weight
+        layer.bias = linear.bias
+        layer.training = linear.training
+        layer.slice = own
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

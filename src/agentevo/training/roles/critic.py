@@ -36,7 +36,8 @@ class Critic:
         trainer: TrainerSection,
         memory: MemorySection | None = None,
     ) -> None:
-        self.section, self.shared = section, section.trunk == "shared"
+        self.section = section
+        self.shared = section.trunk == "shared"
         parameter = next(policy.parameters())
         self.head = torch.nn.Linear(
             policy.config.get_text_config().hidden_size,
@@ -46,10 +47,12 @@ class Critic:
         )
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
+
         self.model = policy
         trained: torch.nn.Module = self.head
         if not self.shared:
             self.model = trained = copy_policy(policy, self._behead)
+
         self.weights = trained_parameters(trained)
         self.optimization = Optimization(
             trained.parameters(),
@@ -104,6 +107,7 @@ class Critic:
         alone of a shared trunk. `nulls`: see `null_batches`."""
         num_tokens = sum(gathered(sum(int(batch.mask.sum()) for batch in batches)))
         lr = self.optimization.begin()
+
         sums: dict[str, float] = {}
         for batch in batches:
             with phase("forward"):
@@ -111,8 +115,10 @@ class Critic:
             self.optimization.backward(loss)
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
+
         for batch in nulls:
             self.optimization.backward(0.0 * self._trained_values(batch).sum())
+
         norm = self.optimization.finish()
         return {key: value / num_tokens for key, value in summed(sums).items()} | {
             "critic/grad_norm": norm,

@@ -40,7 +40,8 @@ class ImplicitProcessReward:
         trainer: TrainerSection,
         memory: MemorySection | None = None,
     ) -> None:
-        self.section, self.trainer = section, trainer
+        self.section = section
+        self.trainer = trainer
         self.model = copy_policy(policy)
         self.weights = trained_parameters(self.model)
         self.optimization = Optimization(
@@ -75,7 +76,8 @@ class ImplicitProcessReward:
             )
 
         lr = self.optimization.begin()
-        section, device = self.trainer, device_of(self.model)
+        section = self.trainer
+        device = device_of(self.model)
         merge = section.prefix_merging
         batches = micro_batches(samples, section.micro_batch_tokens, device, merge=merge)
         nulls = null_batches(samples, len(batches), device, merge=merge)
@@ -84,6 +86,7 @@ class ImplicitProcessReward:
         )
         norm = self.optimization.finish()
         right = ((sums.cpu() > offset) == (outcome > 0.5)).float().mean()
+
         return {
             "process_reward/loss": float(loss),
             "process_reward/accuracy": float(right),

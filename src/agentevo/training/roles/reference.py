@@ -26,16 +26,19 @@ class Reference:
 
     def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
         """Raises TrainingError for reference=base and a policy without adapters."""
-        self.section, self.of_base = section, section.reference == "base"
+        self.section = section
+        self.of_base = section.reference == "base"
         if self.of_base and not hasattr(policy, "disable_adapter"):
             raise TrainingError(
                 "algorithm.reference=base is the policy with its adapters off, but it has none: "
                 "set reference=frozen"
             )
+
         self.model = policy if self.of_base else copy_policy(policy)
         self.weights = {} if self.of_base else trained_parameters(self.model)
         if section.reference_model is not None:
             self._begin_as(section.reference_model)
+
         for parameter in self.weights.values():
             parameter.requires_grad_(False)
 
@@ -46,6 +49,7 @@ class Reference:
                 "algorithm.reference_model is for whole models, and the policy has adapters: "
                 "remove it, or choose algorithm.reference=base"
             )
+
         theirs = dict(load_base(folder, {}).model.named_parameters())
         layouts = layouts_of(self.model)
         other = [
@@ -58,6 +62,7 @@ class Reference:
                 f"algorithm.reference_model: {folder} has no {other[0]} of the policy's shape: "
                 "give a model of the policy's own architecture"
             )
+
         begun = {name: theirs[name].detach() for name in self.weights}
         load_weights(self.weights, begun, layouts)
         changed(self.model)
@@ -74,9 +79,11 @@ class Reference:
         """Updates the reference after RL step `step`, counted from 1."""
         if self.section.reference in ("frozen", "base"):
             return
+
         share = 1.0 - self.section.reference_decay
         if self.section.reference == "synced":
             share = float(step % self.section.reference_every == 0)
+
         if share:
             theirs = trained_parameters(policy)
             for name, ours in self.weights.items():

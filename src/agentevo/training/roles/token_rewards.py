@@ -15,7 +15,8 @@ class TokenRewardModel:
     token. It is never trained."""
 
     def __init__(self, model: PreTrainedModel, section: RewardModelSection) -> None:
-        self.model, self.section = model.requires_grad_(False), section
+        self.model = model.requires_grad_(False)
+        self.section = section
 
     @torch.no_grad()
     def rewards(self, batch: PackedBatch) -> torch.Tensor:
@@ -30,5 +31,6 @@ class TokenRewardModel:
         rewards = self.section.coef * scores[0, batch.nodes, 0].float()
         if self.section.at == "all":
             return rewards
+
         last = batch.mask.sum(1)[batch.samples] - 1 == batch.places
         return torch.where(last, rewards, 0.0)

@@ -50,6 +50,7 @@ def check_context(model: PreTrainedModel, size: int, tensor: int = 1) -> None:
             f"trainer.parallel.context={product} does not divide the model's {heads} attention "
             "heads: choose a divisor"
         )
+
     if hasattr(config, "layer_types") and config.layer_types is not None:
         unknown = set(config.layer_types) - {"full_attention", "sliding_attention"}
         if unknown:
@@ -63,9 +64,12 @@ class HeadExchange:
     """The plan of a pass for one process: nodes in, its stretch out."""
 
     def __init__(self, plan: AttentionPlan, num_nodes: int, ranks: Ranks) -> None:
-        self.plan, self.num_nodes, self.ranks = plan, num_nodes, ranks
+        self.plan = plan
+        self.num_nodes = num_nodes
+        self.ranks = ranks
         self.routing: Any = getattr(plan, "routing", None)
         """Of the process's stretch (models/routers.py)."""
+
         if self.routing is not None:
             length = -(-num_nodes // ranks.size)
             self.routing = self.routing.stretch(ranks.rank * length, length)
@@ -80,15 +84,19 @@ class HeadExchange:
         softcap: float | None,
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [n, H, D], k and v [n, G, D] of the stretch -> [n, H, D]."""
-        heads, size = q.shape[1], self.ranks.size
+        heads = q.shape[1]
+        size = self.ranks.size
         if heads % size:
             raise TrainingError(
                 f"{heads} heads of this process can't be exchanged between {size}: choose "
                 "trainer.parallel.context and tensor whose product divides the heads"
             )
+
         if k.shape[1] % size:
             times = _repeats(k.shape[1], heads, size)
-            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+            k = k.repeat_interleave(times, 1)
+            v = v.repeat_interleave(times, 1)
+
         q, k, v = (heads_exchanged(x, self.ranks)[: self.num_nodes] for x in (q, k, v))
         out = self.plan.attend(q, k, v, scaling, window, softcap)
         padding = -self.num_nodes % size
@@ -110,13 +118,16 @@ class _Stretch:
                 "a model under trainer.parallel.context computes whole passes of training only: "
                 "call it with plan=... and without a cache"
             )
+
         num_nodes = kwargs["position_ids"].shape[1]
         given = dict(kwargs)
         for name in ("input_ids", "position_ids", "inputs_embeds"):
             if given.get(name) is not None:
                 given[name] = self._own(given[name])
+
         if args:  # token classifiers give their ids by position
             args = (self._own(args[0]), *args[1:])
+
         return args, {**given, "plan": HeadExchange(plan, num_nodes, self.ranks)}
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:

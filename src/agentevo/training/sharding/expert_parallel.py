@@ -70,14 +70,17 @@ def check_experts(model: PreTrainedModel, size: int, tensor: int = 1) -> dict[st
             "trainer.parallel.expert is not possible with adapters (model.lora): set it to 1, and "
             "share the base by trainer.parallel.shard"
         )
+
     stacks = {name: module for name, module in model.named_modules() if is_stack(module)}
     if not stacks:
         raise TrainingError(
             f"trainer.parallel.expert={size}: {type(model).__name__} has no experts that lie "
             "stacked in one parameter: set it to 1"
         )
+
     for stack in stacks.values():
         _check(stack, size * tensor, "expert" if tensor == 1 else "expert x tensor")
+
     return stacks
 
 
@@ -107,6 +110,7 @@ def _check(stack: Any, size: int, key: str) -> None:
             f"trainer.parallel.{key}={size} does not divide the {number} experts of a layer: "
             "choose a divisor"
         )
+
     if any(name not in STACKS for name, _ in stack.named_parameters()):
         raise TrainingError(
             f"trainer.parallel.{key} is not possible with {type(stack).__name__}, whose experts "
@@ -119,7 +123,8 @@ def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
     count = len(stack.down_proj) // ranks.size
     for name in STACKS:
         lay_out(stack, name, Layout(ranks, 0, (count,) * ranks.size, sharing))
-    stack.num_experts, stack._is_expert_parallel = count, True
+    stack.num_experts = count
+    stack._is_expert_parallel = True
     return ranks.rank * count
 
 
@@ -141,32 +146,44 @@ class _Dispatch:
 
     def __init__(self, stack: nn.Module, ranks: Ranks, first: int, tensor: Ranks | None) -> None:
         """`first`: the number of this process's first expert."""
-        self.stack, self.ranks, self.first, self.tensor = stack, ranks, first, tensor
+        self.stack = stack
+        self.ranks = ranks
+        self.first = first
+        self.tensor = tensor
 
     def __call__(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden [T, H], chosen experts and their weights [T, K] -> [T, H]."""
         stack: Any = self.stack
-        num_chosen, of_place = chosen.shape[1], stack.num_experts
+        num_chosen = chosen.shape[1]
+
+        of_place = stack.num_experts
         if self.tensor is not None:
             of_place *= self.tensor.size
-            hidden, weights = copied(hidden, self.tensor), copied(weights, self.tensor)
+            hidden = copied(hidden, self.tensor)
+            weights = copied(weights, self.tensor)
+
         # Step 1: the pairs of token and expert, in order of the process that has the expert; of
         # those that a tensor group shares, this process's.
         experts, order = torch.sort(chosen.flatten(), stable=True)
         if self.tensor is not None:
             own = experts // stack.num_experts % self.tensor.size == self.tensor.rank
-            experts, order = experts[own], order[own]
+            experts = experts[own]
+            order = order[own]
+
         given_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
         taken_counts = torch.empty_like(given_counts)
         distributed.all_to_all_single(taken_counts, given_counts, group=self.ranks.group)
-        given, taken = given_counts.tolist(), taken_counts.tolist()
+        given = given_counts.tolist()
+        taken = taken_counts.tolist()
+
         # Step 2: their hidden states and experts travel there, each pair is computed by itself.
         sent = routed(hidden[order // num_chosen], given, taken, self.ranks)
         theirs = routed(experts, given, taken, self.ranks) - self.first
         ones = torch.ones(len(sent), 1, dtype=weights.dtype, device=weights.device)
         out = type(stack).forward(stack, sent, theirs.unsqueeze(1), ones)
+
         # Step 3: back in their order, weighted, and added up for each token.
         back = routed(out, taken, given, self.ranks)
         all_pairs = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)

@@ -118,15 +118,19 @@ def gradient_norm(
         grad = parameter.grad
         if grad is None:
             continue
+
         layout = layouts.get(parameter)
         groups = _sharding_groups(grad)
         if layout is not None and layout.dim is not None:
             groups = (*groups, layout.ranks.group)
+
         square = local(grad).float().square().sum()
         sums[groups] = sums[groups].to(square.device) + square
+
     for groups, total in sums.items():
         for group in groups:
             distributed.all_reduce(total, group=group)
+
     return torch.stack(list(sums.values())).sum().sqrt() if sums else torch.zeros(())
 
 
@@ -163,7 +167,9 @@ def whole_of(part: torch.Tensor, parameter: torch.Tensor, layout: Layout | None)
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
+
         part = part.full_tensor()
+
     return part if layout is None else layout.whole(part.to(parameter.device))
 
 

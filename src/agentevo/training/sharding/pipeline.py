@@ -56,7 +56,8 @@ class NoEmbeddings:
     """The same for the first stage's embeddings, on another one: zeros, which take no memory."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self.width, self.dtype = width, dtype
+        self.width = width
+        self.dtype = dtype
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
@@ -66,12 +67,14 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
     """Raises TrainingError where a model can't be cut into so many stages."""
     if hasattr(model, "peft_config"):
         raise _refusal("adapters (model.lora) are not cut into stages", "set it to 1")
+
     if model.config.get_text_config().tie_word_embeddings:
         raise _refusal(
             "the model's embeddings are its output layer, too (tie_word_embeddings), so first and "
             "last stage would both have them",
             "set it to 1, and use trainer.parallel.shard",
         )
+
     decoder: Any = model.base_model
     plan = getattr(decoder.config.get_text_config(), "base_model_pp_plan", None) or {}
     others = [name for name in _outside(model) if name.partition(".")[0] not in PLAN]
@@ -83,6 +86,7 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
             f"alone, a norm and an output layer{what}",
             "set it to 1, and use trainer.parallel.shard",
         )
+
     if len(decoder.layers) % size:
         raise TrainingError(
             f"trainer.parallel.pipeline={size} does not divide the model's {len(decoder.layers)} "
@@ -110,22 +114,29 @@ def pipeline_parallel(model: PreTrainedModel, stage: Stage) -> None:
     ranks = stage.ranks
     check_pipeline(model, ranks.size)
     decoder: Any = model.base_model
-    layers, output = decoder.layers, model.get_output_embeddings()
-    share, last = len(layers) // ranks.size, ranks.size - 1
+    layers = decoder.layers
+    output = model.get_output_embeddings()
+    share = len(layers) // ranks.size
+    last = ranks.size - 1
+
     for place, layer in enumerate(layers):
         owner = place // share
         if owner != ranks.rank:
             is_before = place == ranks.rank * share - 1
             layer.forward = Receiving(stage) if is_before else Passing()
         _give(layer, owner, ranks)
+
     if ranks.rank:
         weight = decoder.embed_tokens.weight
         decoder.embed_tokens.forward = NoEmbeddings(weight.shape[1], weight.dtype)
+
     if not stage.is_last:
         decoder.norm.forward = Passing()
+
     _give(decoder.embed_tokens, 0, ranks)
     _give(decoder.norm, last, ranks)
     assert isinstance(output, nn.Module), "see check_pipeline"
+
     _give(output, last, ranks)
     be_stage(model, stage)
 

@@ -14,7 +14,8 @@ from agentevo.training.sharding.layouts import layouts_by_name
 def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str, Part]:
     """Name -> this process's part of every weight, and of every buffer that is saved, in the dtypes
     that the model has outside of training, as they are now. Tied weights have one name."""
-    skeleton, layouts = skeleton_of(model), layouts_by_name(model)
+    skeleton = skeleton_of(model)
+    layouts = layouts_by_name(model)
     dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
     found = {}
     for name, parameter in model.named_parameters():
@@ -22,8 +23,10 @@ def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str
             layout = layouts.get(name)
             part = Part.of(parameter, cut=None if layout is None else layout.cut)
             found[name] = part.to(dtypes.get(name, parameter.dtype))
+
     if not only_trained:
         found |= {name: Part.of(buffer) for name, buffer in _saved_buffers(model).items()}
+
     return found
 
 

@@ -26,7 +26,9 @@ from agentevo.training.kernels.vocabulary import VocabularyLinear, VocabularySli
 from agentevo.training.sharding.expert_parallel import is_stack, spread_over_tensor
 from agentevo.training.sharding.layouts import Layout, lay_out
 
-COLUMN, ROW, HEAD_NORM = "colwise", "rowwise", "replicated_with_grad_allreduce"
+COLUMN = "colwise"
+ROW = "rowwise"
+HEAD_NORM = "replicated_with_grad_allreduce"
 KEYS = ("k_proj", "v_proj")
 
 
@@ -44,11 +46,14 @@ def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = Tru
             _share_keys(model, name, ranks)
         else:
             _cut_linear(model.get_submodule(parent), own_name, style, ranks)
+
     for name in {name.rpartition(".")[0] for name, style in parts.items() if style == COLUMN}:
         model.get_submodule(name).register_forward_pre_hook(_CopiedInput(ranks), with_kwargs=True)
+
     for module in list(model.modules()):
         if experts and is_stack(module):
             spread_over_tensor(module, ranks)
+
     _cut_vocabulary(model, ranks)
 
 
@@ -131,6 +136,7 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
     kind = type(model).__name__
     if not any(style == COLUMN for style in parts.values()):
         raise _refusal(f"{kind}: transformers has no plan for it", "use shard or context")
+
     for name, style in parts.items():
         module = model.get_submodule(name)
         known = style == HEAD_NORM or (
@@ -138,23 +144,28 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
         )
         if not known or (style == HEAD_NORM and not hasattr(module, "weight")):
             raise _refusal(f"{kind}, whose {name} is cut by the rule {style!r}", "use shard")
+
         parent = model.get_submodule(name.rpartition(".")[0])
         for other, _ in parent.named_parameters():
             owner = f"{name.rpartition('.')[0]}.{other.rpartition('.')[0]}"
             if owner not in parts:
                 raise _refusal(f"{kind}, whose {owner} is in no plan", "use shard")
+
     config: Any = model.config.get_text_config()
     if config.num_attention_heads % ranks.size:
         raise _refusal(f"{config.num_attention_heads} attention heads", "choose a divisor")
+
     keys = _num_keys(model)
     if keys % ranks.size and ranks.size % keys:
         raise _refusal(f"{keys} key heads", "choose a divisor or a multiple of them")
+
     for name, style in parts.items():
         linear: Any = model.get_submodule(name)
         width = {COLUMN: "out_features", ROW: "in_features"}.get(style)
         keyed = name.rpartition(".")[2] in KEYS
         if width and not keyed and getattr(linear, width) % ranks.size:
             raise _refusal(f"{name} of width {getattr(linear, width)}", "choose a divisor")
+
     rows = len(cast(Any, model.get_input_embeddings()).weight)
     if min(VocabularySlice.of(ranks, rows).sizes) < len(PROBES):
         raise _refusal(f"a vocabulary of {rows} tokens", "choose fewer processes")
@@ -174,11 +185,13 @@ def _cut_linear(parent: nn.Module, name: str, style: str, ranks: Ranks) -> None:
     dim, width = (0, layer.out_features) if style == COLUMN else (1, layer.in_features)
     cut = Layout(ranks, dim, (width // ranks.size,) * ranks.size)
     lay_out(layer, "weight", cut)
+
     if style == COLUMN:
         layer.out_features = width // ranks.size
         if layer.bias is not None:
             lay_out(layer, "bias", cut)
         return
+
     layer.in_features = width // ranks.size
     row = _as(RowLinear, layer)
     row.ranks = ranks
@@ -190,11 +203,13 @@ def _share_keys(model: PreTrainedModel, name: str, ranks: Ranks) -> None:
     layer: Any = model.get_submodule(name)
     width = layer.out_features // _num_keys(model)
     head = ranks.rank // (ranks.size // _num_keys(model))
+
     shared = _as(KeyLinear, layer)
     shared.outputs = slice(head * width, (head + 1) * width)
     for parameter in ("weight", "bias"):
         if getattr(shared, parameter) is not None:
             lay_out(shared, parameter, Layout(ranks, None))
+
     model.get_submodule(parent)._modules[own_name] = shared
 
 
@@ -203,8 +218,11 @@ def _as(kind: type[nn.Linear], layer: nn.Linear) -> Any:
     other = kind.__new__(kind)
     nn.Module.__init__(other)
     vars(other).update({k: v for k, v in vars(layer).items() if k.startswith("_agentevo")})
-    other.in_features, other.out_features = layer.in_features, layer.out_features
-    other.weight, other.bias, other.training = layer.weight, layer.bias, layer.training
+    other.in_features = layer.in_features
+    other.out_features = layer.out_features
+    other.weight = layer.weight
+    other.bias = layer.bias
+    other.training = layer.training
     return other
 
 
@@ -215,20 +233,26 @@ def _cut_vocabulary(model: PreTrainedModel, ranks: Ranks) -> None:
     tied = output is not None and output.weight is embedding.weight
     cut = Layout(ranks, 0, own.sizes)
     lay_out(embedding, "weight", cut)
+
     embedding.num_embeddings = own.sizes[ranks.rank]
     if embedding.padding_idx is not None:
         inside = own.first <= embedding.padding_idx < own.end
         embedding.padding_idx = embedding.padding_idx - own.first if inside else None
+
     hook = _OwnTokens(own)
     embedding.register_forward_pre_hook(hook.before)
     embedding.register_forward_hook(hook.after)
+
     if output is None:
         return
+
     if tied:
         output._parameters["weight"] = embedding.weight
         vars(output)["_agentevo_layouts"] = {"weight": cut}
     else:
         lay_out(output, "weight", cut)
+
     if output.bias is not None:
         lay_out(output, "bias", cut)
+
     model.set_output_embeddings(VocabularyLinear.sharing(output, own))

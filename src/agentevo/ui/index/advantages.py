@@ -47,12 +47,14 @@ def rule_of(config: dict[str, Any]) -> Rule | str:
 
     if config.get("agents"):
         return "each of several agents has an algorithm of its own"
+
     try:
         section = AlgorithmSection.model_validate(config.get("algorithm") or {})
         algorithm = section.resolved()
         advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
     except (AgentEvoError, ValueError, TypeError) as error:
         return f"its algorithm can't be read: {str(error).splitlines()[0][:200]}"
+
     why = _why_not(section, advantage)
     return why or Rule(section, advantage)
 
@@ -89,6 +91,7 @@ def step_samples(
     rows = [row for one in final for row in trajectory_rows(one)]
     if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
         raise TrainingError(f"step {step} is too large to make its advantages again here")
+
     return advantages_of(
         rows,
         rule.advantage,
@@ -106,6 +109,7 @@ def largest(samples: Sequence[Sample]) -> dict[str, float]:
             value = float(trained[abs(trained).argmax()])
             if abs(value) >= abs(found.get(sample.trajectory_id, 0.0)):
                 found[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
+
     return found
 
 
@@ -130,4 +134,5 @@ def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
             is_judge = "models" in of or of["name"] in JUDGES
             if isinstance(weight, int | float) and not isinstance(weight, bool):
                 found[str(of.get("label") or of["name"])] = (float(weight), is_judge)
+
     return found

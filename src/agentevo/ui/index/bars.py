@@ -28,7 +28,9 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[Bar]:
     """Of values [N], with the successes [N] among them; none of no values."""
     if not len(values):
         return []
-    low, high = float(values.min()), float(values.max())
+
+    low = float(values.min())
+    high = float(values.max())
     edges = edges_of(low, high, is_whole=is_whole)
     num = len(edges) - 1
     if is_whole and high - low < MOST_WHOLE:
@@ -39,7 +41,9 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[Bar]:
         counts, successes = (np.bincount(places, one, minlength=num) for one in (all_of, good_of))
     else:
         both = np.bincount(2 * bar_of(values, edges) + good, minlength=2 * num)
-        counts, successes = both[::2] + both[1::2], both[1::2]
+        counts = both[::2] + both[1::2]
+        successes = both[1::2]
+
     return [
         Bar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
         for i in range(num)
@@ -55,8 +59,10 @@ def edges_of(low: float, high: float, *, is_whole: bool) -> np.ndarray:
             if high > low
             else np.array([low - 0.5, low + 0.5])
         )
+
     if high <= low:
         return np.array([low - 0.5, high + 0.5])
+
     return np.linspace(low, high, BARS + 1)
 
 
@@ -67,12 +73,14 @@ def bar_of(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     width = float(edges[-1] - edges[0]) / num
     if width <= CLOSE * max(abs(float(edges[0])), abs(float(edges[-1]))):
         return np.clip(np.searchsorted(edges, values, side="right") - 1, 0, num - 1)
+
     quotients = (values - edges[0]) / width
     found = quotients.astype(np.int32)
     np.minimum(found, num - 1, out=found)
     # Only a quotient that is nearly whole may be rounded to the wrong side of an edge.
     near = np.flatnonzero(np.abs(quotients - np.rint(quotients)) < NEAR)
-    own, places = values[near], found[near]
+    own = values[near]
+    places = found[near]
     places -= own < edges[places]
     places += (own >= edges[places + 1]) & (places < num - 1)
     found[near] = places

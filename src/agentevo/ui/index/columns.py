@@ -88,6 +88,7 @@ class Columns:
             if made != self._made:
                 self._reset()
                 self._made = made
+
             cursor = connection.cursor()
             cursor.row_factory = None
             while True:
@@ -107,7 +108,10 @@ class Columns:
                 wider = np.zeros(room, dtype=column.dtype)
                 wider[: self._size] = column[: self._size]
                 self._columns[name] = wider
+
         for number, (name, kind) in enumerate(TYPES.items(), start=1):
             self._columns[name][places] = values[:, number].astype(kind)
+
         self._size = max(self._size, size)
-        self._change, self._place = int(rows[-1][-1]), int(rows[-1][0])
+        self._change = int(rows[-1][-1])
+        self._place = int(rows[-1][0])

@@ -118,15 +118,18 @@ def make(path: Path) -> None:
         remove(path)
         new = path.with_suffix(".new")
         remove(new)
+
         with closing(sqlite3.connect(new, isolation_level=None)) as connection:
             connection.execute("PRAGMA page_size = 8192")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_SCHEMA)
             connection.execute("INSERT INTO words VALUES (0, '')")
             connection.execute("INSERT INTO facts VALUES ('version', ?)", (VERSION,))
+
             made = os.urandom(8).hex()
             connection.execute("INSERT INTO facts VALUES ('made', ?)", (made,))
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
         os.chmod(new, 0o600)
         os.replace(new, path)
         remove(new)

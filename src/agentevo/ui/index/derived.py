@@ -36,6 +36,7 @@ def derived(trajectory: Trajectory) -> Derived:
     logprobs = np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.float32)
     logprobs = logprobs[np.isfinite(logprobs)]
     versions = [min(turn.versions) for turn in trajectory.turns if len(turn.versions)]
+
     return Derived(
         lowest_logprob=float(logprobs.min()) if len(logprobs) else None,
         mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
@@ -47,21 +48,27 @@ def derived(trajectory: Trajectory) -> Derived:
 def said(trajectory: Trajectory) -> str:
     """The texts of an attempt in their order, one message a line, cut to TEXT_CHARS: the error,
     what the policy read and said, the calls of tools, what remote models said."""
-    first, last = TEXT_CHARS * 3 // 4, TEXT_CHARS // 4
-    head, tail, size = "", "", 0
+    first = TEXT_CHARS * 3 // 4
+    last = TEXT_CHARS // 4
+    head = ""
+    tail = ""
+    size = 0
     for piece in _pieces(trajectory):
         size += len(piece) + 1
         if len(head) < first:
             taken = first - len(head)
-            head, piece = head + piece[:taken] + "\n", piece[taken:]
+            head += piece[:taken] + "\n"
+            piece = piece[taken:]
         if piece:
             tail = (tail + piece[-last:] + "\n")[-last:]
+
     return head if not tail else f"{head}\n…\n{tail}"
 
 
 def _pieces(trajectory: Trajectory) -> Iterator[str]:
     if trajectory.error:
         yield trajectory.error
+
     turns: Iterable[tuple[list[Message]]] = ((turn.messages,) for turn in trajectory.turns)
     remote: Iterable[tuple[list[Message]]] = ((turn.messages,) for turn in trajectory.remote_turns)
     for (messages,) in chain(turns, remote):
@@ -127,7 +134,9 @@ def judge_gap(
         part = metrics.get(f"{REWARD_PARTS}{name}")
         if part is not None and weight:
             scores[is_judge].append(part / weight)
+
     if not scores[True] or not scores[False]:
         return None
+
     judges, rules = (sum(of) / len(of) for of in (scores[True], scores[False]))
     return abs(judges - rules)

@@ -51,7 +51,10 @@ class Follower:
         writer: Writer,
         tell: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
-        self._store, self._db, self._writer, self._tell = store, connection, writer, tell
+        self._store = store
+        self._db = connection
+        self._writer = writer
+        self._tell = tell
         self._words: dict[str, TaskWords] = {}
         self._looked_at = -1
 
@@ -75,6 +78,7 @@ class Follower:
             record = await self.record_of(known["step"])
             if record is None or mark_of(record) != known["mark"]:
                 return await self._last_common()
+
         if newest is not None:
             rows = await self._store.written_summaries(
                 range(newest["seq"], newest["seq"] + 1), limit=1
@@ -82,6 +86,7 @@ class Follower:
             same = [row for _, row in rows if row.id == newest["id"]]
             if not same or same[0].written_at != newest["written_at"]:
                 return await self._last_common()
+
         return None
 
     async def _last_common(self) -> int:
@@ -90,7 +95,8 @@ class Follower:
             (row["step"], row["mark"])
             for row in self._db.execute("SELECT * FROM steps ORDER BY step")
         ]
-        low, high = 0, len(marks)
+        low = 0
+        high = len(marks)
         while low < high:
             middle = (low + high) // 2
             step, mark = marks[middle]
@@ -99,6 +105,7 @@ class Follower:
                 low = middle + 1
             else:
                 high = middle
+
         return marks[low - 1][0] if low else 0
 
     async def _undo(self, step: int) -> None:
@@ -110,6 +117,7 @@ class Follower:
         )
         with self._writer.transaction():
             self._writer.forget_steps(step)
+
         await self._sweep((touched[0] or 0) if touched is not None and step else 0)
 
     async def _sweep(self, first: int) -> None:
@@ -126,6 +134,7 @@ class Follower:
             with self._writer.transaction():
                 self._writer.bury([one["place"] for one in there if one["id"] not in names])
                 self._writer.put(rows)
+
             first = until + 1
             self._tell("comparing", min(first, end), end)
 
@@ -138,6 +147,7 @@ class Follower:
                 self._writer.note_gaps(
                     [seq for seq, _ in rows], after, [row.written_at for _, row in rows]
                 )
+
             after = rows[-1][0]
             self._tell("listing", after, 0)
             if len(rows) < ROWS:
@@ -157,6 +167,7 @@ class Follower:
         ).fetchall()
         self._looked_at = rows[-1][0] if len(rows) == LOOKED_AT and not is_moved else -1
         await self._again(_runs([row[0] for row in rows]))
+
         for gap in self._db.execute("SELECT * FROM gaps").fetchall():
             await self._again([(gap["first"], gap["last"])])
             if time.time() - gap["since"] > GAP_S:
@@ -165,11 +176,14 @@ class Follower:
     async def _new_steps(self) -> bool:
         """Takes in the steps that were committed since; whether there are any."""
         known = self._one("SELECT max(step) FROM steps")
-        after, is_moved = (None if known is None else known[0]), False
+        after = None if known is None else known[0]
+        is_moved = False
         while new := await self._store.steps(after=after, limit=STEPS):
             with self._writer.transaction():
                 self._writer.put_steps(new)
-            after, is_moved = new[-1].step, True
+            after = new[-1].step
+            is_moved = True
+
         return is_moved
 
     async def _again(self, runs: list[tuple[int, int]]) -> None:
@@ -185,8 +199,10 @@ class Follower:
                 with self._writer.transaction():
                     self._writer.bury([one["place"] for one in there if one["id"] not in names])
                     self._writer.put(rows)
+
                 if len(rows) < ROWS:
                     break
+
                 first = rows[-1][0] + 1
 
     async def _agrees(self) -> bool:
@@ -204,6 +220,7 @@ class Follower:
             if name.startswith("tasks/")
         }
         self._writer.set_facts(task_states=json.dumps(tasks), task_states_at=time.time())
+
         return all(
             counts.get(name, 0) == count
             for name, count in found.items()
@@ -220,11 +237,13 @@ class Follower:
         ).fetchall()
         if not rows:
             return 0
+
         places = {row["id"]: row["place"] for row in rows}
         found: list[StoredTrajectory] = []
         for first, last in _runs(sorted(row["seq"] for row in rows), slack=1):
             page = await self._store.written(range(first, last + 1), limit=limit)
             found += [stored for _, stored in page]
+
         found = [stored for stored in found if stored.trajectory.id in places]
         words = [await self._words_of(stored.trajectory.task_id) for stored in found]
         numbers = await in_thread(lambda: [derived(stored.trajectory) for stored in found])
@@ -237,6 +256,7 @@ class Follower:
             )
             missing = places.keys() - {stored.trajectory.id for stored in found}
             self._writer.bury(places[name] for name in missing)
+
         return len(rows)
 
     def has_steps_to_value(self) -> bool:
@@ -251,6 +271,7 @@ class Follower:
         )
         if row is None:
             return False
+
         step = row["step"]
         record = await self.record_of(step)
         found: dict[str, float] = {}
@@ -262,8 +283,10 @@ class Follower:
                 ]
                 samples = await in_thread(step_samples, step, record.record, stored, rule)
                 found = largest(samples)
+
         with self._writer.transaction():
             self._writer.put_advantages(step, found)
+
         return True
 
     async def move_some(self, folder: Path | None) -> bool:
@@ -272,6 +295,7 @@ class Follower:
         row = self._one("SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1")
         if row is None:
             return False
+
         step = row["step"]
         found = {} if folder is None else await in_thread(largest_moves, folder / name_of(step))
         with self._writer.transaction():
@@ -286,6 +310,7 @@ class Follower:
                 self._words[task_id] = task_words(await self._store.task(task_id))
             except StoreError:  # attempts whose task is not in the store
                 self._words[task_id] = TaskWords()
+
         return self._words[task_id]
 
     def num_unread(self) -> int:

@@ -48,7 +48,9 @@ class Indexer:
     """See the module. `folder`: of the run, if there is one: it says how advantages were made."""
 
     def __init__(self, url: str, folder: Path | None = None, *, every_s: float = EVERY_S) -> None:
-        self.url, self.path, self._folder = url, cache_file(url), folder
+        self.url = url
+        self.path = cache_file(url)
+        self._folder = folder
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,6 +71,7 @@ class Indexer:
     def _run(self) -> None:
         with suppress(OSError, AttributeError):  # of this thread alone, on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
         while not self._stop.is_set():
             try:
                 self._with_lock()
@@ -131,6 +134,7 @@ class Indexer:
             unread = follower.num_unread()
             phase = "reading" if unread else ""
             writer.set_facts(phase=phase, done=0, of=unread, listed_at=time.time())
+
             rest_until = time.monotonic() + min(max(self._every_s, 10 * took), REST_S)
             while time.monotonic() < rest_until and not self._stop.is_set():
                 if not await self._read_for_a_while(follower, rules):
@@ -148,8 +152,10 @@ class Indexer:
                 more = isinstance(rule, Rule) and await follower.value_some(rule)
             if not more:
                 return False
+
         if time.time() - follower.newest_written_at() < LIVE_S:
             await self._sleep(time.monotonic() - began)
+
         return True
 
     async def _sleep(self, seconds: float) -> None:
@@ -163,7 +169,8 @@ class _Rules:
     """How advantages are made, found out when the first step asks: that takes torch."""
 
     def __init__(self, writer: Writer, config: dict[str, Any]) -> None:
-        self._writer, self._config = writer, config
+        self._writer = writer
+        self._config = config
         self._rule: Rule | str | None = None
 
     async def get(self) -> Rule | str:

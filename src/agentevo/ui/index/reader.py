@@ -132,21 +132,29 @@ class IndexReader:
             where = where & (values != NONE)
         elif table[column].dtype.kind == "f":
             where = where & ~np.isnan(values)
+
         total = int(np.count_nonzero(where))
-        seqs, sign = table["seq"], -1.0 if descending else 1.0
+        seqs = table["seq"]
+        sign = -1.0 if descending else 1.0
         keys = sign * values
         if selection.after is not None:
-            value, seq = sign * selection.after[0], selection.after[1]
+            value = sign * selection.after[0]
+            seq = selection.after[1]
             where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
+
         found = np.flatnonzero(where)
         if len(found) > size:  # no sort of a million rows for the first fifty
             own = keys if len(found) == len(keys) else keys[found]
             bound = np.partition(own, size)[size]
-            before, equal = found[own < bound], found[own == bound]
+            before = found[own < bound]
+
+            equal = found[own == bound]
             more = size + 1 - len(before)  # of many equal ones the newest
             if len(equal) > more:
                 equal = equal[np.argpartition(-seqs[equal], more - 1)[:more]]
+
             found = np.concatenate([before, equal])
+
         found = found[np.lexsort((-seqs[found], keys[found]))]
         page = found[:size]
         last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(found) > size else None
@@ -193,6 +201,7 @@ class IndexReader:
             for name, reward, number in self._all(query, chunk):
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + reward, before[1] + number)
+
         sign = {"worst": 1.0, "best": -1.0}.get(selection.order, 0.0)
         keys = {
             name: (sign * sums[name][0] / max(sums[name][1], 1), _natural(name)) for name in sums
@@ -227,6 +236,7 @@ class IndexReader:
             counts = np.bincount(_of(table[WORDS[name]], where))
             rows = self._all("SELECT number, text FROM words")
             numbers = {int(row[0]): str(row[1]) for row in rows}
+
         found = [
             (numbers[i], int(counts[i])) for i in np.flatnonzero(counts).tolist() if numbers.get(i)
         ]
@@ -255,6 +265,7 @@ class IndexReader:
                 found[order] = bool((where & ~np.isnan(values)).any())
             else:
                 found[order] = bool(where.any())
+
         return found
 
     def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
@@ -274,6 +285,7 @@ class IndexReader:
                 f"WHERE place IN ({marks})"
             )
             found.update((row["place"], row) for row in self._all(query, chunk))
+
         return [self._row(found[place], text) for place in places if place in found]
 
     def _row(self, row: sqlite3.Row, text: str) -> Row:
@@ -285,10 +297,12 @@ class IndexReader:
             "metrics": json.loads(row["metrics"]),
             "kind": row["kind_text"],
         }
+
         snippet: tuple[str, ...] = ()
         if text:
             data = self._all("SELECT text FROM texts WHERE place = ?", (row["place"],))
             snippet = _snippet(unpacked(data[0][0]), text) if data else ()
+
         return Row(**fields, snippet=snippet)
 
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
@@ -297,9 +311,11 @@ class IndexReader:
         held = getattr(self._local, "held", None)
         if held is None:
             return self._selected(table, selection)
+
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
         if key not in held:
             held[key] = self._selected(table, selection)
+
         found: tuple[np.ndarray, bool] = held[key]
         return found
 
@@ -313,9 +329,11 @@ class IndexReader:
             where &= trained | waiting
             if "split" not in selection.choices:
                 where &= table["split"] == SPLITS.index("train")
+
         if selection.task:
             number = self.ask("SELECT number FROM tasks WHERE id = ?", (selection.task,))
             where &= table["task"] == (number[0][0] if number else NONE)
+
         for name, value in selection.choices.items():
             if name == "outcome":
                 where &= table["success"] == (value == "success")
@@ -324,13 +342,16 @@ class IndexReader:
             else:
                 number = self._all("SELECT number FROM words WHERE text = ?", (value,))
                 where &= table[WORDS[name]] == (number[0][0] if number else -2)
+
         for name, (low, high) in selection.ranges.items():
             values = table[RANGES[name]]
             where &= (values >= low) & (values <= high)
             if name == "age":
                 where &= values != NONE
+
         if not selection.text:
             return where, False
+
         places, is_cut = self._search(selection.text)
         has_text = np.zeros(len(where), dtype=bool)
         has_text[places[places < len(where)]] = True
@@ -342,7 +363,9 @@ class IndexReader:
         if held is not None and text in held:
             found: tuple[np.ndarray, bool] = held[text]
             return found
-        query, places = match_of(text), np.zeros(0, dtype=np.int64)
+
+        query = match_of(text)
+        places = np.zeros(0, dtype=np.int64)
         if query:
             # As one text: a row of Python for each of 200,000 places takes four times as long.
             ((text_of_places,),) = self._all(
@@ -352,9 +375,11 @@ class IndexReader:
             )
             if text_of_places:
                 places = np.fromstring(text_of_places, dtype=np.int64, sep=",") - 1
+
         found = (places[:MAX_FOUND], len(places) > MAX_FOUND)
         if held is not None:
             held[text] = found
+
         return found
 
     @contextmanager
@@ -397,6 +422,7 @@ class IndexReader:
             table = self._columns.table(self._connection())
         except (sqlite3.Error, TypeError) as error:
             raise self._away(error) from error
+
         ages = table["trained_step"] - 1 - table["lowest_version"]
         unknown = (table["trained_step"] == NONE) | (table["lowest_version"] == NONE)
         table["age"] = np.where(unknown, NONE, ages)
@@ -419,12 +445,14 @@ class IndexReader:
             inode = self._path.stat().st_ino
         except OSError as error:
             raise sqlite3.OperationalError("no index") from error
+
         held = getattr(self._local, "connection", None)
         if held is None or self._local.inode != inode:
             if held is not None:
                 held.close()
             self._local.connection = held = connect(self._path)
             self._local.inode = inode
+
         connection: sqlite3.Connection = held
         return connection
 
@@ -445,8 +473,10 @@ def match_of(text: str) -> str:
             continue
         term = '"' + said.replace('"', "") + '"' + ("*" if word.endswith("*") else "")
         (unwanted if minus else wanted).append(term)
+
     if not wanted:
         return ""
+
     return " AND ".join(wanted) + "".join(f" NOT {term}" for term in unwanted)
 
 
@@ -456,10 +486,12 @@ def _snippet(said: str, text: str) -> tuple[str, ...]:
     words = [word for word in words if word]
     if not words:
         return ()
+
     pattern = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
     first = pattern.search(said)
     if first is None:  # the search knows other forms of letters than this does
         return (said[:SNIPPET],)
+
     start = max(0, first.start() - SNIPPET // 3)
     shown = said[start : start + SNIPPET]
     pieces = ["…" if start else ""]
@@ -468,6 +500,7 @@ def _snippet(said: str, text: str) -> tuple[str, ...]:
         pieces[-1] += shown[end : match.start()]
         pieces += [match[0], ""]
         end = match.end()
+
     pieces[-1] += shown[end:]
     return tuple(pieces)
 

@@ -79,10 +79,12 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
                 )
             if value:
                 choices[name] = value[:200]
+
         ranges = {name: found for name in RANGES if (found := _range(name, query)) is not None}
         order = query.get("order") or "newest"
         if order not in ORDERS:
             raise ConfigError(f"order={order[:50]!r} is unknown: use one of {', '.join(ORDERS)}")
+
         step = query.get("step") or None
         return cls(
             step=None if step is None else int(_number("step", step)),
@@ -101,6 +103,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         for name, (low, high) in self.ranges.items():
             keys |= {f"{name}_from": exact(low)} if math.isfinite(low) else {}
             keys |= {f"{name}_to": exact(high)} if math.isfinite(high) else {}
+
         keys |= {"step": str(self.step)} if self.step is not None else {}
         keys |= {"task": self.task} if self.task else {}
         keys |= {"q": self.text} if self.text else {}
@@ -128,7 +131,8 @@ def _after(text: str) -> tuple[float, int] | None:
 
 
 def _range(name: str, query: Mapping[str, str]) -> tuple[float, float] | None:
-    low, high = query.get(f"{name}_from", ""), query.get(f"{name}_to", "")
+    low = query.get(f"{name}_from", "")
+    high = query.get(f"{name}_to", "")
     if not low and not high:
         return None
     return (

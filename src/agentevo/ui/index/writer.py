@@ -62,7 +62,9 @@ class Writer:
         *,
         max_text_bytes: int = MAX_TEXT_BYTES,
     ) -> None:
-        self._db, self._rewards, self._max_bytes = connection, rewards, max_text_bytes
+        self._db = connection
+        self._rewards = rewards
+        self._max_bytes = max_text_bytes
         self._words = {
             row["text"]: row["number"] for row in self._db.execute("SELECT * FROM words")
         }
@@ -79,6 +81,7 @@ class Writer:
                 row["text"]: row["number"] for row in self._db.execute("SELECT * FROM words")
             }
             raise
+
         self._db.execute("COMMIT")
 
     def fact(self, name: str) -> Any:
@@ -91,7 +94,8 @@ class Writer:
     def put(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Writes (seq, summary) of rows as the store has them now; what is there already stays."""
         self._forget_clashes(rows)
-        change, tasks = self._next_change(), self._numbers_of_tasks(rows)
+        change = self._next_change()
+        tasks = self._numbers_of_tasks(rows)
         given = [
             self._values(seq, row) | {"task": tasks[row.task_id], "change": change}
             for seq, row in rows
@@ -103,18 +107,21 @@ class Writer:
         self._db.executemany(
             "INSERT OR IGNORE INTO tasks (id) VALUES (?)", [(name,) for name in names]
         )
+
         found: dict[str, int] = {}
         for start in range(0, len(names), 500):
             some = names[start : start + 500]
             marks = ", ".join("?" * len(some))
             query = f"SELECT id, number FROM tasks WHERE id IN ({marks})"
             found.update((row["id"], row["number"]) for row in self._db.execute(query, some))
+
         return found
 
     def _forget_clashes(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Another row that has the number of one of these is gone from the store."""
         if not rows:
             return
+
         there = self._db.execute(
             "SELECT place, id, seq FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
             (rows[0][0], rows[-1][0]),
@@ -146,6 +153,7 @@ class Writer:
             number = len(self._words)
             self._db.execute("INSERT INTO words VALUES (?, ?)", (number, text))
             self._words[text] = number
+
         return number
 
     def bury(self, places: Iterable[int]) -> None:
@@ -160,13 +168,15 @@ class Writer:
 
     def read(self, rows: Sequence[tuple[int, Derived, TaskWords]]) -> None:
         """Writes (place, what was read out of the turns, what the task is counted under)."""
-        change, has_room = self._next_change(), self.has_room()
+        change = self._next_change()
+        has_room = self.has_room()
         for place, found, _ in rows:
             self._forget_text(place)
             if has_room:
                 self._db.execute("INSERT INTO texts VALUES (?, ?)", (place, found.text))
                 text = unpacked(found.text)
                 self._db.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (place, text))
+
         self._db.executemany(
             "UPDATE attempts SET is_read = 1, lowest_logprob = ?, mean_logprob = ?, "
             "lowest_version = ?, kind = ?, difficulty = ?, change = ? WHERE place = ?",
