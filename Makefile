@@ -2,7 +2,8 @@
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
-#   JOBS              processes that run the tests, each on one core (2)
+#   JOBS              processes that run the quick tests, which compute (2)
+#   JOBS_ALL          processes that run all tests, half of which wait for others (4)
 #   SOAK              arguments of the soak, e.g. SOAK="--minutes 60 --out benchmarks/results/soak.json"
 #   TORCH_INDEX_ARGS  extra arguments for installing torch. On a machine without a GPU, where pip would fetch the large CUDA build:
 #                       make quickstart TORCH_INDEX_ARGS="--index-url https://download.pytorch.org/whl/cpu"
@@ -10,11 +11,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+JOBS_ALL ?= 4
 TORCH_INDEX_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Byte code is kept whatever the machine says: hundreds of processes import the same packages.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE -u PYTHONUNBUFFERED OMP_NUM_THREADS=1 $(BIN)/python -m pytest --hypothesis-profile quick
 
 .PHONY: quickstart test test-all test-examples test-gpu test-vllm test-trackers soak hosts bench lint venv
 
@@ -22,17 +25,17 @@ quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
 	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
 
-# Minutes: all but what is marked `slow`.
+# What a person waits for: four minutes.
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow" --hypothesis-profile quick
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal -m "not slow and not soak"
 
-# As CI runs it: whole runs, killed processes, measured memory.
+# As CI runs it: whole runs, killed processes, measured memory, too.
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "not examples"
+	$(PYTEST) --numprocesses $(JOBS_ALL) --dist worksteal -m "not soak and not examples"
 
 # The examples, for a step each. Those of other frameworks have fifteen environments (build/frameworks), which take minutes, so CI does without.
 test-examples: $(VENV)/.dev
-	$(PYTEST) -m examples
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m examples
 
 # What needs a CUDA GPU: kernels, steps, the engine and runs there against the CPU. Minutes, most of which PyTorch compiles.
 test-gpu: $(VENV)/.dev
@@ -64,8 +67,10 @@ build/trackers/%/.installed: tests/trackers/requirements/%.txt
 	build/trackers/$*/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
-# Hours: 500 kills of each part, then twenty minutes of everything with kills of anything, and two runs of `wait` (docs/faults.md).
+# Hours: every single case and all examples of properties, programs started cold; 500 kills of each part, then twenty minutes
+# of everything with kills of anything, and two runs of `wait` (docs/faults.md).
 soak: $(VENV)/.dev
+	OMP_NUM_THREADS=1 AGENTEVO_COLD=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not examples"
 	AGENTEVO_FAULT_KILLS=500 $(BIN)/python -m pytest -s tests/faults
 	PYTHONPATH=tests/support $(BIN)/python tests/faults/soak.py $(SOAK)
 	$(BIN)/python tests/faults/wait_twice.py
@@ -73,7 +78,7 @@ soak: $(VENV)/.dev
 # Minutes, as root: a run over network namespaces as hosts, whose links are slow, cut and come back (docs/faults.md).
 hosts: $(VENV)/.dev
 	$(PIP) install --quiet 'moto[server]' s3fs
-	$(PYTEST) tests/processes/test_hosts.py tests/processes/test_elastic.py
+	$(PYTEST) --numprocesses $(JOBS) tests/processes/test_hosts.py tests/processes/test_elastic.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py

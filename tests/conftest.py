@@ -51,7 +51,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, and in 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["run_fixtures", "server_fixtures"]
-warm_processes.install()
+if "AGENTEVO_COLD" not in os.environ:
+    warm_processes.install()
 
 # The same examples every time, so that nobody's change is refused for what another one left; a
 # search for new ones is AGENTEVO_RANDOM=1.
@@ -80,13 +81,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _warm_or_cold(request: pytest.FixtureRequest) -> Iterator[None]:
+def _start_warm_or_cold(request: pytest.FixtureRequest) -> Iterator[None]:
     """Programs start by a fork of a process that has everything imported, but in a test that is
-    marked `cold_start`."""
-    is_cold = request.node.get_closest_marker("cold_start") is not None
-    warm_processes.start_warm(not is_cold)
-    yield
-    warm_processes.start_warm(True)
+    marked `cold_start`, and in `make soak`."""
+    if request.node.get_closest_marker("cold_start") is None:
+        yield
+    else:
+        warm_processes.start_warm(False)
+        yield
+        warm_processes.start_warm(True)
 
 
 VOCABULARY = 97

@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -357,17 +358,20 @@ def _entries(path: str) -> list[str]:
 def _open_streams(unbuffered: bool) -> None:
     """`sys.stdin`, `sys.stdout` and `sys.stderr`, as an interpreter opens them."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = open(  # noqa: SIM115 (open for as long as the program runs)
+        is_written = number > 0
+        raw = open(  # noqa: SIM115 (open for as long as the program runs)
             number,
-            "r" if number == 0 else "w",
-            encoding="utf-8",
-            errors="backslashreplace" if number == 2 else "strict",
+            "wb" if is_written else "rb",
+            buffering=0 if is_written and unbuffered else -1,
             closefd=False,
         )
-        if number:
-            by_line = not unbuffered and (number == 2 or os.isatty(number))
-            stream.reconfigure(line_buffering=by_line, write_through=unbuffered)
-
+        stream = io.TextIOWrapper(
+            raw,
+            encoding="utf-8",
+            errors="backslashreplace" if number == 2 else "strict",
+            line_buffering=is_written and not unbuffered and (number == 2 or os.isatty(number)),
+            write_through=is_written and unbuffered,
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import cache
+from io import TextIOWrapper
 from typing import Annotated, Any, cast
 
 import typer
@@ -121,7 +122,11 @@ app.add_typer(launch.launch, name="launch")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. As the process's own command (without `argv`) it
-    ends the process soon, whatever of a user's code would keep it."""
+    ends the process soon, whatever of a user's code would keep it, and a pipe or a log file gets
+    each line when it is printed: the URL of a dashboard, say."""
+    if argv is None and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
     code = _run(sys.argv[1:] if argv is None else list(argv))
     if argv is None:
         end_soon(code)
