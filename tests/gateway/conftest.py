@@ -24,7 +24,7 @@ class Opened:
     def __init__(self, gateway: Gateway, make_policy: Any) -> None:
         self.gateway = gateway
         self.policy = make_policy
-        self.http = httpx.AsyncClient(timeout=60)
+        self.http = httpx.AsyncClient(timeout=300)
 
     async def post(self, policy: Policy, body: Any, path: str = "/chat/completions", **more: Any):
         key = {"Authorization": f"Bearer {policy.api_key}"}

@@ -28,20 +28,20 @@ def sampler_of(gateway):
 
     thread = threading.Thread(target=lambda: asyncio.run(live()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
 
     try:
         yield bridge[0]
     finally:
         with contextlib.suppress(RuntimeError):
             bridge[0].sampler.call_soon_threadsafe(stop[0].set)
-        thread.join(10)
+        thread.join(300)
 
 
 def crossed(test):
     async def work():
         with sampler_of(asyncio.get_running_loop()) as bridge:
-            return await asyncio.wait_for(test(bridge), 10)
+            return await asyncio.wait_for(test(bridge), 300)
 
     return asyncio.run(work())
 

@@ -103,7 +103,7 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
 
         async def look(version):
             publishing = asyncio.ensure_future(sender.publish(version))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while source.announced() is None or source.announced().version < version:
                     await asyncio.sleep(0.01)
                 looking = asyncio.ensure_future(follower.look())
@@ -151,12 +151,12 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
     async def work():
         await sender.begin(1)
         following = asyncio.ensure_future(follower.follow(0.01))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not list((folder / "asks").glob("*.json")):
                 await asyncio.sleep(0.01)
 
         following.cancel()
-        await asyncio.wait([following], timeout=60)
+        await asyncio.wait([following], timeout=300)
         assert following.cancelled()
 
     asyncio.run(work())  # which waits for the thread

@@ -140,7 +140,7 @@ def test_the_event_loop_goes_on_while_a_grammar_is_compiled(monkeypatch):
     begin = Grammars.begin
 
     def slow(self, *args):
-        assert reached.wait(20)
+        assert reached.wait(300)
         return begin(self, *args)
 
     monkeypatch.setattr(Grammars, "begin", slow)

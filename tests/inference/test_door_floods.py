@@ -40,7 +40,7 @@ def flood(tmp_path, number: int) -> None:
                 await other.generate([1], SamplingParams(), None, SOON_S)
                 assert time.monotonic() - begun < SOON_S
 
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 while len(door.engine.released) < min(number, 60_000):
                     await asyncio.sleep(0.01)
             assert door.engine.most_tasks < 50, door.engine.most_tasks

@@ -29,7 +29,7 @@ def llama(random_model):
 
 async def until(condition) -> None:
     """Gives the engine steps until the condition holds."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0)
 

@@ -49,7 +49,7 @@ def ask_all(engine: TorchEngine) -> list[asyncio.Task]:
 
 
 async def until_generated(engine: TorchEngine, tokens: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while engine.stats()["engine/generated_tokens"] < tokens:
             await asyncio.sleep(0)
 

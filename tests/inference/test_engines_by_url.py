@@ -79,7 +79,7 @@ def test_announced_engines_and_those_by_url_are_known_together(tmp_path):
             )
             stack.push_async_callback(client.close)
 
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while client.stats()["engine/engines"] < 2:
                     await client.refresh()
                     await asyncio.sleep(0.02)

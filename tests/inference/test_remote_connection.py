@@ -350,7 +350,7 @@ def test_what_is_no_list_of_requests_ends_the_connection_with_the_reason(tmp_pat
                 ) as websocket:
                     await websocket.send(frame)
                     with pytest.raises(ConnectionClosed) as raised:
-                        await asyncio.wait_for(to_the_end(websocket), 10)
+                        await asyncio.wait_for(to_the_end(websocket), 300)
                     assert raised.value.rcvd.code == 1003
                     assert "no list of requests" in raised.value.rcvd.reason
 

@@ -69,7 +69,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
 
         try:
             async with httpx.AsyncClient(
-                base_url=base, headers=secret.header(), timeout=60
+                base_url=base, headers=secret.header(), timeout=300
             ) as client:
                 yield SimpleNamespace(
                     http=client, store=store, engine=engine, sessions=sessions, notes=notes

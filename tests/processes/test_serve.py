@@ -68,7 +68,7 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
         assert found.ids == run.expected(7, LONG[:1])[0]
 
         engines.signal("early", signal.SIGTERM)
-        process.join(30)
+        process.join(300)
         assert process.exitcode == 0
         assert [path.name for path in (run.folder / "engines").iterdir()] == ["secret"]
 
@@ -353,7 +353,7 @@ def test_an_engine_ends_with_the_process_that_started_it(run, engines):
     process = engines.start(
         "orphan", parent=os.getpid()
     )  # its parent is the fork server, not this process
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
     assert names(run) == []
 
@@ -371,7 +371,7 @@ def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(
     assert [one.pid for one in run.directory.living(5.0)] == [first.pid]
 
     engines.signal("a", signal.SIGKILL)
-    first.join(30)
+    first.join(300)
     second = engines.start("a")
     wait_for(
         lambda: [one.pid for one in run.directory.living(60.0)] == [second.pid],

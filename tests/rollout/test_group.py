@@ -19,7 +19,7 @@ from agentevo.rollout.group import LOOK_S, Attempt
 from agentevo.types import Message, SamplingParams, Task, Trajectory
 
 LIMIT_S = 1.0
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Longest wait for what must happen, on a machine that does other things, too."""
 QUESTION = [Message("user", "Go on.")]
 

@@ -32,7 +32,7 @@ def nothing_tried(monkeypatch):
 
 def run(work):
     async def within():
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             return await work()
 
     return asyncio.run(within())

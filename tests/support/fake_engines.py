@@ -111,6 +111,6 @@ async def ask(client: RemoteEngine, session: str | None = None, deadline_s: floa
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)

@@ -221,7 +221,7 @@ def test_a_server_that_is_ending_has_ended_when_its_tools_are_closed():
                 pass
 
         first = asyncio.create_task(attempt())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not servers():
                 await asyncio.sleep(0.01)
 
