@@ -93,13 +93,13 @@ def played(loaded, chat, scripted_engine):
             name=task.id,
             seed=1,
             context_length=256,
-            timeout_s=20,
+            timeout_s=300,
             calls=AttemptCalls(recorded, task.id),
         )
         policy = Policy(conversation, gateway)
         return Attempt(FunctionAgent(agent.run), task, policy, name=task.id, limit_s=limit_s)
 
-    def play(command, *, tasks=TASKS, limit_s=20.0, cut=None, **options):
+    def play(command, *, tasks=TASKS, limit_s=300.0, cut=None, **options):
         attempts = []
 
         async def work():

@@ -26,10 +26,10 @@ ASKED = [Message("user", "Go on.")]
 def attempt_of(loaded, chat, scripted_engine):
     """Makes one attempt of an agent function at a task, with the policy's words."""
 
-    def make(function, *, door=None, limit_s=20.0, words=("left",) * 9):
+    def make(function, *, door=None, limit_s=300.0, words=("left",) * 9):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, list(words))
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=20
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         policy = Policy(conversation, door)
         return Attempt(
@@ -194,7 +194,7 @@ def test_an_attempt_that_is_cut_lets_go_of_its_thread(attempt_of):
     async def work():
         attempt = attempt_of(run)
         running = asyncio.create_task(attempt.run(task_id="t", group_id="g", number=0))
-        await asyncio.to_thread(began.wait, 20)
+        await asyncio.to_thread(began.wait, 300)
         attempt.cut("cut")
         return await running
 

@@ -127,10 +127,10 @@ def test_giving_up_cancels_the_work():
                 cancelled.set()
 
         answer = bridge.submit(work(), contextvars.copy_context())
-        assert await asyncio.to_thread(begun.wait, 5)
+        assert await asyncio.to_thread(begun.wait, 300)
 
         answer.cancel()
-        return await asyncio.to_thread(cancelled.wait, 5)
+        return await asyncio.to_thread(cancelled.wait, 300)
 
     assert crossed(test)
 

@@ -220,7 +220,7 @@ def door():
     stop = []
 
     async def live():
-        gateway = Gateway(GatewaySection(max_body_mb=0.1), model="tiny", timeout_s=60.0)
+        gateway = Gateway(GatewaySection(max_body_mb=0.1), model="tiny", timeout_s=300.0)
         conversation = Conversation(
             SaysLeft(ids),
             chat,
@@ -228,7 +228,7 @@ def door():
             name="a",
             seed=5,
             context_length=4096,
-            timeout_s=60.0,
+            timeout_s=300.0,
         )
         policy = Policy(conversation, gateway)
         stop.append(asyncio.Event())

@@ -99,7 +99,7 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
         await engine.begin(NO_VERSION)
         sender = BroadcastSender(tmp_path / "weights", model, note=sent.append)
         source = BroadcastSource(tmp_path / "weights", torch.device("cpu"))
-        follower = Follower(source, engine, "continue", deadline_s=60, note=notes.append)
+        follower = Follower(source, engine, "continue", deadline_s=300, note=notes.append)
 
         async def look(version):
             publishing = asyncio.ensure_future(sender.publish(version))
@@ -128,7 +128,7 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
         assert await look(2)
 
         found = await engine.generate(
-            [3, 5, 8], SamplingParams(max_new_tokens=4, temperature=0), deadline_s=60
+            [3, 5, 8], SamplingParams(max_new_tokens=4, temperature=0), deadline_s=300
         )
         alone = await _alone(model, made, found.ids)
         assert found.ids == alone.ids and set(found.versions) == {2}
@@ -146,7 +146,7 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engine = SimpleNamespace(version=NO_VERSION)
     source = BroadcastSource(folder, torch.device("cpu"))
-    follower = Follower(source, engine, "continue", deadline_s=60, note=notes.append)
+    follower = Follower(source, engine, "continue", deadline_s=300, note=notes.append)
 
     async def work():
         await sender.begin(1)
@@ -192,5 +192,5 @@ async def _alone(model, made, ids):
     engine = TorchEngine(model, config=made.engine)
     await engine.begin(2)
     return await engine.generate(
-        [3, 5, 8], SamplingParams(max_new_tokens=len(ids), temperature=0), deadline_s=60
+        [3, 5, 8], SamplingParams(max_new_tokens=len(ids), temperature=0), deadline_s=300
     )

@@ -212,7 +212,7 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
     async def follower():
         engine = TorchEngine(copy.deepcopy(model), config=config.engine)
         await engine.begin(NO_VERSION)
-        return Follower(weights, engine, "continue", deadline_s=10, note=log.append)
+        return Follower(weights, engine, "continue", deadline_s=300, note=log.append)
 
     def damaged(said):
         return [note for note in said if "was damaged after it was published" in note]

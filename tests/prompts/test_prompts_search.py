@@ -215,7 +215,7 @@ def words(tmp_path: Path) -> Iterator[Any]:
     (tmp_path / "teller.py").write_text(AGENT)
     model = Words()
     with RemoteServer(model) as server:
-        remote = {"base_url": server.base_url, "model": "m", "max_tries": 1, "deadline_s": 20}
+        remote = {"base_url": server.base_url, "model": "m", "max_tries": 1, "deadline_s": 300}
         yield partial(_words, tmp_path, server, remote), server, model, tmp_path / "out"
     agents._items.pop("teller", None)
 

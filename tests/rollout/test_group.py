@@ -119,10 +119,10 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
 
     async def work():
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=60
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         attempt = Attempt(
-            FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=60
+            FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
         )
         return await attempt.run(task_id="t", group_id="g", number=0)
 

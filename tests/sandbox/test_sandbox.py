@@ -174,7 +174,7 @@ def test_a_program_ends_with_all_that_it_started(opened: OpenSandbox) -> None:
 
     async def use(sandbox: Sandbox) -> Any:
         await sandbox.write_file("daemon.py", code)
-        ran = await sandbox.execute(["python", "daemon.py"], deadline_s=20)
+        ran = await sandbox.execute(["python", "daemon.py"], deadline_s=300)
         await asyncio.sleep(1.5)
         return ran, await sandbox.files()
 

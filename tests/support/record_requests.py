@@ -97,7 +97,7 @@ async def record(name: str) -> list[dict[str, Any]]:
     cold_start.GIVES_UP = 0.0
     tokenizer = byte_tokenizer(cold_start.CONTEXT)
     tokenizer.chat_template = cold_start.CHAT_TEMPLATE
-    gateway = Gateway(GatewaySection(), model="policy", timeout_s=60.0)
+    gateway = Gateway(GatewaySection(), model="policy", timeout_s=300.0)
     teacher = {"opens": cold_start.open_box, "says": str}
     teacher |= getattr(importlib.import_module(name), "TEACHER", {})
     conversation = cold_start.TaughtConversation(ChatFormat(tokenizer), TASK, **teacher)

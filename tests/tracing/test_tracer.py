@@ -279,7 +279,7 @@ def test_an_exporter_is_opened_while_the_run_goes_on() -> None:
             opened.set()
 
     async def play(log: CallLog) -> None:
-        assert await asyncio.to_thread(opened.wait, 60)
+        assert await asyncio.to_thread(opened.wait, 300)
 
     played(make(Opens()), play)
 
