@@ -16,8 +16,6 @@ from agentevo.processes import sample as sample_module
 from agentevo.store import RetryPolicy, open_store
 from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def oldest(trajectory: Trajectory) -> int:
     return min(version for turn in trajectory.turns for version in turn.versions)
