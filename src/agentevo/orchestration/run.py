@@ -40,7 +40,7 @@ from agentevo.orchestration.components import (
     open_components,
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
-from agentevo.orchestration.progress import summary_of
+from agentevo.orchestration.progress import summary_of, write_summary
 from agentevo.orchestration.ranks import Ranks, follow, follows, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
@@ -55,7 +55,6 @@ from agentevo.runs.creation import check_folder, kind_of, new_folder, write_conf
 from agentevo.runs.identity import confirm_run
 from agentevo.runs.resume_rules import check_resume, note_changes
 from agentevo.runs.shared_store import check_store
-from agentevo.runs.summary import write_summary
 from agentevo.signals import STOPPING, end_stopped, stop_on_interrupt
 from agentevo.tracing import check_tracing
 from agentevo.training.checkpoint import Checkpoints
