@@ -341,12 +341,14 @@ class Leader:
                 ),
             )
 
-    def make(self, name: str, *given: Any, local: Callable[..., Any] | None = None) -> Led:
+    def make(self, name: str, *arguments: Any, local: Callable[..., Any] | None = None) -> Led:
         """A trainer that all processes make (learners.py). `local` makes this process's, where it
         is to have more than theirs."""
-        self.ranks.tell(name, "make", *given)
+        self.ranks.tell(name, "make", *arguments)
         learner = (
-            make_learner(self._config, name, self._model, self._tokenizer, self.ranks.share, *given)
+            make_learner(
+                self._config, name, self._model, self._tokenizer, self.ranks.share, *arguments
+            )
             if local is None
             else local(self._model)
         )
@@ -383,8 +385,7 @@ class Led:
         """The call by all. `here`: what stands for the arguments on this process."""
         with self._leader.log.call(f"{self.name} {name}"):
             self._leader.ranks.tell(self.name, name, *arguments, **options)
-            given = arguments if here is None else here
-            return getattr(self._learner, name)(*given, **options)
+            return getattr(self._learner, name)(*(arguments if here is None else here), **options)
 
     @property
     def optimization(self) -> Optimization:
@@ -413,11 +414,12 @@ class Led:
     ) -> PreparedBatch:
         """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
         alone."""
-        given = (list(trajectories), dict(baselines))
+        attempts = list(trajectories)
+        by_task = dict(baselines)
         if self.name == "preferences":
-            prepared = self._learner.prepare(*given, version=version, bound=bound)
+            prepared = self._learner.prepare(attempts, by_task, version=version, bound=bound)
         else:
-            prepared = self._all("prepare", *given, version=version, bound=bound)
+            prepared = self._all("prepare", attempts, by_task, version=version, bound=bound)
         return cast(PreparedBatch, prepared)
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:
