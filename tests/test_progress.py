@@ -11,7 +11,7 @@ import pytest
 
 from agentevo import progress
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class Terminal(io.StringIO):

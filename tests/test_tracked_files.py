@@ -23,7 +23,7 @@ def tracked() -> dict[str, str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     if listing.returncode != 0:
         pytest.skip("this tree is no git checkout")

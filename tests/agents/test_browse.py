@@ -55,7 +55,7 @@ def told(scripted_engine):
         form = ChatFormat(tokenizer)
         engine = scripted_engine(tokenizer, form.end_of_turn_id, [words, "blue"])
         conversation = Conversation(
-            engine, form, SamplingParams(), name="a", seed=1, context_length=65536, timeout_s=60
+            engine, form, SamplingParams(), name="a", seed=1, context_length=65536, timeout_s=300
         )
         sections = {
             name: RemoteModelSection(model="m", base_url=server.base_url, max_tries=1)

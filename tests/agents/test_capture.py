@@ -24,25 +24,25 @@ BODY = {"messages": []}
 
 def by_urllib(url):
     request = urllib.request.Request(url, b'{"messages": []}', {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         answer.read()
     assert not request.has_header(capture.HEADER.capitalize())
 
 
 def by_urllib_text(url):
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=300) as answer:
         answer.read()
 
 
 def by_httpx(url, package="httpx"):
-    with importlib.import_module(package).Client(trust_env=False, timeout=20) as client:
+    with importlib.import_module(package).Client(trust_env=False, timeout=300) as client:
         client.post(url, json=BODY)
 
 
 def by_async_httpx(url, package="httpx"):
     async def work():
         async with importlib.import_module(package).AsyncClient(trust_env=False) as client:
-            await client.post(url, json=BODY, timeout=20)
+            await client.post(url, json=BODY, timeout=300)
 
     asyncio.run(work())
 
@@ -61,7 +61,7 @@ def by_async_httpx2(url):
 
 
 def by_requests(url):
-    importlib.import_module("requests").post(url, json=BODY, timeout=20)
+    importlib.import_module("requests").post(url, json=BODY, timeout=300)
 
 
 def by_aiohttp(url):
@@ -151,7 +151,7 @@ def test_attempts_at_once_are_told_apart(gateway):
 
     async def attempt(key):
         with captured(gateway.url, key):
-            async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+            async with httpx.AsyncClient(trust_env=False, timeout=300) as client:
                 for _ in range(3):
                     await client.post(url, json={"key": key})
                 await asyncio.to_thread(by_urllib, url + "/thread")
@@ -181,7 +181,7 @@ def test_threads_belong_to_the_attempt_that_started_them(gateway):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(300)
 
     assert sessions(gateway) == ["key-a", "key-a"]
     assert "run" not in vars(threads[0])
@@ -192,12 +192,12 @@ def test_a_pool_serves_whoever_submits(gateway):
     with ThreadPoolExecutor(1) as pool:
         for key in ("key-a", "key-b"):
             with captured(gateway.url, key):
-                pool.submit(by_urllib_text, gateway.url).result(20)
+                pool.submit(by_urllib_text, gateway.url).result(300)
 
         with captured(gateway.url, "key-c"), untracked():
-            pool.submit(by_urllib_text, gateway.url).result(20)
+            pool.submit(by_urllib_text, gateway.url).result(300)
 
-        pool.submit(by_urllib_text, gateway.url).result(20)
+        pool.submit(by_urllib_text, gateway.url).result(300)
         with captured(gateway.url, "key-d"):
             asyncio.run(in_executor(pool, gateway.url))
 
@@ -208,9 +208,9 @@ def test_forked_processes_are_nobodys(gateway):
     """A pool of them that one attempt has started serves others."""
     with captured(gateway.url, "key-a"):
         pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
-        pool.submit(by_urllib_text, gateway.url).result(20)
+        pool.submit(by_urllib_text, gateway.url).result(300)
     with captured(gateway.url, "key-b"), pool:
-        pool.submit(by_httpx, gateway.url).result(20)
+        pool.submit(by_httpx, gateway.url).result(300)
     assert sessions(gateway) == [None, None]
 
 
@@ -220,7 +220,7 @@ def reusable(name, url):
         request = urllib.request.Request(url, b"{}", {"content-type": "application/json"})
 
         def send():
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 answer.read()
             return request
 
@@ -229,15 +229,15 @@ def reusable(name, url):
     if name == "requests":
         requests = pytest.importorskip("requests")
         request = requests.Request("POST", url, json=BODY).prepare()
-        return request, lambda: requests.Session().send(request, timeout=20).request
+        return request, lambda: requests.Session().send(request, timeout=300).request
 
-    client = httpx.Client(trust_env=False, timeout=20)
+    client = httpx.Client(trust_env=False, timeout=300)
     request = client.build_request("POST", url, json=BODY)
     if name == "httpx":
         return request, lambda: client.send(request).request
 
     async def sent():
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=300) as client:
             return (await client.send(request)).request
 
     return request, lambda: asyncio.run(sent())

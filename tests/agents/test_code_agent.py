@@ -44,7 +44,7 @@ def played(scripted_engine):
         chat = ChatFormat(tokenizer)
         engine = scripted_engine(tokenizer, chat.end_of_turn_id, words)
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=8192, timeout_s=60
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=8192, timeout_s=300
         )
         agent = CodeAgent(CodeAgentSection(**options))
 
@@ -116,7 +116,7 @@ def test_tools_are_functions_of_the_code(played):
 
 
 def test_code_that_hangs_or_dies_costs_its_turn(played):
-    sandbox = SandboxSection(timeout_s=10)
+    sandbox = SandboxSection(timeout_s=300)
     _, told, _ = played(
         block("x = 1\nimport os; os._exit(3)"),
         block("x"),
@@ -164,7 +164,7 @@ def test_files_of_the_task_are_there_and_those_of_the_code_are_kept(played):
 def test_files_are_kept_as_they_were_before_the_sandbox_was_lost(played):
     task = Task(id="t", query="Count.", metadata={"files": {"in.txt": "7"}})
     flood = "import os\nfor n in range(9000): open(f'f{n}', 'w').close()\nwhile True: pass"
-    sandbox = SandboxSection(max_files=500, timeout_s=60)
+    sandbox = SandboxSection(max_files=500, timeout_s=300)
     _, told, _ = played(
         block("open('kept', 'w').write('1')"),
         block(flood),

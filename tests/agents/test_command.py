@@ -33,7 +33,7 @@ def post(url, body):
     key = os.environ["OPENAI_API_KEY"]
     headers = {"content-type": "application/json", "authorization": "Bearer " + key}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 
 def ask():
@@ -93,13 +93,13 @@ def played(loaded, chat, scripted_engine):
             name=task.id,
             seed=1,
             context_length=256,
-            timeout_s=20,
+            timeout_s=300,
             calls=AttemptCalls(recorded, task.id),
         )
         policy = Policy(conversation, gateway)
         return Attempt(FunctionAgent(agent.run), task, policy, name=task.id, limit_s=limit_s)
 
-    def play(command, *, tasks=TASKS, limit_s=20.0, cut=None, **options):
+    def play(command, *, tasks=TASKS, limit_s=300.0, cut=None, **options):
         attempts = []
 
         async def work():
@@ -109,7 +109,7 @@ def played(loaded, chat, scripted_engine):
             def on_call(key):
                 attempt = next(a for a in attempts if a.policy.api_key == key)
                 asking = attempt.policy.generate(ASKED)
-                asyncio.run_coroutine_threadsafe(asking, loop).result(20)
+                asyncio.run_coroutine_threadsafe(asking, loop).result(300)
 
             with FakeGateway(on_call) as play.gateway:
                 attempts.extend(attempt_of(agent, task, play.gateway, limit_s) for task in tasks)

@@ -184,7 +184,7 @@ def play(chat, scripted_engine):
                 name="a",
                 seed=0,
                 context_length=context_length,
-                timeout_s=120,
+                timeout_s=300,
             )
         )
         agent = EnvironmentAgent(section, lambda: Corridor(CorridorConfig(max_actions=max_actions)))
@@ -417,7 +417,7 @@ def test_a_thought_that_the_template_opens_belongs_to_the_answer(answer_format, 
     says = [f"Left or <answer>Left</answer>?</think>\n\n{action}", "only a thought", action]
     engine = scripted_engine(chat.tokenizer, chat.end_of_turn_id, says)
     conversation = Conversation(
-        engine, chat, SamplingParams(), name="a", seed=0, context_length=4096, timeout_s=120
+        engine, chat, SamplingParams(), name="a", seed=0, context_length=4096, timeout_s=300
     )
 
     section = EnvironmentAgentSection(format=answer_format, max_turns=3)

@@ -17,7 +17,7 @@ from agentevo.config import EnvironmentAgentSection
 from agentevo.errors import EnvironmentFailure, OverreachError
 from agentevo.types import Message, Task
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Longest wait for what must happen, on a machine that does other things, too."""
 
 

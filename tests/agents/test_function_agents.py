@@ -26,10 +26,10 @@ ASKED = [Message("user", "Go on.")]
 def attempt_of(loaded, chat, scripted_engine):
     """Makes one attempt of an agent function at a task, with the policy's words."""
 
-    def make(function, *, door=None, limit_s=20.0, words=("left",) * 9):
+    def make(function, *, door=None, limit_s=300.0, words=("left",) * 9):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, list(words))
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=20
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         policy = Policy(conversation, door)
         return Attempt(
@@ -131,7 +131,7 @@ def test_a_function_that_hangs_costs_its_attempt(played):
     errors = []
 
     def run(task, policy):
-        goes_on.wait(20)
+        goes_on.wait(300)
         try:
             policy.generate(ASKED)
         except Exception as error:  # noqa: BLE001
@@ -147,14 +147,14 @@ def test_a_function_that_hangs_costs_its_attempt(played):
 
     (thread,) = [one for one in threading.enumerate() if one.name == "agent"]
     goes_on.set()
-    thread.join(20)
+    thread.join(300)
     assert [str(error) for error in errors] == ["the run of the attempt a is over"]
 
 
 def test_too_many_that_hang_are_refused(played, monkeypatch):
     monkeypatch.setattr(daemon_threads, "MAX_LEFT", 2)
     goes_on = threading.Event()
-    errors = [played(lambda task, policy: goes_on.wait(20), limit_s=0.05).error for _ in range(3)]
+    errors = [played(lambda task, policy: goes_on.wait(300), limit_s=0.05).error for _ in range(3)]
     assert errors[1].startswith("the episode took longer")
     assert errors[2].startswith("AgentEvoError: 2 agents of attempts that have ended still run")
 
@@ -189,12 +189,12 @@ def test_an_attempt_that_is_cut_lets_go_of_its_thread(attempt_of):
 
     def run(task, policy):
         began.set()
-        goes_on.wait(20)
+        goes_on.wait(300)
 
     async def work():
         attempt = attempt_of(run)
         running = asyncio.create_task(attempt.run(task_id="t", group_id="g", number=0))
-        await asyncio.to_thread(began.wait, 20)
+        await asyncio.to_thread(began.wait, 300)
         attempt.cut("cut")
         return await running
 
@@ -204,7 +204,9 @@ def test_an_attempt_that_is_cut_lets_go_of_its_thread(attempt_of):
 
 
 def call(url):
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/chat", b"{}"), timeout=20) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/chat", b"{}"), timeout=300
+    ) as answer:
         return json.load(answer)
 
 
@@ -229,7 +231,7 @@ def test_a_function_with_one_parameter_calls_the_gateway_in_its_attempts_name(
         def on_call(key):
             keys.append(key)
             asking = attempt.policy.generate(ASKED)
-            asyncio.run_coroutine_threadsafe(asking, loop).result(20)
+            asyncio.run_coroutine_threadsafe(asking, loop).result(300)
 
         with FakeGateway(on_call) as gateway:
             function = run if kind == "not async" else run_async
@@ -326,7 +328,7 @@ def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_pol
     def ask(key):
         conversation = asked[0]
         for _ in range(2):
-            asyncio.run_coroutine_threadsafe(conversation.complete(ASKED), loop[0]).result(20)
+            asyncio.run_coroutine_threadsafe(conversation.complete(ASKED), loop[0]).result(300)
         conversation.discard(0)
 
     loop = []
@@ -342,7 +344,7 @@ def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_pol
 
         def post(url, body):
             request = urllib.request.Request(url, json.dumps(body).encode())
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 answer.read()
 
         def play(base_url, reward_url):

@@ -30,7 +30,7 @@ def policy(loaded, chat, scripted_engine):
                 name="a",
                 seed=1,
                 context_length=context_length,
-                timeout_s=120.0,
+                timeout_s=300.0,
             )
         )
 

@@ -32,7 +32,7 @@ def scripted(loaded, chat, scripted_engine):
 
     def make(says, **options):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
-        settings = {"name": "a", "seed": 5, "context_length": 256, "timeout_s": 120.0} | options
+        settings = {"name": "a", "seed": 5, "context_length": 256, "timeout_s": 300.0} | options
         sampling = SamplingParams(max_new_tokens=20, temperature=0.7)
         return engine, Policy(Conversation(engine, chat, sampling, **settings))
 
@@ -95,7 +95,7 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
     engine.generate = watched  # type: ignore[method-assign]
     sampling = SamplingParams(max_new_tokens=7, stop_token_ids=chat.end_ids)
     policy = Policy(
-        Conversation(engine, chat, sampling, name="a", seed=1, context_length=256, timeout_s=120)
+        Conversation(engine, chat, sampling, name="a", seed=1, context_length=256, timeout_s=300)
     )
 
     async def talk():

@@ -62,7 +62,7 @@ def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
     with solo(make) as one:
         for _ in range(MAX_HUNG):
             with pytest.raises(EnvironmentFailure, match=r"hangs: no answer in 0\.1 s"):
-                one.call(lambda environment: go.wait(30))
+                one.call(lambda environment: go.wait(300))
         with pytest.raises(EnvironmentFailure, match="has hung 3 times"):
             one.call(lambda environment: 3)
 

@@ -28,10 +28,10 @@ def played(loaded, chat, scripted_engine):
     def play(agent, texts):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, ["left"] * 4)
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=20
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         policy = Policy(conversation, texts=texts)
-        attempt = Attempt(agent, Task(id="t", query="left?"), policy, name="a", limit_s=20)
+        attempt = Attempt(agent, Task(id="t", query="left?"), policy, name="a", limit_s=300)
         (trajectory,) = run_coroutine(attempt.run(task_id="t", group_id="g", number=0))
         assert trajectory.status == "completed", trajectory.error
         return trajectory

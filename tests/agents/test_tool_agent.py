@@ -59,7 +59,7 @@ def played(scripted_engine):
         chat = ChatFormat(tokenizer)
         engine = scripted_engine(tokenizer, chat.end_of_turn_id, words)
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=4096, timeout_s=60
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=4096, timeout_s=300
         )
         agent = ToolAgent(ToolAgentSection(**{"tools": ("counter",), "max_turns": 6} | options))
 

@@ -302,7 +302,7 @@ def test_the_package_offers_its_names_lazily():
         "name.startswith('agentevo.')])"
     )
     loaded = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300
     )
     assert loaded.stdout.strip() == "[]"
 

@@ -28,7 +28,7 @@ def best_of_5(words: list[str]) -> float:
     best = float("inf")
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=60)
+        subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=300)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     return best
@@ -59,7 +59,7 @@ def test_start_takes_under_half_a_second(words):
 def test_nothing_heavy_is_imported(code):
     check = f"import sys\n{code}\nprint([name for name in {HEAVY!r} if name in sys.modules])"
     loaded = subprocess.run(
-        [sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=300
     )
     assert loaded.stdout.splitlines()[-1] == "[]"
 

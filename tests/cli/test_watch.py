@@ -41,7 +41,7 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
     )
     player.start()
     try:
-        assert playing.wait(60)
+        assert playing.wait(300)
         for _ in range(300):
             out = agentevo("trajectories", "watch", str(folder), "--once").out
             if "tool search" in out:

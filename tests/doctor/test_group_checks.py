@@ -43,7 +43,13 @@ def group(loaded):
 
     async def attempt(number: int) -> Trajectory:
         conversation = Conversation(
-            engine, chat, SAMPLING, name=f"a{number}", seed=number, context_length=256, timeout_s=60
+            engine,
+            chat,
+            SAMPLING,
+            name=f"a{number}",
+            seed=number,
+            context_length=256,
+            timeout_s=300,
         )
         policy = Policy(conversation)
         messages = [Message("user", "left or right?")]
@@ -80,7 +86,7 @@ def test_the_model_serves_the_engine_again_after_the_check(loaded, group):
     trajectories, _ = group
     checks.max_logprob_difference(loaded.model, trajectories[:1], SAMPLING)
     engine = TorchEngine(loaded.model, loaded.tokenizer)
-    completion = asyncio.run(engine.generate([5, 6, 7], SAMPLING, deadline_s=60))
+    completion = asyncio.run(engine.generate([5, 6, 7], SAMPLING, deadline_s=300))
     assert len(completion.ids) == len(completion.logprobs) > 0
 
 

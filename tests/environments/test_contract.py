@@ -199,6 +199,6 @@ def test_importing_the_room_is_light() -> None:
         env={**os.environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr

@@ -232,7 +232,7 @@ class Teacher:
 def test_a_teacher_shows_what_it_has_solved(tmp_path, recipe):
     out = tmp_path / "out"
     with RemoteServer(Teacher(out)) as server:
-        remote = {"base_url": server.base_url, "model": "m", "max_tries": 1, "deadline_s": 60}
+        remote = {"base_url": server.base_url, "model": "m", "max_tries": 1, "deadline_s": 300}
         words = [f"remote_models.big={json.dumps(remote)}", "agent.max_turns=8"]
         shown = {"source": "teacher", "teacher": "big"}
         evolution = read_evolution(

@@ -128,7 +128,7 @@ def played(scripted_engine):
         words = [one.split("<|end|>")[0] for one in shown.split("<|assistant|>")[1:]]
         engine = scripted_engine(tokenizer, chat.end_of_turn_id, words)
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=16384, timeout_s=60
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=16384, timeout_s=300
         )
         policy = Policy(conversation)
 

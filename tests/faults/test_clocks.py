@@ -56,7 +56,7 @@ def test_the_clock_of_leases_is_set(
     learn.start()
     thread.join()
     sample.start()
-    learn.process.join(60.0)
+    learn.process.join(300.0)
 
     assert not learn.process.is_alive(), "\n".join(part.tail(15) for part in parts)
     assert (learn.reap(), sample.end(), serve.end()) == (0, 0, 0)

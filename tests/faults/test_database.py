@@ -75,7 +75,7 @@ def meanwhile(
 
 def killed_while_it_writes(path: str) -> None:
     """Takes the write lock, changes every row, and is_last."""
-    connection = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+    connection = sqlite3.connect(path, timeout=300.0, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("UPDATE tasks SET state = 'poison'")
     connection.execute("DELETE FROM trajectories")
@@ -117,7 +117,7 @@ def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, member
         if not path.exists():
             return False
 
-        connection = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+        connection = sqlite3.connect(path, timeout=300.0, isolation_level=None)
         connection.execute("BEGIN IMMEDIATE")
         time.sleep(2 * SHORT_S)
         connection.execute("ROLLBACK")

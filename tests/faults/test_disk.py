@@ -61,7 +61,7 @@ def fill(folder: Path) -> Path:
     return filler
 
 
-def until(condition: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], what: str, within_s: float = 300.0) -> None:
     ends = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < ends, what

@@ -24,7 +24,7 @@ class Opened:
     def __init__(self, gateway: Gateway, make_policy: Any) -> None:
         self.gateway = gateway
         self.policy = make_policy
-        self.http = httpx.AsyncClient(timeout=60)
+        self.http = httpx.AsyncClient(timeout=300)
 
     async def post(self, policy: Policy, body: Any, path: str = "/chat/completions", **more: Any):
         key = {"Authorization": f"Bearer {policy.api_key}"}
@@ -40,7 +40,7 @@ def gateway_of(loaded, chat, scripted_engine):
         says: Any,
         remote: RemoteModels | None = None,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
         **section: Any,
     ) -> AsyncIterator[Opened]:
         notes: list[str] = []
@@ -54,7 +54,12 @@ def gateway_of(loaded, chat, scripted_engine):
         )
 
         def policy(name: str = "a", **options: Any) -> Policy:
-            settings = {"name": name, "seed": 5, "context_length": 256, "timeout_s": 60.0} | options
+            settings = {
+                "name": name,
+                "seed": 5,
+                "context_length": 256,
+                "timeout_s": 300.0,
+            } | options
             conversation = Conversation(
                 engine, chat, SamplingParams(max_new_tokens=20, temperature=0.7), **settings
             )

@@ -28,20 +28,20 @@ def sampler_of(gateway):
 
     thread = threading.Thread(target=lambda: asyncio.run(live()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(300)
 
     try:
         yield bridge[0]
     finally:
         with contextlib.suppress(RuntimeError):
             bridge[0].sampler.call_soon_threadsafe(stop[0].set)
-        thread.join(10)
+        thread.join(300)
 
 
 def crossed(test):
     async def work():
         with sampler_of(asyncio.get_running_loop()) as bridge:
-            return await asyncio.wait_for(test(bridge), 10)
+            return await asyncio.wait_for(test(bridge), 300)
 
     return asyncio.run(work())
 
@@ -127,10 +127,10 @@ def test_giving_up_cancels_the_work():
                 cancelled.set()
 
         answer = bridge.submit(work(), contextvars.copy_context())
-        assert await asyncio.to_thread(begun.wait, 5)
+        assert await asyncio.to_thread(begun.wait, 300)
 
         answer.cancel()
-        return await asyncio.to_thread(cancelled.wait, 5)
+        return await asyncio.to_thread(cancelled.wait, 300)
 
     assert crossed(test)
 

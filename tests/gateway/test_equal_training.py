@@ -65,7 +65,7 @@ def through_messages(task):
             os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
             json={"model": "policy", "messages": messages, **options},
             headers={"x-api-key": os.environ["ANTHROPIC_API_KEY"]},
-            timeout=60,
+            timeout=300,
         )
         return answer.raise_for_status().json()["content"]
 
@@ -84,7 +84,7 @@ def ask(messages, **options):
     headers = {"content-type": "application/json"}
     headers["authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=300) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 task = json.loads(os.environ["AGENTEVO_TASK"])

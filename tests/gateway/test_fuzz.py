@@ -221,7 +221,7 @@ def door():
     stop = []
 
     async def live():
-        gateway = Gateway(GatewaySection(max_body_mb=0.1), model="tiny", timeout_s=60.0)
+        gateway = Gateway(GatewaySection(max_body_mb=0.1), model="tiny", timeout_s=300.0)
         conversation = Conversation(
             SaysLeft(ids),
             chat,
@@ -229,7 +229,7 @@ def door():
             name="a",
             seed=5,
             context_length=4096,
-            timeout_s=60.0,
+            timeout_s=300.0,
         )
         policy = Policy(conversation, gateway)
         stop.append(asyncio.Event())
@@ -240,18 +240,18 @@ def door():
 
     thread = threading.Thread(target=lambda: asyncio.run(live()))
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(300)
 
     loop, key, url = opened
     host, _, port = url.split("//")[1].split("/")[0].partition(":")
     yield host, int(port), key
     loop.call_soon_threadsafe(stop[0].set)
-    thread.join(30)
+    thread.join(300)
 
 
 def ask(door, path, body: bytes):
     host, port, key = door
-    connection = http.client.HTTPConnection(host, port, timeout=20)
+    connection = http.client.HTTPConnection(host, port, timeout=300)
     try:
         connection.request("POST", f"/s/{key}{path}", body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -320,7 +320,7 @@ def streams_of_bytes(draw):
 def answer_to(door, data: bytes) -> bytes:
     """All that comes back on a connection whose client says this and no more."""
     host, port, key = door
-    with socket.create_connection((host, port), timeout=20) as connection:
+    with socket.create_connection((host, port), timeout=300) as connection:
         connection.sendall(data.replace(b"KEY", key.encode()))
         connection.shutdown(socket.SHUT_WR)
         said = b""

@@ -251,9 +251,9 @@ def test_a_client_that_hangs_up_gives_its_request_up(gateway_of):
         async with gateway_of(engine) as opened:
             policy = opened.policy()
             asking = asyncio.create_task(opened.post(policy, ASK))
-            await asyncio.wait_for(engine.begun.wait(), 30)
+            await asyncio.wait_for(engine.begun.wait(), 300)
             asking.cancel()
-            await asyncio.wait_for(engine.cancelled.wait(), 30)
+            await asyncio.wait_for(engine.cancelled.wait(), 300)
             return policy.turns
 
     assert run(talk()) == []
@@ -268,11 +268,11 @@ def test_the_door_answers_while_the_sampler_s_loop_is_held(gateway_of):
             def knock():
                 import httpx
 
-                answers.append(httpx.get(base.replace("/v1", "/health"), timeout=30).status_code)
+                answers.append(httpx.get(base.replace("/v1", "/health"), timeout=300).status_code)
 
             thread = threading.Thread(target=knock)
             thread.start()
-            thread.join(30)  # holds this loop, as a step of an engine does
+            thread.join(300)  # holds this loop, as a step of an engine does
             return answers
 
     assert run(talk()) == [200]
@@ -459,7 +459,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat
                     if "left" in line:
                         break
 
-            await asyncio.wait_for(engine.cancelled.wait(), 30)
+            await asyncio.wait_for(engine.cancelled.wait(), 300)
             return policy.conversation.recorded({})
 
     assert run(talk()) == []

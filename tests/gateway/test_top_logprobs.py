@@ -37,7 +37,7 @@ def policy_of(opened) -> Policy:
         name="a",
         seed=5,
         context_length=512,
-        timeout_s=60.0,
+        timeout_s=300.0,
     )
     return Policy(conversation, opened.gateway)
 

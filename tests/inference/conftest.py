@@ -24,7 +24,7 @@ def _complete(
 ) -> list[Completion]:
     async def together() -> list[Completion]:
         requests = (
-            engine.generate(prompt, one, deadline_s=120)
+            engine.generate(prompt, one, deadline_s=300)
             for prompt, one in zip(prompts, params, strict=True)
         )
         return list(await asyncio.gather(*requests))

@@ -85,7 +85,7 @@ def test_a_conversation_beside_others(random_model):
         said = []
         for turn in range(3):
             params = SamplingParams(max_new_tokens=5 + index, seed=10 * index + turn)
-            one = await engine.generate(context, params, session=session, deadline_s=60)
+            one = await engine.generate(context, params, session=session, deadline_s=300)
             said.append((one.ids, one.logprobs))
             context = [*context, *one.ids, *prompt_of(3 + 40 * index, turn)]
 
@@ -181,7 +181,7 @@ def test_a_version_that_is_kept_serves_on_beside_newer_ones(random_model):
     params = [SamplingParams(max_new_tokens=9, seed=seed) for seed in range(4)]
 
     def ask(asked, seed):
-        return asked.generate(prompt, params[seed], deadline_s=60)
+        return asked.generate(prompt, params[seed], deadline_s=300)
 
     async def change(version):
         engine.keep(2)

@@ -99,11 +99,11 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
         await engine.begin(NO_VERSION)
         sender = BroadcastSender(tmp_path / "weights", model, note=sent.append)
         source = BroadcastSource(tmp_path / "weights", torch.device("cpu"))
-        follower = Follower(source, engine, "continue", deadline_s=60, note=notes.append)
+        follower = Follower(source, engine, "continue", deadline_s=300, note=notes.append)
 
         async def look(version):
             publishing = asyncio.ensure_future(sender.publish(version))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while source.announced() is None or source.announced().version < version:
                     await asyncio.sleep(0.01)
                 looking = asyncio.ensure_future(follower.look())
@@ -128,7 +128,7 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
         assert await look(2)
 
         found = await engine.generate(
-            [3, 5, 8], SamplingParams(max_new_tokens=4, temperature=0), deadline_s=60
+            [3, 5, 8], SamplingParams(max_new_tokens=4, temperature=0), deadline_s=300
         )
         alone = await _alone(model, made, found.ids)
         assert found.ids == alone.ids and set(found.versions) == {2}
@@ -146,17 +146,17 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engine = SimpleNamespace(version=NO_VERSION)
     source = BroadcastSource(folder, torch.device("cpu"))
-    follower = Follower(source, engine, "continue", deadline_s=60, note=notes.append)
+    follower = Follower(source, engine, "continue", deadline_s=300, note=notes.append)
 
     async def work():
         await sender.begin(1)
         following = asyncio.ensure_future(follower.follow(0.01))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not list((folder / "asks").glob("*.json")):
                 await asyncio.sleep(0.01)
 
         following.cancel()
-        await asyncio.wait([following], timeout=60)
+        await asyncio.wait([following], timeout=300)
         assert following.cancelled()
 
     asyncio.run(work())  # which waits for the thread
@@ -192,5 +192,5 @@ async def _alone(model, made, ids):
     engine = TorchEngine(model, config=made.engine)
     await engine.begin(2)
     return await engine.generate(
-        [3, 5, 8], SamplingParams(max_new_tokens=len(ids), temperature=0), deadline_s=60
+        [3, 5, 8], SamplingParams(max_new_tokens=len(ids), temperature=0), deadline_s=300
     )

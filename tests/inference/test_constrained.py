@@ -75,7 +75,7 @@ def test_company_changes_nothing_for_anybody():
 def test_new_weights_in_mid_answer_leave_the_grammar_where_it_is():
     async def interrupted():
         one = engine()
-        asked = asyncio.ensure_future(one.generate(PROMPT, params(FACT, 3), deadline_s=60))
+        asked = asyncio.ensure_future(one.generate(PROMPT, params(FACT, 3), deadline_s=300))
         while not one.scheduler.running or len(one.scheduler.running[0].ids) < len(PROMPT) + 4:
             await asyncio.sleep(0)
         await one.publish(1, in_flight="continue")
@@ -99,8 +99,8 @@ def test_a_wrong_grammar_is_refused_and_its_neighbours_go_on(grammar, why):
     async def both():
         one = engine()
         return await asyncio.gather(
-            one.generate(PROMPT, params(grammar), deadline_s=60),
-            one.generate(PROMPT, params(FACT), deadline_s=60),
+            one.generate(PROMPT, params(grammar), deadline_s=300),
+            one.generate(PROMPT, params(FACT), deadline_s=300),
             return_exceptions=True,
         )
 
@@ -116,8 +116,8 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request():
     async def both():
         one = engine()
         return await asyncio.gather(
-            one.generate(PROMPT, params(grammar), deadline_s=60),
-            one.generate(PROMPT, params(FACT), deadline_s=60),
+            one.generate(PROMPT, params(grammar), deadline_s=300),
+            one.generate(PROMPT, params(FACT), deadline_s=300),
             return_exceptions=True,
         )
 
@@ -140,14 +140,14 @@ def test_the_event_loop_goes_on_while_a_grammar_is_compiled(monkeypatch):
     begin = Grammars.begin
 
     def slow(self, *args):
-        assert reached.wait(20)
+        assert reached.wait(300)
         return begin(self, *args)
 
     monkeypatch.setattr(Grammars, "begin", slow)
 
     async def work():
-        constrained = asyncio.ensure_future(one.generate(PROMPT, params(FACT), deadline_s=60))
-        plain = await one.generate(PROMPT, params("", max_new_tokens=4), deadline_s=60)
+        constrained = asyncio.ensure_future(one.generate(PROMPT, params(FACT), deadline_s=300))
+        plain = await one.generate(PROMPT, params("", max_new_tokens=4), deadline_s=300)
         reached.set()
         return plain, await constrained
 

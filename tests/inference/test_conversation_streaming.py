@@ -48,7 +48,7 @@ class Saying:
 def conversation_on(engine: Any, chat: ChatFormat = CHAT) -> Conversation:
     sampling = SamplingParams(max_new_tokens=9)
     return Conversation(
-        engine, chat, sampling, name="a", seed=5, context_length=4096, timeout_s=60.0
+        engine, chat, sampling, name="a", seed=5, context_length=4096, timeout_s=300.0
     )
 
 

@@ -40,7 +40,7 @@ def flood(tmp_path, number: int) -> None:
                 await other.generate([1], SamplingParams(), None, SOON_S)
                 assert time.monotonic() - begun < SOON_S
 
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 while len(door.engine.released) < min(number, 60_000):
                     await asyncio.sleep(0.01)
             assert door.engine.most_tasks < 50, door.engine.most_tasks
@@ -92,7 +92,7 @@ def test_an_id_is_used_once(finished, tmp_path):
             door.engine.takes_s = 0.0 if finished else 60.0
             websocket = await door.websocket()
             frame = msgspec.msgpack.encode(
-                [Generate(id=5, prompt_ids=[1], sampling=SamplingParams(), deadline_s=60.0)]
+                [Generate(id=5, prompt_ids=[1], sampling=SamplingParams(), deadline_s=300.0)]
             )
             await websocket.send(frame)
             await asyncio.sleep(0.1)
@@ -126,7 +126,7 @@ def test_requests_that_run_and_answers_that_nobody_takes_are_bounded(tmp_path, m
             def frame(first: int) -> bytes:
                 return msgspec.msgpack.encode([
                     Generate(id=first + n, prompt_ids=[1], sampling=SamplingParams(),
-                             deadline_s=60.0) for n in range(4000)
+                             deadline_s=300.0) for n in range(4000)
                 ])  # fmt: skip
 
             sent = 0

@@ -353,7 +353,9 @@ def test_the_trajectory_holds_and_trains_what_was_received_and_says_what_drifted
         last = await policy.generate([ASKED[0], Message("assistant", "yes"), ASKED[1]])
         return Outcome(reward=1.0, turn_rewards={last.turn: 0.5}, metrics={"own": 2.0})
 
-    attempt = Attempt(FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=9)
+    attempt = Attempt(
+        FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
+    )
     (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
     assert played.status == "completed", played.error
     assert [(turn.parent, turn.reward) for turn in played.turns] == [(None, 0.0), (0, 0.5)]
@@ -382,7 +384,9 @@ def test_a_list_of_rewards_is_for_the_turns_that_were_received() -> None:
         await policy.generate([ASKED[0], first.message, ASKED[1]])
         return [1.0, 2.0]
 
-    attempt = Attempt(FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=9)
+    attempt = Attempt(
+        FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
+    )
     (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
     assert played.status == "completed", played.error
     assert [turn.reward for turn in played.turns] == [1.0, 2.0]

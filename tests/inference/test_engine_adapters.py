@@ -105,7 +105,7 @@ def test_two_engines_serve_two_adapters_over_one_base_at_once(random_model, diff
 
     async def together():
         calls = [
-            e.generate(list(p), s, deadline_s=60)
+            e.generate(list(p), s, deadline_s=300)
             for e in engines
             for p, s in zip(PROMPTS, PARAMS, strict=True)
         ]

@@ -99,7 +99,7 @@ def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_p
         async with directory.announced(engine("a"), serves=lambda: serving[0], every_s=0.01):
             assert directory.find("a").version == 4
             serving[0] = 5
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 while directory.find("a").version != 5:
                     await asyncio.sleep(0.01)
             assert directory.find("a").is_of_same(engine("a"))
@@ -129,7 +129,7 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
         )
         time.sleep(0.1)
 
-    until = time.monotonic() + 20
+    until = time.monotonic() + 300
     while one.find("a") != engine("a", pid=1):
         assert time.monotonic() < until
         one.beat(engine("a", pid=1))

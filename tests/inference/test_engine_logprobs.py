@@ -150,7 +150,7 @@ def test_turns_of_sessions(name, opening, random_model, difference):
         context = [*opening, *prompt_of(index, index)]
         for turn in range(4):
             params = params_of(10 * index + turn, max_new_tokens=5 + index)
-            found = await engine.generate(context, params, session=f"s{index}", deadline_s=120)
+            found = await engine.generate(context, params, session=f"s{index}", deadline_s=300)
             checked.append((context, params, found))
             context = [*context, *found.ids, *prompt_of(3 + 7 * (index + turn) % 11, turn)]
         await engine.release(f"s{index}")

@@ -110,7 +110,7 @@ async def play(
 
         params = SamplingParams(max_new_tokens=ask.new, seed=index)
         request = asyncio.create_task(
-            engine.generate(ask.prompt, params, session=ask.session, deadline_s=120)
+            engine.generate(ask.prompt, params, session=ask.session, deadline_s=300)
         )
         if ask.cancel_after is not None:
             for _ in range(3 * ask.cancel_after):
@@ -253,6 +253,6 @@ def test_common_prefix():
 def test_the_cache_takes_no_memory_before_it_is_used(random_model):
     engine = TorchEngine(random_model("llama").model)
     assert engine.stats()["engine/kv_tokens"] == 0
-    asyncio.run(engine.generate([5, 6], SamplingParams(max_new_tokens=2), deadline_s=120))
+    asyncio.run(engine.generate([5, 6], SamplingParams(max_new_tokens=2), deadline_s=300))
     assert engine.stats()["engine/kv_tokens"] == 32
     assert engine.scheduler.cache.keys[0].dtype == torch.float32

@@ -75,7 +75,7 @@ def test_after_a_publish_nothing_old_is_left_in_a_cache(one, complete, differenc
     engine = TorchEngine(one.model)
 
     async def ask():
-        return await engine.generate(PROMPT, LONG, session="a", deadline_s=120)
+        return await engine.generate(PROMPT, LONG, session="a", deadline_s=300)
 
     asyncio.run(ask())
     complete(engine, [PROMPT] * 3, [LONG] * 3)
@@ -121,7 +121,7 @@ def test_requests_in_flight(in_flight, one, difference):
                     prompt,
                     SamplingParams(max_new_tokens=24, seed=i),
                     session=f"s{i}" if i % 2 else None,
-                    deadline_s=120,
+                    deadline_s=300,
                 )
             )
             for i, prompt in enumerate(prompts)
@@ -131,7 +131,7 @@ def test_requests_in_flight(in_flight, one, difference):
 
         publishing = asyncio.create_task(engine.publish(1, weights, in_flight=in_flight))
         await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate(PROMPT, LONG, deadline_s=120))
+        late = asyncio.create_task(engine.generate(PROMPT, LONG, deadline_s=300))
         await publishing
 
         return await asyncio.gather(*running), await late
@@ -166,7 +166,7 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
 
     async def work():
         long = asyncio.create_task(
-            engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=120)
+            engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=300)
         )
         await asyncio.sleep(0)
         while not engine.scheduler.running:
@@ -175,7 +175,7 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
         with pytest.raises(DeadlineExceededError, match="the old weights go on serving"):
             await engine.publish(1, new_weights(one.model), deadline_s=0.05)
 
-        found = await engine.generate(PROMPT, LONG, deadline_s=120)
+        found = await engine.generate(PROMPT, LONG, deadline_s=300)
         long.cancel()
         return found
 

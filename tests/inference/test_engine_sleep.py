@@ -42,14 +42,14 @@ def own(random_model):
 def ask_all(engine: TorchEngine) -> list[asyncio.Task]:
     return [
         asyncio.create_task(
-            engine.generate(prompt, one, session=f"s{i}" if i % 2 else None, deadline_s=120)
+            engine.generate(prompt, one, session=f"s{i}" if i % 2 else None, deadline_s=300)
         )
         for i, (prompt, one) in enumerate(zip(PROMPTS, PARAMS, strict=True))
     ]
 
 
 async def until_generated(engine: TorchEngine, tokens: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while engine.stats()["engine/generated_tokens"] < tokens:
             await asyncio.sleep(0)
 
@@ -74,9 +74,9 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
         await until_generated(engine, 30)
         assert engine.stats()["engine/kv_tokens"] > 0
 
-        await engine.sleep(in_flight=in_flight, deadline_s=60)
-        await engine.sleep(in_flight=in_flight, deadline_s=60)
-        late = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=120))
+        await engine.sleep(in_flight=in_flight, deadline_s=300)
+        await engine.sleep(in_flight=in_flight, deadline_s=300)
+        late = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=300))
         before = engine.stats()
         await asyncio.sleep(0.05)
         assert engine.asleep and holds_nothing(engine)
@@ -154,7 +154,7 @@ def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
             await asked
         assert 0.2 < time.monotonic() - woken < 60.0
 
-        await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
+        await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=300)
 
     asyncio.run(work())
     assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
@@ -165,7 +165,7 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
 
     async def work():
         await engine.sleep()
-        asked = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=60))
+        asked = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=300))
         await asyncio.sleep(0.05)
 
         asked.cancel()
@@ -173,7 +173,7 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
             await asked
 
         await engine.wake()
-        await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
+        await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=300)
 
     asyncio.run(work())
     assert engine.stats()["engine/generated_tokens"] == 2
@@ -187,10 +187,10 @@ def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
 
     async def work():
         running = asyncio.create_task(
-            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=24, seed=3), deadline_s=120)
+            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=24, seed=3), deadline_s=300)
         )
         await until_generated(engine, 10)
-        await engine.sleep(in_flight="continue", deadline_s=60)
+        await engine.sleep(in_flight="continue", deadline_s=300)
         await engine.publish(1, weights)
         assert engine.asleep and engine.version == 1 and not running.done()
         await engine.wake()
@@ -220,7 +220,7 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
 
     async def work():
         long = asyncio.create_task(
-            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=120)
+            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=300)
         )
         await until_generated(engine, 3)
         call = (
@@ -232,7 +232,7 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
             call(in_flight="finish", deadline_s=0.05 if ends == "late" else 60)
         )
         await asyncio.sleep(0.01)
-        meanwhile = asyncio.create_task(engine.generate(PROMPTS[3], PARAMS[3], deadline_s=120))
+        meanwhile = asyncio.create_task(engine.generate(PROMPTS[3], PARAMS[3], deadline_s=300))
 
         if ends == "cancelled":
             waiting.cancel()
@@ -318,7 +318,7 @@ def test_who_waits_for_a_tool_holds_no_slot_that_another_needs(llama, complete):
     params = [SamplingParams(max_new_tokens=10, seed=seed) for seed in range(5)]
 
     async def turn(index: int, ids: list[int]):
-        return await engine.generate(ids, params[index], session=f"s{index}", deadline_s=60)
+        return await engine.generate(ids, params[index], session=f"s{index}", deadline_s=300)
 
     async def work():
         first = [await turn(index, ids) for index, ids in enumerate(prompts)]

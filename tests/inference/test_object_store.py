@@ -216,7 +216,7 @@ def test_calls_that_hang_are_left_alone_and_counted(rooms, monkeypatch):
     reader = rooms.reader(call_s=0.05)
     release = threading.Event()
     monkeypatch.setattr(objects, "MAX_HANGING", 2)
-    monkeypatch.setattr(reader.objects.files, "info", lambda path: release.wait(60))
+    monkeypatch.setattr(reader.objects.files, "info", lambda path: release.wait(300))
 
     try:
         for problem in ("no answer within 0 s", "no answer within 0 s", "2 calls hang"):

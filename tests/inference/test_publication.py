@@ -212,13 +212,13 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
     async def follower():
         engine = TorchEngine(copy.deepcopy(model), config=config.engine)
         await engine.begin(NO_VERSION)
-        return Follower(weights, engine, "continue", deadline_s=10, note=log.append)
+        return Follower(weights, engine, "continue", deadline_s=300, note=log.append)
 
     def damaged(said):
         return [note for note in said if "was damaged after it was published" in note]
 
     async def taken(following):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not await following.look():
                 await asyncio.sleep(0.02)
 
@@ -242,7 +242,7 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
 
             waiting = asyncio.create_task(apart.round(1, []))
             await taken(first)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while len(damaged(notes)) < 2:  # the first mending may still be about to write it
                     (weights.folder / "latest.json").unlink(missing_ok=True)
                     await asyncio.sleep(0.2)

@@ -81,7 +81,7 @@ def test_turns_of_a_session(model):
     async def talk() -> None:
         async def ask(prompt: list[int], start: int) -> list[int]:
             found = await engine.generate(
-                prompt, params(len(prompt), start=start), session=SESSION, deadline_s=60
+                prompt, params(len(prompt), start=start), session=SESSION, deadline_s=300
             )
             check(model, prompt, found, start)
             return [*prompt, *found.ids]
@@ -123,7 +123,7 @@ def test_new_weights_within_a_completion(model):
             weights = {name: p.detach() for name, p in models[version].named_parameters()}
             await engine.publish(version, weights, in_flight="continue")
 
-        task = asyncio.ensure_future(engine.generate(SHORT, asked, deadline_s=60))
+        task = asyncio.ensure_future(engine.generate(SHORT, asked, deadline_s=300))
         while engine.stats()["engine/steps"] < 1:
             await asyncio.sleep(0)
         assert not engine.stats()["engine/generated_tokens"]
@@ -165,7 +165,7 @@ def test_rows_of_an_earlier_version_that_goes_on_serving(model):
         engine.keep(1)
         weights = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
         await engine.publish(1, weights)
-        return await engine.serving(0).generate(SHORT, params(1), deadline_s=60)
+        return await engine.serving(0).generate(SHORT, params(1), deadline_s=300)
 
     found = asyncio.run(talk())
     assert set(found.versions) == {0}

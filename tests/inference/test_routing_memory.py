@@ -71,7 +71,7 @@ class Rig:
         start = max(len(ids) - 1, 0)
         self.params = SamplingParams(max_new_tokens=tokens, seed=seed, routed_from=start)
         found = await self.engine.generate(
-            [*ids, *added], self.params, session=session, deadline_s=60, version=version
+            [*ids, *added], self.params, session=session, deadline_s=300, version=version
         )
         assert found.routed_experts is not None
         return [*ids, *added, *found.ids], found, [*rows, found.routed_experts]
@@ -219,7 +219,7 @@ def test_a_request_that_is_interrupted_and_goes_on_under_the_same_weights(bare, 
 
         await rig.forget()
         await rig.drawn(6)
-        await rig.engine.sleep(in_flight="continue", deadline_s=60)
+        await rig.engine.sleep(in_flight="continue", deadline_s=300)
         rig.flip()
         await rig.engine.wake()
         await rig.drawn(6)
@@ -290,7 +290,7 @@ def test_new_weights_choose_for_themselves(bare):
         fresh = await TorchEngine(rig.model, config=rig.engine.config).generate(
             second[0][: -len(second[1].ids)],
             msgspec.structs.replace(rig.params, routed_from=0),
-            deadline_s=60,
+            deadline_s=300,
         )
         assert fresh.ids == second[1].ids
 

@@ -167,7 +167,7 @@ def test_killed_at_any_moment_of_writing(model, tmp_path):
     for version in range(2, 9):
         writer = CONTEXT.Process(target=write_and_die, args=(str(tmp_path), version, version - 1))
         writer.start()
-        writer.join(60)
+        writer.join(300)
         rows.append((writer.exitcode, folder.latest(), len(folder.read(folder.latest()))))
 
     assert rows == [(-9, 1, 2)] * 5 + [(-9, 7, 2), (0, 8, 2)]

@@ -40,7 +40,7 @@ def play(loaded, scripted_engine):
     def played(run, says=SAYS, **options):
         chat = ChatFormat(loaded.tokenizer)
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
-        settings = {"name": "a", "seed": 5, "context_length": 10_000, "timeout_s": 60.0}
+        settings = {"name": "a", "seed": 5, "context_length": 10_000, "timeout_s": 300.0}
         conversation = Conversation(engine, chat, SamplingParams(max_new_tokens=20), **settings)
         outcome = asyncio.run(
             (run if hasattr(run, "run") else FunctionAgent(run)).run(TASK, Policy(conversation))

@@ -52,7 +52,7 @@ class Quick(vf.Harness[vf.HarnessConfig]):
                 f"{endpoint}/chat/completions",
                 headers={"Authorization": f"Bearer {secret}"},
                 json={"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]},
-                timeout=60,
+                timeout=300,
             )
         return vf.ProgramResult(exit_code=int(answer.is_error), stdout="", stderr=answer.text)
 

@@ -22,7 +22,7 @@ def at_a_server(folder, work):
 
     async def opened():
         async with (
-            asyncio.timeout(120),
+            asyncio.timeout(300),
             served(folder) as (client, _, _),
             client.open_model("mine", **FEW) as model,
         ):

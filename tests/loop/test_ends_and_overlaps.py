@@ -163,7 +163,7 @@ def test_who_asks_a_loop_that_ends_is_answered():
             await before
         assert inspect.getcoroutinestate(unheard) == inspect.CORO_CLOSED
 
-        thread.join(10)
+        thread.join(300)
         with pytest.raises(EngineUnavailableError, match="over"):
             await calls.call(answer())
 
@@ -172,6 +172,6 @@ def test_who_asks_a_loop_that_ends_is_answered():
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(300)
 
-    asyncio.run(asyncio.wait_for(program(), 20))
+    asyncio.run(asyncio.wait_for(program(), 300))

@@ -46,7 +46,7 @@ def by_a_client(task):
         response = httpx.post(
             os.environ["OPENAI_BASE_URL"] + "/chat/completions",
             json={"model": "policy", "messages": messages, **options},
-            timeout=60,
+            timeout=300,
         )
         return response.raise_for_status().json()["choices"][0]["message"]
 

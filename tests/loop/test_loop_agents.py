@@ -221,7 +221,7 @@ def by_a_client(task, policy):
             f"{at.base_url}/chat/completions",
             json={"model": model, "messages": [{"role": "user", "content": task.query}]},
             headers={"authorization": f"Bearer {at.api_key}"},
-            timeout=60,
+            timeout=300,
         )
         return answer.json() if answer.is_error else answer.json()["choices"][0]["message"]
 
@@ -265,7 +265,7 @@ async def by_its_name(task, policy):
             f"{policy.base_url}/chat/completions",
             json={"model": "teacher", "messages": [{"role": "user", "content": task.query}]},
             headers={"authorization": f"Bearer {policy.api_key}"},
-            timeout=60,
+            timeout=300,
         )
 
     return {"solver": float(answer.status_code)}

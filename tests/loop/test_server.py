@@ -198,7 +198,7 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
                 server, again, _ = start_server(here, "--port", port, "--tls")
                 assert again == url
 
-        assert client.wait(200) == 0
+        assert client.wait(300) == 0
 
         *steps, models = steps
         assert models == [["mine", True]]
@@ -214,12 +214,12 @@ def test_a_server_that_is_killed_goes_on_and_trains_on_nothing_twice(tmp_path):
         client = start_client(tmp_path / "another", url, key, 12, "client")
         lines = [json.loads(line) for line in client.stdout]
 
-        assert client.wait(200) == 0
+        assert client.wait(300) == 0
         assert [line[0] for line in lines[:-1]] == [10, 11, 12]
         assert (tmp_path / "another" / "fetched" / "model.safetensors").is_file()
 
         server.send_signal(signal.SIGTERM)
-        assert server.wait(200) == 0
+        assert server.wait(300) == 0
     finally:
         for process in (server, client):
             process.kill()
@@ -248,9 +248,9 @@ def test_a_killed_server_makes_the_same_losses_of_several_agents(tmp_path):
                     server.wait()
                     server, _, _ = start_server(folder, "--port", port)
 
-            assert client.wait(200) == 0
+            assert client.wait(300) == 0
             server.send_signal(signal.SIGTERM)
-            assert server.wait(200) == 0
+            assert server.wait(300) == 0
         finally:
             for process in (server, client):
                 process.kill()

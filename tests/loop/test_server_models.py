@@ -17,7 +17,7 @@ from agentevo.orchestration.submissions import SubmittedRollouts
 
 def with_a_server(folder, work):
     async def opened():
-        async with asyncio.timeout(120), served(folder) as (client, _, server):
+        async with asyncio.timeout(300), served(folder) as (client, _, server):
             await work(client, server)
 
     asyncio.run(opened())

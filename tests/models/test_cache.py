@@ -166,11 +166,11 @@ def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
     builds.before = lambda: time.sleep(0.3)
 
     def ask() -> Path:
-        started.wait(timeout=10)
+        started.wait(timeout=300)
         return cached(model, told.append)
 
     with ThreadPoolExecutor(4) as pool:
-        folders = {future.result(timeout=60) for future in [pool.submit(ask) for _ in range(4)]}
+        folders = {future.result(timeout=300) for future in [pool.submit(ask) for _ in range(4)]}
 
     assert folders == {cache_folder("test-model")}
     assert builds.count == 1

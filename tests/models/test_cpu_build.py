@@ -196,7 +196,7 @@ def test_processes_that_build_at_once(folder):
         for _ in range(3)
     ]
     for process in running:
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=300)
         assert process.returncode == 0 and out == b"\n"
 
     assert not [file for file in folder.iterdir() if file.suffix != ".so"]

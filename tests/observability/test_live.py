@@ -287,7 +287,7 @@ def test_a_reader_that_is_gone_ends_nothing() -> None:
         process.stdin.write("\n" * 9)
         process.stdin.close()
         said = process.stderr.read()
-        assert process.wait(50) == 0, said
+        assert process.wait(300) == 0, said
 
     assert "and here" in said
     assert "BrokenPipe" not in said

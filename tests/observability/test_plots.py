@@ -167,7 +167,7 @@ def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
         f"{STYLE['axes.titlesize']}"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -233,7 +233,7 @@ def test_a_client_names_the_agent_as_its_model(tmp_path):
                 f"{base}/chat/completions",
                 json={"model": model, "messages": [{"role": "user", "content": task.query}]},
                 headers={"authorization": f"Bearer {key}"},
-                timeout=60,
+                timeout=300,
             )
 
         models = httpx.get(

@@ -25,7 +25,7 @@ def test_a_step_counts_when_its_files_are_there():
     go = threading.Event()
 
     def write() -> str:
-        go.wait(30)
+        go.wait(300)
         return "ab"
 
     async def run() -> None:

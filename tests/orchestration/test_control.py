@@ -21,7 +21,7 @@ from agentevo.observability.moment import read_moment
 from agentevo.runs.control import ask, read_session
 from agentevo.runs.now_file import NOW
 
-LONGEST_S = 120.0
+LONGEST_S = 300.0
 FEW = ("cold_start.episodes=8", "evaluation.every=0", "checkpoint.every=0")
 
 

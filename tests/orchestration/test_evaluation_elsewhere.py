@@ -82,4 +82,4 @@ def test_nothing_is_sent_any_more_after_it(is_stopped, engines, monkeypatch):
         assert len(looks) == before
 
     monkeypatch.setattr(training_run, "evaluate", evaluate)
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), 300))

@@ -11,7 +11,7 @@ from torch import distributed
 
 from agentevo.orchestration.rank_stops import Stops, sigterm_told
 
-WITHIN_S = 60
+WITHIN_S = 300
 
 
 def heard(store: distributed.Store, stop_signals: list[int], *, tell: int | None) -> list[str]:

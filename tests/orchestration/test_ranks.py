@@ -232,7 +232,7 @@ def test_the_first_process_is_asked_to_save_pause_go_on_and_stop_for_all(tmp_pat
         assert read_session(folder).is_paused
         assert asked("resume") == "it goes on"
         assert "stops after this step" in asked("stop")
-        text = running.communicate(timeout=200)[0]  # the others end with it
+        text = running.communicate(timeout=300)[0]  # the others end with it
 
     assert "stopped cleanly" in text  # its code is SIGTERM's, which the launcher calls a failure
     assert list((folder / "checkpoints").glob("step-*"))

@@ -18,7 +18,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
 from agentevo.pipeline import Choice, build_pipeline, read_state, run_pipeline
 
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 ADD = (
     "import sys, pathlib, time; out, log, *words = sys.argv[1:];"
     "open(log, 'a').write(words[0] + chr(10));"

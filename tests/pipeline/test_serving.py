@@ -21,7 +21,7 @@ from agentevo.pipeline import Choice, build_pipeline, read_state, run_pipeline, 
 from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.serve_stages import ServeStage
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 SERVER = """
 import http.server, os, pathlib, secrets, sys, time
 folder, port, what = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -53,7 +53,7 @@ name = key.removeprefix("${env:").removesuffix("}")
 def ask(path):
     asked = urllib.request.Request(url + path)
     asked.add_header("Authorization", f"Bearer {os.environ[name]}")
-    return urllib.request.urlopen(asked, timeout=10).status
+    return urllib.request.urlopen(asked, timeout=300).status
 pathlib.Path(out, "began").write_text(url)
 status = ask("/models")
 if pause == "die":

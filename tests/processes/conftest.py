@@ -54,7 +54,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
         agent = OutsideAgent(config.agent.timeout_s)
         notes = []
         listener = socket.create_server(("127.0.0.1", 0))
-        gateway = Gateway(config.gateway, model="policy", timeout_s=60.0, listener=listener)
+        gateway = Gateway(config.gateway, model="policy", timeout_s=300.0, listener=listener)
         sampler = Sampler(config, engine, chat, agent, store, 256, gateway=gateway)
         sessions = OutsideSessions(config, sampler, agent, engine, store, notes.append)
         secret = RunSecret(tmp_path / "gateway")
@@ -69,7 +69,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
 
         try:
             async with httpx.AsyncClient(
-                base_url=base, headers=secret.header(), timeout=60
+                base_url=base, headers=secret.header(), timeout=300
             ) as client:
                 yield SimpleNamespace(
                     http=client, store=store, engine=engine, sessions=sessions, notes=notes

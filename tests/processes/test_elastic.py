@@ -62,7 +62,7 @@ class Run:
 
     def stop_trainer(self):
         """With the store's write lock in our hands, which a stopped trainer would keep from all."""
-        store = sqlite3.connect(self.folder / "store.sqlite", timeout=60, isolation_level=None)
+        store = sqlite3.connect(self.folder / "store.sqlite", timeout=300, isolation_level=None)
         store.execute("BEGIN IMMEDIATE")
         self.processes["trainer"].send_signal(signal.SIGSTOP)
         _, status = os.waitpid(self.processes["trainer"].pid, os.WUNTRACED)
@@ -109,7 +109,7 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
     first.send_signal(signal.SIGTERM)
     leaving.send_signal(signal.SIGTERM)
     killed.send_signal(signal.SIGKILL)
-    assert first.wait(timeout=60) == 0 and leaving.wait(timeout=60) == 0, run.logs()
+    assert first.wait(timeout=300) == 0 and leaving.wait(timeout=300) == 0, run.logs()
 
     run.resume_trainer()
     before = run.step()
@@ -123,7 +123,7 @@ def test_engines_and_samplers_join_and_leave(run, capsys):
 
     run.resume_trainer()
     assert trainer.wait(timeout=300) == 0, run.logs()
-    assert newcomer.wait(timeout=60) == 0, run.logs()
+    assert newcomer.wait(timeout=300) == 0, run.logs()
     assert int(re.search(r"stopped after (\d+) group", run.log("newcomer"))[1]) > 0
 
     left = {path.name.rpartition("-")[0] for path in (run.folder / "bucket/engines").iterdir()}
@@ -135,6 +135,6 @@ def test_a_machine_with_another_recipe_is_refused(run):
     run.start("trainer", "learn")
     run.wait(lambda: (run.folder / "bucket" / "config.yaml").is_file(), "the run is known")
     other = run.start("other", "sample", overrides=["sampling.temperature=0.5"])
-    assert other.wait(timeout=120) == 2
+    assert other.wait(timeout=300) == 2
     assert "is a run with sampling.temperature=1.0 and not 0.5" in run.log("other")
     assert not (run.folder / "other").exists() or not os.listdir(run.folder / "other")

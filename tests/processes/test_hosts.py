@@ -74,7 +74,7 @@ class Machines:
         )
 
         make = "import s3fs; s3fs.S3FileSystem().mkdir('weights')"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while subprocess.run(
             [*self.hosts.inside("store"), sys.executable, "-c", make],
             env={**os.environ, **self.environment},
@@ -126,13 +126,13 @@ class Machines:
             [*self.hosts.inside(host), "ss", "--no-header", "--listening", "--tcp", "--numeric"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
         )
         found = {line.split()[3] for line in done.stdout.splitlines()}
         return {one for one in found if not one.startswith(("127.", "[::1]"))}
 
-    def wait_until_forgotten(self, host, within_s=120):
+    def wait_until_forgotten(self, host, within_s=300):
         """The database has ended the sessions of a host that is gone, and their locks with them."""
         clients = f"SELECT count(*) FROM pg_stat_activity WHERE client_addr = '{host}'"
         deadline = time.monotonic() + within_s
@@ -205,14 +205,14 @@ def test_hosts_that_are_slow_cut_off_and_come_back(machines):
 
     hosts.heal("trainer")
     assert trainer.wait(timeout=300) == 0, machines.logs()
-    assert sampler.wait(timeout=120) == 0, machines.logs()
+    assert sampler.wait(timeout=300) == 0, machines.logs()
     assert engine.poll() is None and other.poll() is None, machines.logs()
 
     hosts.heal("other")
-    assert other.wait(timeout=180) == 0, machines.logs()
+    assert other.wait(timeout=300) == 0, machines.logs()
 
     engine.terminate()
-    assert engine.wait(timeout=60) == 0
+    assert engine.wait(timeout=300) == 0
 
     code, said = machines.audit()
     assert code == 0, said

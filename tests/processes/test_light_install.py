@@ -56,7 +56,7 @@ def test_a_sampler_without_torch_samples_from_an_engine(light, run):
             wait_for(groups, "a group is there")
         finally:
             sampler.send_signal(signal.SIGTERM)
-            printed, _ = sampler.communicate(timeout=60)
+            printed, _ = sampler.communicate(timeout=300)
 
     assert sampler.returncode == 0, printed
 
@@ -98,14 +98,14 @@ def test_a_gateway_without_torch_brings_attempts_that_a_trainer_trains_on(
         with EngineProcesses(config.run_dir) as engines:
             engines.start("a")
             base = re.search(r"sessions at (http\S+)/sessions", _line(gateway, "sessions at"))[1]
-            with httpx.Client(base_url=base, headers=key.header(), timeout=60) as http:
+            with httpx.Client(base_url=base, headers=key.header(), timeout=300) as http:
                 wait_for(lambda: http.post("/sessions").status_code == 201, "an engine serves")
                 rewards = [_play(http, reward) for reward in (1.0, 0.0)]
-            assert trainer.wait(120) == 0
+            assert trainer.wait(300) == 0
     finally:
         for process in (gateway, trainer):
             process.terminate()
-        printed, _ = gateway.communicate(timeout=60)
+        printed, _ = gateway.communicate(timeout=300)
 
     assert gateway.returncode == 0, printed
     assert "torch" not in printed

@@ -42,9 +42,9 @@ def test_an_engine_with_a_folder_of_its_own_serves_a_run(tmp_path, monkeypatch):
     try:
         trainer = start("learn", *shared, here)
         assert trainer.wait(timeout=300) == 0
-        assert sampler.wait(timeout=60) == 0
+        assert sampler.wait(timeout=300) == 0
         assert json.loads((tmp_path / "here" / "summary.json").read_text())["steps"] == 2
-        assert start("learn", *shared, here, "trainer.steps=3").wait(timeout=60) == 2
+        assert start("learn", *shared, here, "trainer.steps=3").wait(timeout=300) == 2
 
         trainer = start("learn", *shared, here, "trainer.steps=3", "--resume")
         wait_for(
@@ -54,11 +54,11 @@ def test_an_engine_with_a_folder_of_its_own_serves_a_run(tmp_path, monkeypatch):
         sampler = start("sample", *shared, elsewhere, "trainer.steps=3")
 
         assert trainer.wait(timeout=300) == 0
-        assert sampler.wait(timeout=60) == 0
+        assert sampler.wait(timeout=300) == 0
         assert engine.poll() is None
 
         engine.terminate()
-        assert engine.wait(timeout=60) == 0
+        assert engine.wait(timeout=300) == 0
     finally:
         for process in (engine, sampler, trainer):
             process.kill()

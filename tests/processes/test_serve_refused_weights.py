@@ -29,7 +29,7 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     engine = Watched(copy.deepcopy(run.model))
     asyncio.run(engine.begin(-1))
     notes: list[str] = []
-    follower = Follower(run.weights, engine, "continue", deadline_s=10, note=notes.append)
+    follower = Follower(run.weights, engine, "continue", deadline_s=300, note=notes.append)
 
     async def look(times: int = 1) -> list[bool]:
         return [await follower.look() for _ in range(times)]
@@ -67,7 +67,7 @@ def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same
     """What failed may have been the reading: a disk or a network with a bad moment."""
     engine = TorchEngine(copy.deepcopy(run.model))
     asyncio.run(engine.begin(-1))
-    follower = Follower(run.weights, engine, "continue", deadline_s=10, note=lambda line: None)
+    follower = Follower(run.weights, engine, "continue", deadline_s=300, note=lambda line: None)
     real = WeightsFolder.read
 
     def bad(self, version, **options):
@@ -92,7 +92,7 @@ def test_weights_that_can_not_be_swapped_in_yet_are_tried_again(run):
 
     async def work():
         long = asyncio.create_task(
-            engine.generate(PROMPT, SamplingParams(max_new_tokens=480), deadline_s=60)
+            engine.generate(PROMPT, SamplingParams(max_new_tokens=480), deadline_s=300)
         )
         await until(lambda: engine.stats()["engine/generated_tokens"] > 0)
         assert not await follower.look() and not long.done()

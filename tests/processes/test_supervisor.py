@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 FOR_EVER = "exec sleep 60"
 
 
-def wait_for(condition, what, within_s=30.0):
+def wait_for(condition, what, within_s=300.0):
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, what

@@ -223,7 +223,7 @@ def test_ctrl_c_stops_the_runs_after_their_step_and_resume_goes_on_from_there(tm
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     log = folder / "logs" / "plain-0.log"
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 300
     while not (log.is_file() and "step      3/" in log.read_text()):
         assert time.monotonic() < deadline, process.poll()
         time.sleep(0.1)
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_the_runs_after_their_step_and_resume_goes_on_from_there(tm
         run_sweep(sweep_in(folder, *long), resume=True, view=quiet()[0])
 
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "plain-0: stopped" in out
     assert not (folder / "plain-1").exists()

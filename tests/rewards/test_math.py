@@ -128,7 +128,7 @@ def test_a_process_that_has_ended_between_two_comparisons_is_replaced(monkeypatc
     for number in (1, 2):
         scored = asyncio.run(scoring.score([said("1/2")], [False], {}, task=task("0.5")))[0]
         assert (scored.status, len(begun)) == ("completed", number)
-        begun[-1].wait(60)
+        begun[-1].wait(300)
 
 
 @pytest.mark.slow

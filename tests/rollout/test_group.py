@@ -19,7 +19,7 @@ from agentevo.rollout.group import LOOK_S, Attempt
 from agentevo.types import Message, SamplingParams, Task, Trajectory
 
 LIMIT_S = 1.0
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """Longest wait for what must happen, on a machine that does other things, too."""
 QUESTION = [Message("user", "Go on.")]
 
@@ -119,10 +119,10 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
 
     async def work():
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=60
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         attempt = Attempt(
-            FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=60
+            FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
         )
         return await attempt.run(task_id="t", group_id="g", number=0)
 

@@ -46,7 +46,7 @@ def play(tiny_policy, tmp_path):
                 "rewards": [{"name": "rlpr", "place": "hashes", "format_weight": 0.0}],
                 "sampling": {"max_new_tokens": 6},
                 "agent": {"type": "single_turn"},
-                "engine": {"timeout_s": 60},
+                "engine": {"timeout_s": 300},
             }
             | tree,
             needs_environment=False,
@@ -140,7 +140,7 @@ def test_a_reward_that_has_ended_leaves_the_engine_to_the_others(tiny_policy):
     loaded = tiny_policy(tokenizer="byte", context_length=256)
     section = EngineSection(prefill_tokens=16)
     engine = TorchEngine(loaded.model, loaded.tokenizer, section)
-    config = build_config({"engine": {"timeout_s": 60}}, needs_environment=False)
+    config = build_config({"engine": {"timeout_s": 300}}, needs_environment=False)
     policy = PolicyScores(config, engine, ChatFormat(loaded.tokenizer), Baselines())
 
     async def work():

@@ -64,14 +64,14 @@ def sample(tiny_policy, scripted_engine, tmp_path):
     chat = ChatFormat(loaded.tokenizer)
     base = build_config(
         {
-            "engine": {"timeout_s": 7},
+            "engine": {"timeout_s": 300},
             "sampling": {"max_new_tokens": 9, "stop": ["zz"]},
             "run": {"seed": 4},
         },
         needs_environment=False,
     )
 
-    def run(agent, says, *, store="store", rollout=None, agent_s=60.0, **arguments):
+    def run(agent, says, *, store="store", rollout=None, agent_s=300.0, **arguments):
         sections = {
             "rollout": RolloutSection(**(rollout or {})),
             "agent": base.agent.model_copy(update={"timeout_s": agent_s}),

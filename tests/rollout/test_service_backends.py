@@ -21,7 +21,7 @@ async def all_ready(url, services, count, meanwhile=None):
         await meanwhile()
 
     async with await open_store(url) as store:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while (await store.counts())["trajectories/train/ready"] < count:
                 for one in running:
                     assert not one.done(), one.exception()

@@ -23,7 +23,7 @@ from agentevo.runs.control import (
 )
 from agentevo.runs.records import CHANGES, read_records
 
-LONGEST_S = 20.0
+LONGEST_S = 300.0
 
 
 def until(found: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from agentevo.observability.moment import Moment, read_moment
 from agentevo.runs import now_file
 from agentevo.runs.now_file import NOW, NowFile
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 
 def until(folder: Path, phase: str) -> Moment:

@@ -47,6 +47,6 @@ def opened(kind: str) -> Iterator[OpenSandbox]:
         return {"got": arguments}
 
     tools = {"search": SandboxTool("search", ("query", "k"), "Finds it.", search)}
-    sandbox = OpenSandbox(SandboxSection(type=kind, timeout_s=20.0, output_kib=4), tools)
+    sandbox = OpenSandbox(SandboxSection(type=kind, timeout_s=300.0, output_kib=4), tools)
     yield sandbox
     sandbox.close()

@@ -32,7 +32,7 @@ def nothing_tried(monkeypatch):
 
 def run(work):
     async def within():
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             return await work()
 
     return asyncio.run(within())
@@ -87,7 +87,7 @@ async def openenv(says=(), full=0, places=None):
 
     async with serve(episode, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        yield SandboxSection(type="openenv", url=f"http://127.0.0.1:{port}", timeout_s=30.0)
+        yield SandboxSection(type="openenv", url=f"http://127.0.0.1:{port}", timeout_s=300.0)
 
 
 def test_an_episode_of_openenv_is_an_interpreter():
@@ -208,7 +208,7 @@ async def node(answer, places=None):
     async with server:
         port = server.sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}/mcpapi"
-        yield SandboxSection(type="agentdock", url=url, timeout_s=30.0), seen
+        yield SandboxSection(type="agentdock", url=url, timeout_s=300.0), seen
 
 
 def test_agentdock_runs_each_call_alone():

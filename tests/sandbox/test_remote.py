@@ -29,7 +29,7 @@ from agentevo.sandbox.opening import Sandboxes
 from agentevo.sandbox.replies import longest_message
 
 NONE = SandboxSection(type="none", timeout_s=60.0, file_mib=1, memory_mib=1024)
-LONG_S = 120.0
+LONG_S = 300.0
 
 
 @pytest.fixture

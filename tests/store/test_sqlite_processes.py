@@ -55,7 +55,7 @@ def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_scri
         "step=1)\nawait store.close()"
     )
     processes = [start_script(program(body), sqlite_url, f"p{i}") for i in range(4)]
-    assert [process.wait(200) for process in processes] == [0] * 4
+    assert [process.wait(300) for process in processes] == [0] * 4
 
     async def scenario() -> None:
         async with await open_store(sqlite_url, create=False) as store:
@@ -116,7 +116,7 @@ await store.commit_step(1, {"loss": 1.0})
 await store.reserve(["b", "c"], 2)
 die()
 """
-    assert start_script(program(body), sqlite_url).wait(200) == -signal.SIGKILL
+    assert start_script(program(body), sqlite_url).wait(300) == -signal.SIGKILL
 
     async def scenario() -> None:
         async with await open_store(sqlite_url, create=False) as store:
@@ -148,7 +148,7 @@ def strike(connection, cursor, statement, *rest):
         die()
 await store.commit_step(1, {})
 """
-    assert start_script(program(body), sqlite_url).wait(200) == -signal.SIGKILL
+    assert start_script(program(body), sqlite_url).wait(300) == -signal.SIGKILL
 
     async def scenario() -> None:
         async with await open_store(sqlite_url) as store:

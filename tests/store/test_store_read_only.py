@@ -160,7 +160,7 @@ def test_somebody_without_the_right_to_write_can_look(elsewhere: Path) -> None:
     elsewhere.chmod(0o555)
     before = digest(path)
     command = [sys.executable, "-c", LOOK, f"sqlite:///{path}", str(NOBODY)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.returncode) == ("5\n", 0), done.stderr
     assert digest(path) == before
     assert [one.name for one in elsewhere.iterdir()] == ["store.sqlite"]

@@ -139,7 +139,7 @@ def test_the_settings_hold_on_every_connection(sqlite_url: str) -> None:
             together = threading.Barrier(3)
 
             async def settings(connection: AsyncConnection) -> list[object]:
-                together.wait(60)  # so that each call has a connection of its own
+                together.wait(300)  # so that each call has a connection of its own
                 names = ("journal_mode", "synchronous", "foreign_keys")
                 return [
                     (await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one()
@@ -393,7 +393,7 @@ def test_a_late_write_is_rolled_back_though_it_succeeds(
 
             async def slow(connection: AsyncConnection) -> None:
                 await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
-                answered.wait(60)
+                answered.wait(300)
 
             with pytest.raises(DeadlineExceededError, match="slow: no answer within 1 s"):
                 await store._run("slow", slow, write=True)

@@ -69,7 +69,7 @@ class Babbling:
 
 
 def conversation_on(engine: Any, **options: Any) -> Conversation:
-    settings = {"name": "a", "seed": 5, "context_length": 4096, "timeout_s": 60.0} | options
+    settings = {"name": "a", "seed": 5, "context_length": 4096, "timeout_s": 300.0} | options
     return Conversation(engine, engine.chat, SAMPLING, **settings)
 
 

@@ -53,7 +53,7 @@ class Mixed(torch.nn.Module):
         self.frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
 
 
-def taken(source: BroadcastSource, within_s: float = 120.0) -> tuple[int, dict[str, torch.Tensor]]:
+def taken(source: BroadcastSource, within_s: float = 300.0) -> tuple[int, dict[str, torch.Tensor]]:
     """What the trainer sends next, as a version and its tensors."""
     ends = time.monotonic() + within_s
     while time.monotonic() < ends:
@@ -132,4 +132,4 @@ def member(
         yield said
     finally:
         process.kill()
-        process.join(60)
+        process.join(300)

@@ -36,7 +36,7 @@ def looked_after(sender: BroadcastSender, *futures: Future[Taken]) -> list[Taken
     """Looks after what was published until they have it."""
 
     async def work() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while not all(one.done() for one in futures):
                 await sender.look_after()
                 await asyncio.sleep(0.02)
@@ -68,7 +68,7 @@ def assert_has(found: Taken, version: int, model: torch.nn.Module) -> None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.01)

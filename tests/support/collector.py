@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def complete(
     async def together() -> list[Completion]:
         return list(
             await asyncio.gather(
-                *(engine.generate(prompt, one, deadline_s=60) for prompt, one in requests)
+                *(engine.generate(prompt, one, deadline_s=300) for prompt, one in requests)
             )
         )
 
@@ -117,6 +117,6 @@ def policy_of(opened, seed=5) -> Policy:
     sampling = SamplingParams(max_new_tokens=200, stop_token_ids=chat.end_ids)
     engine = TorchEngine(tiny_policy().model, tiny_policy().tokenizer)
     conversation = Conversation(
-        engine, chat, sampling, name="a", seed=seed, context_length=2048, timeout_s=60.0
+        engine, chat, sampling, name="a", seed=seed, context_length=2048, timeout_s=300.0
     )
     return Policy(conversation, opened.gateway)

@@ -22,13 +22,13 @@ def call(name: str, arguments: str) -> str:
 
 
 def play_through_door(
-    scripted_engine: Any, player: Any, task: Task, says: Any, *, within_s: float = 60.0
+    scripted_engine: Any, player: Any, task: Task, says: Any, *, within_s: float = 300.0
 ) -> tuple[Outcome, Conversation]:
     """What the player's attempt is worth, and what was recorded. Raises what it raises."""
     tokenizer = tokenizer_with(HERMES)
     chat = ChatFormat(tokenizer)
     engine = scripted_engine(tokenizer, chat.end_of_turn_id, says)
-    settings = {"name": "a", "seed": 5, "context_length": 10_000, "timeout_s": 60.0}
+    settings = {"name": "a", "seed": 5, "context_length": 10_000, "timeout_s": 300.0}
     conversation = Conversation(engine, chat, SamplingParams(max_new_tokens=200), **settings)
 
     async def attempt() -> Outcome:
@@ -39,7 +39,7 @@ def play_through_door(
         finally:
             await policy.close()
 
-    gateway = Gateway(GatewaySection(), model="tiny", timeout_s=60.0)
+    gateway = Gateway(GatewaySection(), model="tiny", timeout_s=300.0)
     try:
         return asyncio.run(attempt()), conversation
     finally:

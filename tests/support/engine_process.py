@@ -76,4 +76,4 @@ class EngineProcesses:
     def __exit__(self, *exception: object) -> None:
         for process in self.processes.values():
             process.kill()
-            process.join(30)
+            process.join(300)

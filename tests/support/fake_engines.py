@@ -106,11 +106,11 @@ async def some(folder, *numbers: int, max_age_s: float = 15.0, kind: type[FakeEn
         yield engines, client
 
 
-async def ask(client: RemoteEngine, session: str | None = None, deadline_s: float = 20.0) -> int:
+async def ask(client: RemoteEngine, session: str | None = None, deadline_s: float = 300.0) -> int:
     return (await client.generate([1, 2, 3], PARAMS, session=session, deadline_s=deadline_s)).ids[0]
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)

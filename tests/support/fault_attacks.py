@@ -39,7 +39,7 @@ AIMED_SPARE = 3.0
 """How many kills there may be for each phase, where every phase is aimed at once."""
 
 
-def finish(parts: Sequence[Component], *, within_s: float = 150.0) -> None:
+def finish(parts: Sequence[Component], *, within_s: float = 300.0) -> None:
     """Starts them, and waits until the last one has ended the run; then ends the others. Raises
     AssertionError if one fails."""
     ends = time.monotonic() + within_s

@@ -361,7 +361,7 @@ class Component:
             self.progress_s = 0.7 * self.progress_s + 0.3 * self.marks.progress_s
         return int(self.process.exitcode)
 
-    def end(self, within_s: float = 20.0) -> int:
+    def end(self, within_s: float = 300.0) -> int:
         """Sends SIGTERM; returns the exit code. Raises AssertionError if it goes on."""
         self.process.terminate()
         self.process.join(within_s)

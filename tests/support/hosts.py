@@ -63,7 +63,7 @@ class Hosts:
             assert self._wires.stdout is not None
 
             if self._wires.stdout.readline() != "ready\n":
-                raise RuntimeError(self._wires.communicate(timeout=60)[1].strip()[-300:])
+                raise RuntimeError(self._wires.communicate(timeout=300)[1].strip()[-300:])
         except BaseException:
             self.__exit__()
             raise
@@ -171,7 +171,7 @@ class PostgreSQLOnHost(PostgreSQL):
 
 
 def _call(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
     return done.stdout

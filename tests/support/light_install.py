@@ -47,5 +47,5 @@ class LightInstall:
     def output(self, *words: str, **options: object) -> tuple[int, str]:
         """Exit code, and what was printed."""
         with self.start(*words, **options) as process:
-            printed, _ = process.communicate(timeout=120)
+            printed, _ = process.communicate(timeout=300)
         return process.returncode, printed

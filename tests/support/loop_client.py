@@ -44,7 +44,7 @@ def by_client(task):
     response = httpx.post(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json={"model": "policy", "messages": [{"role": "user", "content": task.query}]},
-        timeout=60,
+        timeout=300,
     )
     return reward_of(response.raise_for_status().json()["choices"][0]["message"]["content"])
 

@@ -51,7 +51,7 @@ class Wire(httpx.AsyncBaseTransport):
 async def served(folder, *, loses=False):
     """(a client, its wire, the server)."""
     server = Server(folder, URL, max_models=1, note=lambda line: None)
-    gateway = Routes(server.sessions, model="policy", timeout_s=60, max_body=2**20)
+    gateway = Routes(server.sessions, model="policy", timeout_s=300, max_body=2**20)
     door = Door(server, folder / "gateway", gateway)
     wire = Wire(door, loses=loses)
     try:

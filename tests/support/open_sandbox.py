@@ -24,7 +24,7 @@ class OpenSandbox:
 
     def __call__(self, use: Callable[[Sandbox], Awaitable[T]]) -> T:
         async def used() -> T:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(300):
                 return await use(self.sandbox)
 
         return self._runner.run(used())

@@ -16,7 +16,7 @@ def loop(folder, work, **sections):
 
     async def opened():
         options = SECTIONS | {"rollout": {"staleness": 9, "policy": "mask"}} | sections
-        async with asyncio.timeout(120), agentevo.open_model(folder, **options) as model:
+        async with asyncio.timeout(300), agentevo.open_model(folder, **options) as model:
             return await work(model)
 
     return asyncio.run(opened())

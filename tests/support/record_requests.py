@@ -54,7 +54,7 @@ def proxy(gateway: str, exchanges: list[dict[str, Any]]) -> ThreadingHTTPServer:
             names = ("authorization", "x-api-key", "content-type")
             headers = {name: self.headers[name] for name in names if name in self.headers}
             request = urllib.request.Request(gateway + self.path, body, headers)
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 said = answer.read()
 
             ids = ids_in(said.decode())
@@ -81,7 +81,7 @@ def attempt(name: str, base: str, key: str) -> None:
         variables = {"OPENAI_BASE_URL": f"{base}/v1", "OPENAI_API_KEY": key, "AGENTEVO_TASK": task}
         words = ["node", str(EXAMPLES / name / "agent.js")]
         done = subprocess.run(
-            words, env=os.environ | variables, capture_output=True, text=True, timeout=120
+            words, env=os.environ | variables, capture_output=True, text=True, timeout=300
         )
         assert done.stdout.strip().endswith('{"reward":1}'), done
         return
@@ -97,7 +97,7 @@ async def record(name: str) -> list[dict[str, Any]]:
     cold_start.GIVES_UP = 0.0
     tokenizer = byte_tokenizer(cold_start.CONTEXT)
     tokenizer.chat_template = cold_start.CHAT_TEMPLATE
-    gateway = Gateway(GatewaySection(), model="policy", timeout_s=60.0)
+    gateway = Gateway(GatewaySection(), model="policy", timeout_s=300.0)
     teacher = {"opens": cold_start.open_box, "says": str}
     teacher |= getattr(importlib.import_module(name), "TEACHER", {})
     conversation = cold_start.TaughtConversation(ChatFormat(tokenizer), TASK, **teacher)

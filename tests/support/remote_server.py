@@ -99,7 +99,7 @@ def streams(
         for number, event in enumerate(events):
             _send_part(handler, event)
             if number == 0 and wait is not None:
-                assert wait.wait(30), "nobody has got the first event"
+                assert wait.wait(300), "nobody has got the first event"
 
         if then is not None:
             then(request, handler)

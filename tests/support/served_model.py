@@ -26,7 +26,7 @@ def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> 
         started.set()
 
     def meet():
-        if not started.wait(60):
+        if not started.wait(300):
             return
 
         try:
@@ -41,7 +41,7 @@ def served(config: RunConfig, work: Callable[[str, str], T], **options: Any) -> 
     try:
         serve_model(config, note=note, **options)
     finally:
-        client.join(60)
+        client.join(300)
 
     key = (config.run_dir / "serving" / "secret").read_text().strip()
     assert not any(key in line for line in notes)

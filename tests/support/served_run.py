@@ -48,7 +48,7 @@ class Run:
         async def work() -> list[Completion]:
             engine = TorchEngine(self.models[version], config=EngineSection(kv_cache_gb=0.1))
             return await asyncio.gather(
-                *(engine.generate(PROMPT, one, deadline_s=60) for one in params)
+                *(engine.generate(PROMPT, one, deadline_s=300) for one in params)
             )
 
         return [one.ids for one in asyncio.run(work())]
@@ -66,7 +66,7 @@ class Run:
         return RemoteEngine(EngineDirectory(self.folder / "engines"), poll_s=0.02, **options)
 
 
-def wait_for(condition: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, within_s: float = 300.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, what
@@ -74,7 +74,7 @@ def wait_for(condition: Callable[[], bool], what: str, within_s: float = 60.0) -
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.01)
 

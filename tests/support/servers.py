@@ -88,7 +88,7 @@ class PostgreSQL:
         others = [child.pid for child in psutil.Process(first).children()]
         os.kill(first, signal.SIGKILL)
         psutil.wait_procs(
-            [psutil.Process(pid) for pid in [first, *others] if psutil.pid_exists(pid)], timeout=30
+            [psutil.Process(pid) for pid in [first, *others] if psutil.pid_exists(pid)], timeout=300
         )
 
     def delete(self) -> None:
@@ -107,7 +107,7 @@ class PostgreSQL:
             command,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             cwd="/",
             stdin=subprocess.DEVNULL,
             check=False,

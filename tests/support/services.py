@@ -14,7 +14,7 @@ from agentevo.store.store import Store
 Condition = Callable[[], Awaitable[bool]]
 
 
-async def until(condition: Condition, within_s: float = 30.0) -> None:
+async def until(condition: Condition, within_s: float = 300.0) -> None:
     async with asyncio.timeout(within_s):
         while not await condition():
             await asyncio.sleep(0.005)

@@ -57,7 +57,7 @@ def plugged(namespace: str, address: str) -> Wire:
         ["link", "set", DEVICE.decode(), "up"],
         ["link", "set", "lo", "up"],
     ):
-        subprocess.run(["ip", *words], check=True, timeout=60)
+        subprocess.run(["ip", *words], check=True, timeout=300)
 
     return Wire(fd)
 

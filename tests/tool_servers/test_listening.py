@@ -59,7 +59,7 @@ def served(ask, key=None, app=None):
         listener = open_socket("127.0.0.1", 0)
         serving = asyncio.ensure_future(listening.serve_until(app, listener, is_over.is_set, key))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 return await ask(listener.getsockname()[1])
         finally:
             is_over.set()

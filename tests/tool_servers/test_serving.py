@@ -96,7 +96,7 @@ def served(tmp_path_factory):
 
         yield found[1]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
         assert "Traceback" not in errors.read_text()
     finally:
         process.kill()

@@ -31,7 +31,7 @@ TASK = Task(id="t", answer=4)
 
 def section(*words, **options):
     settings = {"name": "c", "command": sys.executable, "args": (SERVER, *words)}
-    return MCPServerSection(**{"timeout_s": 60.0, **settings, **options})
+    return MCPServerSection(**{"timeout_s": 300.0, **settings, **options})
 
 
 def played(*attempts, sections=None):
@@ -221,7 +221,7 @@ def test_a_server_that_is_ending_has_ended_when_its_tools_are_closed():
                 pass
 
         first = asyncio.create_task(attempt())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not servers():
                 await asyncio.sleep(0.01)
 
@@ -328,7 +328,7 @@ def test_a_call_that_is_given_up_leaves_the_server_as_it_is():
 @pytest.mark.slow
 def test_a_flood_costs_its_call():
     ((texts, _, _, _),) = played(
-        [("flood", {"megabytes": 50}), add(1)], sections=[section(timeout_s=30)]
+        [("flood", {"megabytes": 50}), add(1)], sections=[section(timeout_s=300)]
     )
     assert texts[0].startswith("Error: ") or "are left out here" in texts[0]
     assert len(texts[0]) < 11_000
@@ -365,7 +365,7 @@ def test_tools_that_change_are_those_of_the_next_attempt_at_most():
 
 @pytest.mark.slow
 def test_a_server_at_a_url(url):
-    sections = [MCPServerSection(name="far", timeout_s=60, **url)]
+    sections = [MCPServerSection(name="far", timeout_s=300, **url)]
     first, second = played([add(2), ("refuse", {})], [add(3)], sections=sections)
     assert int(second[0][0]) == int(first[0][0]) + 3, "its state is its own affair"
     assert first[0][1].startswith("Error: ")
@@ -374,7 +374,7 @@ def test_a_server_at_a_url(url):
 @pytest.mark.slow
 def test_a_call_at_a_url_has_its_own_limit_and_not_that_of_the_sdk(url, monkeypatch):
     monkeypatch.setattr("mcp.shared._httpx_utils.MCP_DEFAULT_SSE_READ_TIMEOUT", 0.2)
-    sections = [MCPServerSection(name="far", timeout_s=60, **url)]
+    sections = [MCPServerSection(name="far", timeout_s=300, **url)]
     (((text,), *_),) = played([("wait", {"seconds": 2})], sections=sections)
     assert not text.startswith("Error: ")
 
@@ -426,7 +426,7 @@ def test_a_file_as_claude_and_cursor_write_it(tmp_path, monkeypatch):
             "off": {"url": "http://${NO_SUCH_VARIABLE}:9/mcp", "disabled": True},
         }
     }
-    entry = MCPFileSection(file=write(tmp_path, tree), include=("add", "worth"), timeout_s=60)
+    entry = MCPFileSection(file=write(tmp_path, tree), include=("add", "worth"), timeout_s=300)
     (only,) = played([("one__add", {"number": 1}), ("two__add", {"number": 9})], sections=[entry])
     assert only[0] == ["5", "13"]
     assert len(only[3]) == 4

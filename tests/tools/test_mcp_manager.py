@@ -27,7 +27,7 @@ def played(*attempts, **options):
     metrics and the names of the tools."""
 
     async def work():
-        box = Toolbox([MCPManagerSection(**{"timeout_s": 30.0, **options})], [].append)
+        box = Toolbox([MCPManagerSection(**{"timeout_s": 300.0, **options})], [].append)
         done = []
         try:
             for calls in attempts:

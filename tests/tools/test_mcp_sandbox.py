@@ -119,7 +119,7 @@ def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
     script.chmod(0o755)
     linked.symlink_to(real)
     words = sandboxed(str(linked / "bin" / "hello"), (), ProgramSandboxSection(), None)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "hello\n", done.stderr
 
 

@@ -27,7 +27,7 @@ def test_a_call_that_is_given_up_before_it_began_is_never_made():
     class World:
         def act(self, number: int) -> str:
             made.append(number)
-            goes_on.wait(60)
+            goes_on.wait(300)
             return "done"
 
         def close(self):
@@ -86,7 +86,7 @@ def test_an_object_that_is_never_made_fails_the_attempt():
     @tool("world")
     class World:
         def __init__(self):
-            goes_on.wait(60)
+            goes_on.wait(300)
 
         def look(self) -> str:
             return "grass"
@@ -191,7 +191,7 @@ def test_an_outcome_that_never_comes_fails_the_attempt_in_words():
             return "grass"
 
         def outcome(self):
-            goes_on.wait(60)
+            goes_on.wait(300)
 
     try:
         with pytest.raises(EnvironmentFailure, match="'world' have not said within"):
@@ -220,7 +220,7 @@ def test_a_cancelled_task_of_a_tool_costs_its_call_and_one_of_the_attempt_ends_i
         async with Toolbox([FunctionToolSection(name="wait")]).open(Task(id="t"), 0) as tools:
             calls = [ToolCall("wait", '{"is_own": false}')]
             playing = asyncio.ensure_future(tools.call(calls))
-            await asyncio.wait_for(began.wait(), 60)
+            await asyncio.wait_for(began.wait(), 300)
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await playing

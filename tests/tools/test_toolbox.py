@@ -183,7 +183,7 @@ def test_a_call_that_hangs_costs_itself_alone():
     @tool("world")
     class World:
         def wait(self) -> None:
-            goes_on.wait(60)
+            goes_on.wait(300)
 
         def look(self) -> str:
             return "grass"

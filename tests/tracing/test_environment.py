@@ -31,7 +31,7 @@ def said(url: str) -> str:
         env=plain | asked,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr

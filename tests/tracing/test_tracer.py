@@ -279,7 +279,7 @@ def test_an_exporter_is_opened_while_the_run_goes_on() -> None:
             opened.set()
 
     async def play(log: CallLog) -> None:
-        assert await asyncio.to_thread(opened.wait, 60)
+        assert await asyncio.to_thread(opened.wait, 300)
 
     played(make(Opens()), play)
 
@@ -297,7 +297,7 @@ def test_a_collector_that_fails_for_a_while_costs_no_span(monkeypatch, failing: 
             await asyncio.sleep(0.01)
 
     tracer = make(kept, tell=lines.append, limits=Limits(delay_s=0.01))
-    played(tracer, lambda log: asyncio.wait_for(play(log), 60))
+    played(tracer, lambda log: asyncio.wait_for(play(log), 300))
     assert len({span.span_id for span in kept.spans}) == len(kept.spans) == 6
     assert "tried 3 times" in lines[0]
     assert lines[1:] == ["tracing: 6 spans were exported"]
@@ -327,7 +327,7 @@ def test_after_the_deadline_an_exporter_gets_nothing_more() -> None:
     tracer = make(kept, limits=Limits(batch=6), flush_s=0.2)
     played(tracer, play)
     released.set()
-    tracer._thread.join(60)
+    tracer._thread.join(300)
     assert len(given) == 1
 
 

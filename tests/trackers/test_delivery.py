@@ -13,7 +13,7 @@ import pytest
 from agentevo.trackers import Begun, Row, TrackedRun, Tracker, TrackerConfig, Tracking
 from agentevo.trackers import delivery as delivery_module
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class Heard(Tracker):

@@ -134,4 +134,4 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, 15)
-        server.wait(60)
+        server.wait(300)

@@ -21,7 +21,7 @@ def test_two_ranks_are_one_run_in_the_trackers(tmp_path: Path) -> None:
         [sys.executable, *words, str(PROGRAM), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -220,7 +220,7 @@ if __name__ == "__main__":
         init_method=f"file://{meeting}",
         rank=int(process),
         world_size=math.prod(sizes),
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     if len(sizes) == 1:
         torch.save((parts(), all_runs()), out)

@@ -282,7 +282,7 @@ if __name__ == "__main__":
         init_method=f"file://{meeting}",
         rank=int(process),
         world_size=int(count),
-        timeout=timedelta(seconds=240),
+        timeout=timedelta(seconds=300),
     )
     place = Path(folder)
     results = [history(case, place / str(n)) for n, case in enumerate(CASES[int(count)])]

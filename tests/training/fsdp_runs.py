@@ -69,7 +69,7 @@ if __name__ == "__main__":
         init_method=f"file://{meeting}",
         rank=int(process),
         world_size=int(world),
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     mesh = make_meshes(ParallelSection(shard=int(size)), "cpu").data
     torch.save(trained(mesh), out)

@@ -391,7 +391,7 @@ if __name__ == "__main__":
         init_method=f"file://{meeting}",
         rank=int(process),
         world_size=int(count),
-        timeout=timedelta(seconds=240),
+        timeout=timedelta(seconds=300),
     )
     cases = CASES[int(count)]
     alone = torch.load(expected)

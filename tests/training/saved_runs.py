@@ -194,7 +194,7 @@ def killed(folder: Path, rounds: int) -> list[str]:
                 os._exit(_save_for_ever(process, place))
             children.append(child)
 
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not any(place.glob("checkpoints/step-*")) and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -223,7 +223,7 @@ def killed(folder: Path, rounds: int) -> list[str]:
 def _save_for_ever(process: int, place: Path) -> int:
     distributed.init_process_group(
         "gloo", init_method=f"file://{place}/meeting", rank=process, world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )  # fmt: skip
     torch.set_num_threads(1)
     model = model_of(1)
@@ -301,7 +301,7 @@ if __name__ == "__main__":
         init_method=f"file://{meeting}",
         rank=int(process),
         world_size=int(world),
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     torch.save(main(what, ParallelSection(**{key: int(size)}), Path(folder)), out)
     distributed.destroy_process_group()

@@ -282,7 +282,7 @@ if __name__ == "__main__":
         init_method=f"file://{meeting}",
         rank=int(process),
         world_size=int(count),
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     torch.save(checks(int(count)), out)
     distributed.destroy_process_group()

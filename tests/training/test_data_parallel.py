@@ -34,7 +34,7 @@ def spawned(folder: Path, shape: str, count: int):
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands
     ]
     for process in processes:
-        _, errors = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
 
     return [torch.load(out) for out in outs]

@@ -28,7 +28,7 @@ def found(request, tmp_path_factory):
     run_processes(
         runs.__file__,
         [(shard, process, world, folder / "meeting", out) for process, out in enumerate(outs)],
-        within_s=240,
+        within_s=300,
     )
     return [torch.load(out) for out in outs]
 

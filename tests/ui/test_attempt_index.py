@@ -281,7 +281,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def until(condition: Any, within_s: float = 60.0) -> None:
+def until(condition: Any, within_s: float = 300.0) -> None:
     async def wait() -> None:
         async with asyncio.timeout(within_s):
             while not condition():

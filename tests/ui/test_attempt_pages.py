@@ -180,7 +180,7 @@ def pages(
     found: dict[str, httpx.Response] = {}
 
     async def work() -> None:
-        async with asyncio.timeout(200), browse(store_url) as client:
+        async with asyncio.timeout(300), browse(store_url) as client:
             key = (await client.get("/")).text.split('href="/runs/')[1].split('"')[0]
             while "<h2>1 attempt" not in (await client.get(f"/runs/{key}/attempts?q=unicorn")).text:
                 await asyncio.sleep(0.05)
@@ -319,7 +319,7 @@ def test_advantages_are_those_that_the_trainer_had(
     reader = IndexReader(indexer.path)
 
     async def wait() -> dict[str, float]:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(300):
             while True:
                 try:
                     rows = reader.listing(Selection(choices={"state": "committed"}), size=999).rows

@@ -43,7 +43,7 @@ def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     for thread in threading.enumerate():
         if thread.name.startswith("started "):
-            thread.join(20.0)
+            thread.join(300.0)
 
 
 def test_starts_at_once_keep_the_limit(sleeping: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_starts_at_once_keep_the_limit(sleeping: Path, monkeypatch: pytest.Monke
 
     def begin(number: int) -> None:
         one = wanted_from([sleeping], "train", "coins", "", f"new-{number}")
-        barrier.wait(20.0)
+        barrier.wait(300.0)
         try:
             said.append(start(sleeping, one, id=f"{number:032x}", who="me", address="here"))
         except ConfigError as error:
@@ -64,7 +64,7 @@ def test_starts_at_once_keep_the_limit(sleeping: Path, monkeypatch: pytest.Monke
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(300.0)
 
     assert sum("wait for one" in one for one in said) == 6
     assert len(started(sleeping)) == 2
@@ -168,7 +168,7 @@ def test_streams_are_counted_as_they_are_let_in(
             more = {"query_string": b"", "headers": headers, "root_path": "", "scheme": "http"}
             await app({**scope, **more}, receive, send)
 
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(300.0):
             asking = [asyncio.ensure_future(ask()) for _ in range(40)]
             while len(found) < 40:
                 await asyncio.sleep(0.01)

@@ -62,7 +62,7 @@ def page_with_forms(page: dict[str, Any], token: str) -> dict[str, Any]:
 
 def signed_in(url: str) -> tuple[str, str, dict[str, Any]]:
     """The cookies of who opens that URL, the token of forms, and the OpenAPI page."""
-    with httpx.Client(timeout=60.0, trust_env=False) as client:
+    with httpx.Client(timeout=300.0, trust_env=False) as client:
         assert client.get(url).status_code == 303
         root = url.partition("/?")[0]
         page = client.get(f"{root}/openapi.json").json()

@@ -100,7 +100,7 @@ def test_a_committed_step_is_in_the_next_answer_after_its_news(lake: Path, long:
 
             listed = (await viewer.get("/")).text
             add_step(lake / "lake", 2)
-            async with asyncio.timeout(30):  # as the stream of any viewer reads it
+            async with asyncio.timeout(300):  # as the stream of any viewer reads it
                 while (await memory._watcher.view("lake")).step < 2:
                     await asyncio.sleep(0.05)
 
@@ -232,7 +232,7 @@ def test_the_dashboard_yields_and_what_it_starts_does_not() -> None:
         "one.close()\n"
     )
     said = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
     )
     before, own, started, child = map(int, said.stdout.split())
     lowered = min(before + 7, 19)
@@ -251,6 +251,6 @@ def test_the_dashboards_modules_import_no_torch() -> None:
         "print([one for one in ('torch', 'transformers') if one in sys.modules])"
     )
     said = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
     )
     assert said.stdout.strip() == "[]"

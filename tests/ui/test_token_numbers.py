@@ -112,7 +112,7 @@ def test_attempts_are_sorted_by_how_far_they_moved(
     run_folder: Path, browse: Callable[..., Any]
 ) -> None:
     async def read() -> str:
-        async with asyncio.timeout(100), browse(run_folder.parent) as client:
+        async with asyncio.timeout(300), browse(run_folder.parent) as client:
             while True:
                 text = (await client.get("/runs/lake/attempts?order=moved")).text
                 if "data-row" in text:

@@ -37,7 +37,7 @@ from agentevo.ui.sources import Sources
 TOKEN = "the-token-of-the-tests"
 CONTROL = "the-control-token-of-the-tests"
 ORIGIN = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"}
-WITHIN_S = 120.0
+WITHIN_S = 300.0
 
 
 @asynccontextmanager
@@ -515,7 +515,7 @@ def test_closing_the_browser_in_the_middle_makes_room(control_url):
         os.kill(pid, signal.SIGSTOP)
         try:
             for _ in range(10):
-                ends = time.monotonic() + 10
+                ends = time.monotonic() + 300
                 while True:
                     with client.stream("POST", where, data=data, headers=headers) as answer:
                         first = next(answer.iter_text())

@@ -92,7 +92,7 @@ def test_news_tell_of_steps_and_of_runs_that_begin_later(tmp_path: Path, quick: 
                     seen.append(one)
 
         async def until(what: Any) -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while not any(what(one) for one in seen):
                     await asyncio.sleep(0.01)
 
@@ -113,7 +113,7 @@ def test_news_tell_of_steps_and_of_runs_that_begin_later(tmp_path: Path, quick: 
         assert watcher._viewers["first"] == 1
 
         await watcher.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await task
 
         assert watcher._viewers == {}
