@@ -62,22 +62,22 @@ PRELOADED = (
     "websockets",
 )
 """What most commands import. A program imports the rest by itself."""
-READ_AT_IMPORT = tuple(
-    [
-        "PYTHON",
-        "OMP_",
-        "MKL_",
-        "OPENBLAS_",
-        "KMP_",
-        "LD_",
-        "MALLOC_",
-        "LC_",
-        "LANG",
-        "HF_",
-        "XDG_",
-        "MPL",
-    ]
-    + ["TORCH_LOGS", "TORCHINDUCTOR", "TORCHDYNAMO"]
+READ_AT_IMPORT = (
+    "HF_",
+    "KMP_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "MPL",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCHDYNAMO",
+    "TORCHINDUCTOR",
+    "TORCH_LOGS",
+    "XDG_",
 )
 """Prefixes of variables that libc or an imported package has read already. A program starts cold if
 its environment differs there."""
