@@ -17,9 +17,9 @@ from typing import Any
 
 from agentevo.config.tools import FunctionToolSection
 from agentevo.rollout.task_files import write_rows
+from agentevo.task_making.demonstrations import show_lookups
 from agentevo.task_making.document_files import read_documents
 from agentevo.task_making.documents import tasks_from
-from agentevo.task_making.lookups import looked_up
 from tiny import arguments, evolve
 
 FIRST = ("Alder", "Birch", "Cedar", "Dune", "Ember", "Falcon", "Glen", "Heron", "Iris", "Juniper")
@@ -52,7 +52,7 @@ def reading(folder: Path, corpus: Path) -> list[dict[str, Any]]:
     made = tasks_from(passages, train=10_000, held_out=10_000, per_passage=100, seed=999)
     search = FunctionToolSection(name="search", options={**SEARCH, "corpus": str(corpus)})
     asked = [*made.train, *made.held_out]
-    found, _ = asyncio.run(looked_up(asked, passages, [search], count=4 * len(asked), seed=999))
+    found, _ = asyncio.run(show_lookups(asked, passages, [search], count=4 * len(asked), seed=999))
     return found
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from hostile_words import SMALL, Hostile, furnish
+from slow import soak
 
 from agentevo.cli.main import main
 from agentevo.config import build_config
@@ -232,9 +233,8 @@ def test_some_hostile_command_lines(finished_run, tmp_path):
     run_cases(list(range(100_000, 100_012)), finished_run, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("stopped_at_work")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), *soak(1, 2, 3)])
 def test_a_thousand_hostile_command_lines(finished_run, tmp_path, part):
     seeds = asked_for([8 * number + place for number in range(250) for place in range(4)])
     run_cases(seeds[part::4], finished_run, tmp_path)

@@ -53,31 +53,34 @@ def gpu() -> Iterator[ModuleType]:
         yield of_benchmarks("gpu")
 
 
-@pytest.mark.slow
+MEASURED = [
+    {"samples": 4, "checkpointing": "selective"},
+    {"samples": 6, "parts": 3},
+    {"samples": 4, "rank": 8},
+    {"samples": 8, "parts": 2, "shard": 2, "length": 1024, "checkpointing": "full"},
+    {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4, "which": 0},
+]
+MEASURED_IN_SOAK = [
+    {"samples": 4},
+    {"samples": 12, "length": 384, "checkpointing": "full"},
+    {"samples": 3, "kind": "sft"},
+    {"samples": 8, "parts": 2, "shard": 2},
+    {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4},
+    {"samples": 32, "parts": 8, "pipeline": 4, "layers": 4, "which": 0, "checkpointing": "full"},
+]
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     "case",
     [
-        {"samples": 4},
-        {"samples": 4, "checkpointing": "selective"},
-        {"samples": 12, "length": 384, "checkpointing": "full"},
-        {"samples": 6, "parts": 3},
-        {"samples": 4, "rank": 8},
-        {"samples": 3, "kind": "sft"},
-        {"samples": 8, "parts": 2, "shard": 2},
-        {"samples": 8, "parts": 2, "shard": 2, "length": 1024, "checkpointing": "full"},
-        {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4, "which": 0},
-        {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4},
-        {
-            "samples": 32,
-            "parts": 8,
-            "pipeline": 4,
-            "layers": 4,
-            "which": 0,
-            "checkpointing": "full",
-        },
+        pytest.param(case, marks=mark, id=" ".join(f"{key}={case[key]}" for key in case))
+        for cases, mark in (
+            (MEASURED, pytest.mark.slow),
+            (MEASURED_IN_SOAK, pytest.mark.soak),
+        )
+        for case in cases
     ],
-    ids=lambda case: " ".join(f"{key}={value}" for key, value in case.items()),
 )
 def test_the_prediction_is_right_within_15_percent(case, benchmark):
     predicted, measured = benchmark.measure(**SIZES | case)
@@ -86,7 +89,7 @@ def test_the_prediction_is_right_within_15_percent(case, benchmark):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_long_context_takes_memory_in_proportion_to_its_length(benchmark):
     """One sequence of 8K and one of 16K tokens: neither attention nor the output layer makes

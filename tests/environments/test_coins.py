@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.environments.coins import METALS, CoinsConfig, CoinsEnvironment
+from examples import examples
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -17,7 +18,7 @@ def environment(seed: int, **options: Any) -> tuple[CoinsEnvironment, str]:
 
 
 @given(seed=seeds, num_coins=st.integers(2, 8), gap=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_value_rule_is_what_is_shown(seed: int, num_coins: int, gap: int) -> None:
     made, shown = environment(seed, rule="value", num_coins=num_coins, max_value=20, min_gap=gap)
     values = {coin: int(value) for coin, value in re.findall(r"(\w+) = (\d+)", shown)}
@@ -28,7 +29,7 @@ def test_value_rule_is_what_is_shown(seed: int, num_coins: int, gap: int) -> Non
 
 
 @given(seed=seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_table_rule_is_what_is_shown(seed: int) -> None:
     made, shown = environment(seed, rule="table", num_coins=4)
     table = dict(re.findall(r"(\w+) = (\w+)", shown))
@@ -37,7 +38,7 @@ def test_table_rule_is_what_is_shown(seed: int) -> None:
 
 
 @given(seed=seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_match_rule_is_what_is_shown(seed: int) -> None:
     made, shown = environment(seed, rule="match")
     lamp = re.search(r"lamp is (\w+)", shown)

@@ -20,6 +20,7 @@ from agentevo.environments.gymnasium_adapter import GymnasiumConfig
 from agentevo.environments.sokoban import SokobanConfig
 from agentevo.errors import EnvironmentFailure, UnknownNameError
 from agentevo.types import Baselines
+from examples import examples
 
 ENVIRONMENTS: list[EnvironmentConfig] = [
     BanditConfig(),
@@ -55,7 +56,7 @@ def play(config: EnvironmentConfig, seed: int, player: int) -> list[Any]:
 
 @every_environment
 @given(seed=seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_a_seed_fixes_the_whole_episode(config: EnvironmentConfig, seed: int) -> None:
     assert play(config, seed, player=1) == play(config, seed, player=1)
 
@@ -140,7 +141,7 @@ def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
     ids=lambda c: c.type,
 )
 @given(seed=seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_the_solver_solves(config: EnvironmentConfig, seed: int) -> None:
     environment = make(config)
     environment.reset(seed=seed)

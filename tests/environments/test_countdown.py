@@ -15,6 +15,7 @@ from agentevo.environments.arithmetic import (
 )
 from agentevo.environments.countdown import CountdownConfig, CountdownEnvironment
 from agentevo.errors import EnvironmentFailure
+from examples import examples
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def all_values(numbers: list[int], operations: str) -> set[Fraction]:
     numbers=st.lists(st.integers(1, 12), min_size=2, max_size=4),
     operations=st.sampled_from(["+-", "+-*", "+-*/", "*"]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_solve_finds_exactly_what_exists(numbers: list[int], operations: str) -> None:
     reachable = all_values(numbers, operations)
     for target in range(-2, 30, 4):
@@ -165,7 +166,7 @@ def test_sampled_rate_of_five_numbers_is_near_the_exact_one() -> None:
     count=st.integers(2, 5),
     operations=st.sampled_from(["+-", "+-*", "+-*/"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_instances_keep_to_their_ranges(seed: int, count: int, operations: str) -> None:
     config = CountdownConfig(
         num_numbers=count, operations=operations, max_number=15, min_target=5, max_target=60

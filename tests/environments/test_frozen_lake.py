@@ -9,6 +9,7 @@ from optimal_play import play_optimally
 
 from agentevo.environments import mean_baselines
 from agentevo.environments.frozen_lake import FrozenLakeConfig, FrozenLakeEnvironment, LakeMap
+from examples import examples
 
 NUM_MAPS = 256
 
@@ -123,7 +124,7 @@ def best_by_enumeration(environment: FrozenLakeEnvironment, tile: int, actions_l
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_optimum_equals_expectimax(seed: int) -> None:
     environment = FrozenLakeEnvironment(FrozenLakeConfig(size=3, max_actions=4))
     environment.reset(seed=seed)
@@ -133,7 +134,7 @@ def test_optimum_equals_expectimax(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**31 - 1), size=st.integers(2, 9), frozen=st.floats(0.3, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_maps_are_solvable(seed: int, size: int, frozen: float) -> None:
     environment = FrozenLakeEnvironment(
         FrozenLakeConfig(

@@ -13,6 +13,7 @@ from agentevo.environments import sokoban
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.environments.sokoban_rooms import PLAYER_BITS, Room, distances, random_player_success
 from agentevo.errors import EnvironmentFailure
+from examples import examples
 
 
 def parse(drawing: str) -> tuple[Room, int]:
@@ -130,7 +131,7 @@ def forward_distances(room: Room, state: int) -> dict[int, int]:
 
 
 @given(seed=st.integers(0, 10**6), num_boxes=st.sampled_from([1, 1, 2]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_distances_are_shortest(seed: int, num_boxes: int) -> None:
     environment = SokobanEnvironment(
         SokobanConfig(num_boxes=num_boxes, min_solution=2, max_solution=9)
@@ -145,7 +146,7 @@ def test_distances_are_shortest(seed: int, num_boxes: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_reversed_moves_are_moves(seed: int, data: st.DataObject) -> None:
     environment = SokobanEnvironment(SokobanConfig(num_boxes=2, max_solution=8))
     environment.reset(seed=seed)

@@ -21,6 +21,7 @@ from agentevo.gateway.gateway import Gateway
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.types import Completion, SamplingParams
+from examples import examples
 
 SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}}
 USER = {"role": "user", "content": "left or right ?"}
@@ -272,8 +273,8 @@ def check(path, status, kind, content):
         assert answer.get("type") == ("error" if "messages" in path else None)
 
 
-def fuzz(door, examples):
-    @settings(max_examples=examples, deadline=None, database=None)
+def fuzz(door, number):
+    @settings(max_examples=number, deadline=None, database=None)
     @given(bodies())
     def answered(case):
         path, body = case
@@ -284,10 +285,10 @@ def fuzz(door, examples):
 
 @pytest.mark.slow
 def test_no_body_is_a_500(door):
-    fuzz(door, 100)
+    fuzz(door, examples(100))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_body_is_a_500_however_long_one_tries(door):
     fuzz(door, 5000)
 
@@ -332,8 +333,8 @@ def answer_to(door, data: bytes) -> bytes:
         return said
 
 
-def fuzz_bytes(door, examples):
-    @settings(max_examples=examples, deadline=None, database=None)
+def fuzz_bytes(door, number):
+    @settings(max_examples=number, deadline=None, database=None)
     @given(streams_of_bytes())
     def answered(data):
         said = answer_to(door, data)
@@ -346,10 +347,10 @@ def fuzz_bytes(door, examples):
 
 
 def test_no_bytes_break_the_door(door):
-    fuzz_bytes(door, 60)
+    fuzz_bytes(door, examples(60))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_bytes_break_the_door_however_long_one_tries(door):
     fuzz_bytes(door, 3000)
 

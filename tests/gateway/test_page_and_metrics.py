@@ -118,7 +118,7 @@ def test_the_page_has_every_route_once_and_says_who_may_ask(gateway_of):
     assert unknown == [404, 405]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_schemathesis_finds_no_500(gateway_of, tmp_path):
     program = schemathesis_run.installed(tmp_path)
 

@@ -21,7 +21,7 @@ from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.engine import NO_VERSION
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.transports import check_transport, distributed, remote_source
-from agentevo.inference.vllm_receiving import places_of_workers
+from agentevo.inference.vllm_weights import places_of_workers
 from agentevo.listings import LISTS
 from agentevo.models.adapters import add_adapter
 from agentevo.models.parts import Spec

@@ -18,6 +18,7 @@ from agentevo.inference.weight_delta import (
     with_delta,
 )
 from agentevo.models.parts import Box, boxes_of, grid_of
+from examples import examples
 
 
 @st.composite
@@ -30,7 +31,7 @@ def grids(draw):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=grids(), share=st.sampled_from([0.0, 0.1, 0.9]), seed=st.integers(0, 99))
 def test_what_changed_of_boxes_is_what_changed_of_the_tensor(case, share, seed):
     """Each box is compared by itself, as by a process that has it alone."""

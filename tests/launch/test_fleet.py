@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet, placed
+from agentevo.launch.fleet import Fleet
 
 
 @given(
@@ -22,7 +22,7 @@ def test_every_device_has_one_process_and_everything_is_placed(
         samplers=samplers,
     )
     try:
-        nodes = placed(fleet)
+        nodes = fleet.place()
     except ConfigError:
         assert bool(engines) != bool(samplers) or gpus_per_engine > gpus > 0
         return
@@ -40,20 +40,20 @@ def test_every_device_has_one_process_and_everything_is_placed(
 
 
 def test_one_node_is_shared_by_trainer_and_engines():
-    (node,) = placed(Fleet(gpus=8, engines=4, samplers=2))
+    (node,) = Fleet(gpus=8, engines=4, samplers=2).place()
     assert node.trainer_devices == (0, 1, 2, 3)
     assert node.engines == ((4,), (5,), (6,), (7,))
     assert node.samplers == 2
 
 
 def test_engines_without_room_get_nodes_of_their_own():
-    nodes = placed(Fleet(gpus=4, engines=3, gpus_per_engine=2, samplers=5))
+    nodes = Fleet(gpus=4, engines=3, gpus_per_engine=2, samplers=5).place()
     assert [len(node.engines) for node in nodes] == [0, 2, 1]
     assert [node.samplers for node in nodes] == [2, 2, 1]
 
 
 def test_without_devices_engines_go_to_their_nodes():
-    nodes = placed(Fleet(engines=3, engine_nodes=2, samplers=1))
+    nodes = Fleet(engines=3, engine_nodes=2, samplers=1).place()
     assert [len(node.engines) for node in nodes] == [0, 2, 1]
 
 
@@ -72,4 +72,4 @@ def test_without_devices_engines_go_to_their_nodes():
 )
 def test_what_does_not_fit_is_refused(values, word):
     with pytest.raises(ConfigError, match=word):
-        placed(Fleet(**values))
+        Fleet(**values).place()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agentevo.errors import CheckpointError
 from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
 from agentevo.observability.metrics import MetricsRow
+from examples import examples
 
 Step = Mapping[str, float | None]
 
@@ -188,7 +189,7 @@ def test_missing_metrics_only_switch_off_their_signs() -> None:
     assert [warning.code for warning in warned] == ["length_limit"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(code=st.sampled_from(sorted(SCENARIOS)), cut=st.integers(1, 59), seed=st.integers(0, 5))
 def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, seed: int) -> None:
     steps = timeline(SCENARIOS[code], 60, seed)

@@ -18,6 +18,7 @@ from agentevo.orchestration.components import open_components
 from agentevo.orchestration.players import make_environment
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
+from examples import examples
 
 
 def config_of(**sections):
@@ -32,7 +33,7 @@ def source(num_tasks: int, per_step: int = 2, held_out: int = 64, seed: int = 0)
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
 def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(
     num_tasks, per_step, held_out, seed
@@ -114,7 +115,7 @@ def test_refills_are_nobody_elses_tasks():
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
 def test_given_tasks_refill_a_step_with_all_others_once(num_tasks, per_step, held_out, seed):
     tasks, again = (source(num_tasks, per_step, held_out, seed) for _ in range(2))

@@ -16,10 +16,10 @@ from agentevo.cli.main import main
 from agentevo.errors import ConfigError, DiskError, StoreUnavailableError
 from agentevo.observability import MetricsLog, read_metrics, report, report_from_run
 from agentevo.orchestration import training_run as run_module
+from agentevo.orchestration.progress import write_summary
 from agentevo.retry import with_retries
 from agentevo.runs import chain
 from agentevo.runs.lock import LOCK, only_trainer
-from agentevo.runs.summary import write_summary
 
 
 class FullDisk:
@@ -96,7 +96,7 @@ def test_whatever_file_does_not_fit_the_command_says_it_in_one_line(
 def test_a_summary_without_room_is_a_defined_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentevo.runs.summary.write_atomic", no_room)
+    monkeypatch.setattr("agentevo.orchestration.progress.write_atomic", no_room)
     with pytest.raises(DiskError, match=r"summary.json could not be written"):
         write_summary(tmp_path, {})
 
@@ -143,7 +143,7 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     elif where == "head":
         monkeypatch.setattr(chain.HeadFile, "committed", full_after)
     else:
-        monkeypatch.setattr("agentevo.runs.summary.write_atomic", no_room)
+        monkeypatch.setattr("agentevo.orchestration.progress.write_atomic", no_room)
 
     with pytest.raises(DiskError, match="and resume"):
         train(config, view=quiet_view())

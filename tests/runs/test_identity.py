@@ -14,8 +14,7 @@ from agentevo.config import build_config, load_config, to_yaml
 from agentevo.errors import ConfigError, StoreUnavailableError
 from agentevo.runs import identity as run_identity
 from agentevo.runs.creation import write_config
-from agentevo.runs.identity import confirm_run, ensure_run_folder
-from agentevo.runs.shared_config import SharedConfig
+from agentevo.runs.identity import SharedConfig, confirm_run, ensure_run_folder
 from agentevo.store.store import open_store
 from agentevo.types import Task
 

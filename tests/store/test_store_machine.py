@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from agentevo.errors import StoreError
 from agentevo.store import Lease, RetryPolicy, open_store
 from agentevo.types import Task, Trajectory
+from examples import examples
 
 RETRIES = RetryPolicy(max_failures=2, max_expiries=3, first_delay_s=4.0, max_delay_s=6.0)
 TASKS = [f"t{i}" for i in range(4)]
@@ -386,7 +387,7 @@ def test_the_ledger_does_what_its_model_does(
 ) -> None:
     fast = "sqlite" in request.node.name
     checks = settings(
-        max_examples=40 if fast else 15,
+        max_examples=examples(40 if fast else 15),
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -1,4 +1,4 @@
-"""Parameters that `make test` leaves out."""
+"""Parameters that `make test` or CI leaves out."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def slow(*values: Any) -> list[Any]:
     """`["llama", *slow("qwen2", "mistral")]`: further values of a test whose first ones say most of
     what all of them say; `make test-all` takes them too."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def soak(*values: Any) -> list[Any]:
+    """The same of values that CI leaves out, too, and `make soak` takes."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]

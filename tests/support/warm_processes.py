@@ -63,12 +63,26 @@ PRELOADED = (
 )
 """What most commands import. A program imports the rest by itself."""
 READ_AT_IMPORT = (
-    *("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "LD_", "MALLOC_", "LC_", "LANG"),
-    *("TORCH_LOGS", "TORCHINDUCTOR", "TORCHDYNAMO", "HF_", "XDG_", "MPL"),
+    "HF_",
+    "KMP_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "MPL",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCHDYNAMO",
+    "TORCHINDUCTOR",
+    "TORCH_LOGS",
+    "XDG_",
 )
 """Prefixes of variables that libc or an imported package has read already. A program starts cold if
 its environment differs there."""
 IMITATED = ("PYTHONPATH", "PYTHONUNBUFFERED")
+INTERPRETER = sys.executable  # a test may name another one there
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
 START_WITHIN_S = 300.0
@@ -192,7 +206,7 @@ def _start(
 
 def _is_ours(words: list[str]) -> bool:
     program = words[2:] if words[1:2] == ["-u"] else words[1:]
-    if words[0] != sys.executable or not program:
+    if words[0] != INTERPRETER or not program:
         return False
     if program[0] == "-m":
         return program[1] == "torch.distributed.run" or program[1].split(".")[0] == "agentevo"
@@ -224,7 +238,7 @@ def _start_parent() -> WarmParent:
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
     process = subprocess.Popen(
-        [sys.executable, "-c", WARM_PARENT, str(SUPPORT), str(theirs.fileno())],
+        [INTERPRETER, "-c", WARM_PARENT, str(SUPPORT), str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -400,7 +414,7 @@ def _run(words: list[str]) -> NoReturn:
     """Runs the program and ends the process as the interpreter does, without the destruction of
     every module, which would copy the memory that is shared with the warm parent."""
     install()
-    sys.orig_argv = [sys.executable, *words]
+    sys.orig_argv = [INTERPRETER, *words]
     code = 0
     is_interrupted = False
     try:

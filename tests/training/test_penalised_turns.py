@@ -31,6 +31,7 @@ from agentevo.training.kernels import cells, linear_logprobs
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
 from agentevo.training.trainer import Trainer
 from agentevo.types import Constraint, SamplingParams, Trajectory, Turn
+from examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -274,7 +275,7 @@ def test_an_engine_refuses_what_no_distribution_follows_from(wrong, why):
         complete(engine, [(PROMPT, params("", penalties=Penalties(**wrong)))])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     ids=st.lists(st.integers(0, 9), min_size=6, max_size=20),
     trained=st.lists(st.booleans(), min_size=20, max_size=20),

@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shown_attempts import HOSTILE, attempt_name
 
+from examples import examples
+
 pytestmark = pytest.mark.slow
 
 SLOWEST_S = 60.0
@@ -114,7 +116,10 @@ def encoded(text: str) -> str:
     return quote(text.encode("utf-8", "surrogatepass"), safe="")
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(25),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(data=st.data())
 def test_any_parameters_get_a_page_or_a_sentence(asking: Asking, data: st.DataObject) -> None:
     pages = asking.get("/openapi.json").json()["paths"]

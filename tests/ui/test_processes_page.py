@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.pages.log_text import log_text
 from agentevo.store import open_store
 from agentevo.types import Call, Task
-from agentevo.ui.process_files import LOG_BYTES, log_end
+from agentevo.ui.process_files import LOG_BYTES, log_end, log_text
 from agentevo.ui.sources import RunSource
 
 HOSTILE = "<script>alert(1)</script>\x1b[31mred\x1b[0m\u202eevil & \"'>"

@@ -306,8 +306,8 @@ def make_agent(
         return FunctionAgent(registered)
 
     plays_environment = getattr(registered, "plays_environment", False)
-    given: list[Any] = [section, make_environment] if plays_environment else [section]
-    player = make_player(section, *given)
+    options = [section, make_environment] if plays_environment else [section]
+    player = make_player(section, options)
     return FunctionAgent(player.run, player)
 
 
@@ -327,11 +327,12 @@ def _takes(registered: Any, options: Sequence[Any]) -> bool:
     return True
 
 
-def make_player(section: AgentSection, *given: Any) -> Any:
-    """An object of the registered class that `section` names, which is made without options where
-    it has no `__init__`. Raises ConfigError, also with what a user's class raised."""
+def make_player(section: AgentSection, options: Sequence[Any] | None = None) -> Any:
+    """An object of the registered class that `section` names, made with the `options` (default: the
+    section), or without them where it has no `__init__`. Raises ConfigError, also with what a
+    user's class raised."""
     registered = agents.get(section.type)
-    options = given or (section,)
+    options = (section,) if options is None else options
     try:
         return registered(*options) if _takes(registered, options) else registered()
     except ConfigError:

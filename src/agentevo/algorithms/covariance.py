@@ -6,8 +6,9 @@ floor(fraction N)) candidates of largest cov, and every token that ties with the
 digits), so the choice depends neither on order nor on a random draw (Clip-Cov's paper draws at
 random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never
 chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them there once,
-and each part that is given them chooses the same tokens. Covariances are float64. Source: arXiv
-2505.22617.
+and each part that is given them chooses the same tokens: the threshold lies halfway to the largest
+covariance that is not chosen, because a part's pass rounds its log-probs otherwise. Covariances are
+float64. Source: arXiv 2505.22617.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch
 
 from agentevo.algorithms.clipped import clip_surrogate
 from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_exp
+
+EQUAL = 1e-12
+"""Relative distance up to which covariances tie."""
 
 
 def clip_cov(
@@ -53,7 +57,8 @@ def kl_cov(inputs: LossInputs, *, fraction: float, coef: float) -> Terms:
 
 
 def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
-    """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
+    """mean_advantage, mean_logp and threshold (between chosen and other covariances) of a whole
+    minibatch."""
     clip_low, clip_high, fraction, low, high = (
         float(hyper[name]) for name in ("clip_low", "clip_high", "fraction", "low", "high")
     )
@@ -67,7 +72,8 @@ def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[st
 
 
 def kl_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
-    """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
+    """mean_advantage, mean_logp and threshold (between chosen and other covariances) of a whole
+    minibatch."""
     return _statistics(
         tables, lambda inputs: inputs.mask, float(hyper["fraction"]), -math.inf, math.inf
     )
@@ -96,17 +102,24 @@ def _statistics(
         "mean_logp": logp / max(trained, 1.0),
         "threshold": -math.inf,
     }
-    wanted = max(1, int(fraction * trained))
-    largest = []
-    for inputs in tables.cleaned_blocks():
-        covariance, candidates = _candidates(inputs, eligible(inputs), statistics, low, high)
-        values = covariance[candidates]
-        largest.append(values.topk(min(wanted, len(values))).values)
+    values = torch.cat(
+        [
+            covariance[candidates]
+            for inputs in tables.cleaned_blocks()
+            for covariance, candidates in [
+                _candidates(inputs, eligible(inputs), statistics, low, high)
+            ]
+        ]
+    )
+    if not len(values):
+        return statistics | {"threshold": math.inf}
 
-    values = torch.cat(largest)
-    last = float(values.topk(min(wanted, len(values))).values[-1]) if len(values) else math.inf
-    statistics["threshold"] = last - 1e-12 * abs(last) if len(values) else last
-    return statistics
+    wanted = min(max(1, int(fraction * trained)), len(values))
+    last = float(values.topk(wanted).values[-1])
+    ties = last - EQUAL * abs(last)
+    others = values[values < ties]
+    threshold = (last + float(others.max())) / 2 if len(others) else ties
+    return statistics | {"threshold": threshold}
 
 
 def _candidates(
@@ -133,4 +146,4 @@ def _candidates(
 def _centred(values: torch.Tensor, mean: float) -> torch.Tensor:
     """Distance from the mean, float64; exactly 0 where only the rounding of the mean is left."""
     distance = values.to(torch.float64) - mean
-    return torch.where(distance.abs() <= 1e-12 * abs(mean), 0.0, distance)
+    return torch.where(distance.abs() <= EQUAL * abs(mean), 0.0, distance)

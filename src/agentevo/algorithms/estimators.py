@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentevo.algorithms import group_relative, process, returns, turn_tree
+from agentevo.algorithms import group_relative, returns
 from agentevo.algorithms.advantage_inputs import AdvantageTables, checked
 from agentevo.catalogue import Value, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
@@ -44,9 +44,9 @@ RECURSIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "bi_level_gae": returns.bi_level_gae,
     "turn_returns": returns.turn_returns,
     "otb": returns.otb,
-    "tree_returns": turn_tree.tree_returns,
+    "tree_returns": returns.tree_returns,
     "credit": returns.credit,
-    "prime": process.prime,
+    "prime": returns.prime,
 }
 """Estimators by recursion, (inputs, stream, **hyper) -> advantages [M], returns [M]."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from agentevo.algorithms.group_relative import BOUND, Members, divide
+from agentevo.algorithms.group_relative import BOUND, Members, divide, rloo
 from agentevo.algorithms.group_relative import whiten as whitened
 
 if TYPE_CHECKING:
@@ -271,6 +271,30 @@ def turn_returns(
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
+def tree_returns(
+    inputs: Inputs,
+    stream: Stream,
+    *,
+    gamma: float,
+    scale_by_std: bool,
+    epsilon: float,
+    turn_baseline: str,
+) -> tuple[Tensor, Tensor]:
+    """R_k = r_k + gamma sum of R over the turns that go on from k, against other turns of the group
+    (`against_group`), where the place of a turn is its depth in the tree: a turn is credited with
+    what its own branch earned, not with what a sibling branch earned later.
+
+    `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained
+    turn of the trajectory goes on from the turn before it. Without branches this is
+    `turn_returns`. A group of one trajectory gives 0. Returns R.
+    """
+    parent = _tree_parents(inputs, stream)
+    returns = _discounted_along_tree(turn_rewards(inputs, stream), parent, gamma)
+    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    advantages = against_group(inputs, stream, returns, _tree_depths(stream, parent), how)
+    return spread(advantages, stream.turn), spread(returns, stream.turn)
+
+
 def credit(
     inputs: Inputs, stream: Stream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
 ) -> tuple[Tensor, Tensor]:
@@ -327,6 +351,47 @@ def turn_rewards(inputs: Inputs, stream: Stream) -> Tensor:
     )
 
 
+def _discounted_along_tree(rewards: Tensor, parent: list[int], gamma: float) -> Tensor:
+    """x_k = rewards_k + gamma times the sum of x over the k' with parent_k' = k. rewards [K];
+    parent_k < k, or -1. [K]"""
+    sums = rewards.tolist()
+    for turn in range(len(sums) - 1, -1, -1):
+        if parent[turn] >= 0:
+            sums[parent[turn]] += gamma * sums[turn]
+    return rewards.new_tensor(sums)
+
+
+def _tree_depths(stream: Stream, parent: list[int]) -> Tensor:
+    """How many turns are before each one on its path. parent_k < k, or -1. [K]"""
+    depth: list[int] = []
+    for turn in parent:
+        depth.append(depth[turn] + 1 if turn >= 0 else 0)
+    return stream.turn.new_tensor(depth)
+
+
+def _tree_parents(inputs: Inputs, stream: Stream) -> list[int]:
+    """The parent of each turn 0..K-1, in the order of the stream; -1 for the first turn of a
+    trajectory."""
+    assert (
+        inputs.turn_ids is not None and inputs.turn_parents is not None
+    )  # `Advantage` checks its `needs`
+
+    first = stream.turn.cumsum(0) - stream.turn
+    at = stream.index[first]
+    names = inputs.turn_ids.reshape(-1)[at].tolist()
+
+    wanted = inputs.turn_parents.reshape(-1)[at].tolist()
+    owners = inputs.trajectory[stream.row[first]].tolist()
+    known: dict[tuple[int, int], int] = {}
+    parent_of_turn = []
+    for turn, (owner, name, parent) in enumerate(zip(owners, names, wanted, strict=True)):
+        before = turn - 1 if turn and owners[turn - 1] == owner else -1
+        parent_of_turn.append(known.get((owner, parent), before))
+        known[owner, name] = turn
+
+    return parent_of_turn
+
+
 def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tensor, Tensor]:
     """A_t = G_t - B_t, B_t = sum_i G_it W_it / sum_i W_it over the streams i of the group that are
     longer than t; returns G.
@@ -371,3 +436,30 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
         advantages = torch.where(cell.size == 1.0, returns, advantages)
 
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0), returns
+
+
+def prime(
+    inputs: Inputs, stream: Stream, *, gamma: float, process_coef: float, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """Advantages from rewards of single steps that a process reward model gives beside the outcome:
+    leave-one-out on outcomes plus the discounted sum of process rewards over the others' mean
+    process reward.
+
+    With p_t the process rewards, m_j their mean over trajectory j, n trajectories in the group, s
+    the scores: A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u -
+    mean_{j != i} m_j), 0 in a group of one. Returns A before it is whitened over the batch's
+    trained tokens. Source: PRIME, arXiv 2502.01456, eq. 6; its code whitens.
+    """
+    assert inputs.process_rewards is not None  # `Advantage` checks its `needs`
+
+    rewards = stream.at(inputs.process_rewards)
+    owner = inputs.trajectory[stream.row]
+    mean = divide(
+        torch.zeros_like(inputs.score).index_add_(0, owner, rewards), inputs.length.clamp(min=1.0)
+    )
+
+    size = inputs.members.size
+    others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
+    running = discounted(rewards - others[owner], stream.lengths, gamma)
+    advantages = torch.where(size[owner] > 1.0, rloo(inputs)[owner] + process_coef * running, 0.0)
+    return whitened(advantages) if whiten else advantages, advantages

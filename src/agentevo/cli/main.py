@@ -56,15 +56,17 @@ from agentevo.cli import (
     ui,
 )
 from agentevo.cli.ending import end_soon
-from agentevo.cli.words import check_words
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import training_packages
+from agentevo.paths import name_problem
 
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What nobody reads to its end in a message: a number or a text that somebody gave."""
 LONGEST_LINE = 1200
 """Characters of a message's line, for a text of many words."""
+LONGEST_WORD = 100_000
+"""Characters in one word of a command line; `execve` takes 131,072 bytes."""
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """What typer raises for words that fit no command."""
 
@@ -136,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     """The only place that turns an error into a message."""
     try:
-        check_words(words)
+        _check_words(words)
         with training_packages("this command"), progress.showing(sys.stderr):
             command = _command(words[0] if words else "")
             code = command(args=words, prog_name="agentevo", standalone_mode=False)
@@ -163,6 +165,37 @@ def _run(words: list[str]) -> int:
         )
 
     return code if isinstance(code, int) else 0
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Looks at the words before any command does, so that what no file system, no terminal and no
+    database can hold is refused in one place.
+
+    Raises ConfigError for a word that is no text, or that can't be a path where it may be one:
+    overrides (`key=value`) and URLs are looked at where they are read."""
+    for number, word in enumerate(words, start=1):
+        problem = _word_problem(word)
+        if problem:
+            shown = word if len(word) <= 60 else f"{word[:57]}..."
+            raise ConfigError(f"argument {number}, {shown!a}, {problem}")
+
+
+def _word_problem(word: str) -> str:
+    """What is wrong with it and what to do, or empty."""
+    if len(word) > LONGEST_WORD:
+        return f"has {len(word):,} characters: put what is so long into the recipe"
+
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return "is not UTF-8: rename the file, or write the text in UTF-8"
+
+    if "=" in word or "://" in word:
+        return "has a NUL character: remove it" if "\0" in word else ""
+    if any(ord(character) < 32 or ord(character) == 127 for character in word):
+        return "has a control character: remove it"
+
+    return name_problem(word)
 
 
 @cache

@@ -143,13 +143,13 @@ def make(
 
     model = open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
-    begun = _begun(harder_than or [], after)
+    parents, kept = _begun(harder_than or [], after)
     sections = tool_sections(server, choose=chosen, tells_world=worlds > 1)
-    made = _made(sections, wanted, *begun)
+    made = _made(sections, wanted, parents, kept)
     if after is not None:  # what the variants are of is played no more
         from agentevo.task_making.afterwards import free
 
-        made.train = [*begun[1], *map(free, made.train)]
+        made.train = [*kept, *map(free, made.train)]
 
     _write(out, made, wanted, model, demonstrations, system)
 

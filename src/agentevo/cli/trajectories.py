@@ -13,8 +13,8 @@ import typer
 
 from agentevo.cli.arguments import RunDir, Wait, path_word, seconds
 from agentevo.cli.trajectory_export import export
-from agentevo.cli.trajectory_files import html
 from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.progress import bar
 
 if TYPE_CHECKING:
     from agentevo.store import Store, TrajectorySummary
@@ -24,9 +24,67 @@ MAX_LISTED = 40
 """The most ids that a list of ids with the same beginning names."""
 
 SHORTEST_LOOK_S = 0.1
+MOST = 1_000_000_000
+"""A number that every store can hold."""
 
 trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
-trajectories.command("html")(html)
+
+
+@trajectories.command("html")
+def html(
+    run_dir: RunDir,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=-MOST, max=MOST, help="The attempts of this step alone."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path_word,
+            metavar="FOLDER",
+            help="Where the pages go. Default: trajectories_html in the run's folder.",
+        ),
+    ] = None,
+    every: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, max=MOST, help="Every so many steps; the last one always."
+        ),
+    ] = 4,
+    per_step: Annotated[
+        int, typer.Option(metavar="N", min=1, max=MOST, help="Most attempts of a step.")
+    ] = 32,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into a folder that has other things, too.")
+    ] = False,
+    wait: Wait = None,
+) -> None:
+    """Write a page for each of some attempts, FOLDER/step_N/trajectory_ID.html, and an index: files
+    that need no server."""
+    from agentevo.observability.trajectory_pages import INDEX, check_folder, choose, write_pages
+    from agentevo.runs.folder import check_run_folder, read_store, token_texts
+
+    check_run_folder(run_dir)
+    folder = out if out is not None else run_dir / "trajectories_html"
+    check_folder(folder, overwrite=overwrite)
+    decode = token_texts(run_dir)
+
+    async def work(store: Store) -> int:
+        chosen = await choose(store, step=step, every=every, per_step=per_step)
+        if not chosen:
+            of = "" if step is None else f" of step {step}"
+            raise ConfigError(f"{run_dir}: the store holds no trajectory{of} yet")
+
+        total = sum(len(one.attempts) for one in chosen)
+        with bar("trajectories html", total, "pages") as progress:
+            return await write_pages(
+                store, chosen, folder, run=run_dir.name, decode=decode, advance=progress.advance
+            )
+
+    count = read_store(run_dir, work, wait_s=wait)
+    print(f"{count} pages written: {folder / INDEX}")
+
+
 trajectories.command("export")(export)
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentevo.config.advantage import advantage_contradictions
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.presets import PRESETS
 from agentevo.config.algorithm import algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.memory import memory_contradictions
@@ -32,7 +33,7 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
     problems += collect_contradictions(config)
     problems += memory_contradictions(config)
     problems += rollout_contradictions(config)
-    problems += advantage_contradictions(config)
+    problems += _of_the_advantage(config)
     problems += routing_contradictions(config)
     problems += parallel_contradictions(config)
     problems += named_agent_contradictions(config)
@@ -92,6 +93,46 @@ def _of_the_training(config: RunConfig) -> list[str]:
             )
 
     return problems
+
+
+def _of_the_advantage(config: RunConfig) -> list[str]:
+    """Contradictions of the chosen advantage with sections that it does not use and with rewards
+    that it can't take."""
+    needs = config.algorithm.needs
+    problems = []
+    for key, section, need in (
+        ("critic", config.critic, "values"),
+        ("process_reward", config.process_reward, "process_rewards"),
+    ):
+        if need not in needs and section != type(section)():
+            problems.append(
+                f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, "
+                f"or choose {_users(need)}"
+            )
+
+    if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
+        problems.append(
+            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of "
+            f"trainer.steps={config.trainer.steps} to the policy: "
+            "raise trainer.steps or lower critic.pretrain_steps"
+        )
+
+    by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
+    penalty = getattr(config.agent, "format_penalty", 0.0) if config.environment else 0.0
+    if by_mean and penalty > 0:
+        problems.append(
+            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
+            f"but agent.format_penalty is {penalty:g}: set it to 0"
+        )
+
+    return problems
+
+
+def _users(need: str) -> str:
+    """The presets whose advantage needs this input."""
+    return " or ".join(
+        name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs
+    )
 
 
 def _of_the_model(config: RunConfig) -> list[str]:

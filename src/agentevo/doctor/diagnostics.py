@@ -140,8 +140,8 @@ def _in(folder: Path, config: RunConfig) -> RunConfig:
 class _WatchedSampler(Sampler):
     """A sampler that keeps the conversations of its attempts, by their names."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.conversations: dict[str, Conversation] = {}
 
     def group(self, task: Task, **options: Any) -> Group:

@@ -237,12 +237,12 @@ def last_run(folder: Path) -> Path | None:
 def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int) -> Source:
     """Raises ConfigError."""
     system = str((tree.get("agent") or {}).get("system_prompt") or "")
-    common: dict[str, Any] = {"seed": seed, "system": system, "models": _models_of(tree)}
+    models = _models_of(tree)
     tools = [_in_folder(one, home) for one in _tools_of(section, tree)]
     if not section.documents:
-        return ServerSource(section, tools, **common)
+        return ServerSource(section, tools, seed=seed, system=system, models=models)
     paths = [home / Path(one).expanduser() for one in section.documents]
-    return DocumentsSource(section, paths, tools, **common)
+    return DocumentsSource(section, paths, tools, seed=seed, system=system, models=models)
 
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:

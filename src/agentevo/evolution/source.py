@@ -26,11 +26,10 @@ from agentevo.evolution.schema import EvolveSection
 from agentevo.progress import bar
 from agentevo.remote_models.model import RemoteModel, key_of_model
 from agentevo.rollout.task_files import write_rows
-from agentevo.task_making.demonstrations import demonstration
+from agentevo.task_making.demonstrations import demonstration, show_lookups
 from agentevo.task_making.document_files import Documents, changed, read_documents
 from agentevo.task_making.documents import asked_from, check_made, tasks_from
 from agentevo.task_making.files import CORPUS, DOCUMENTS
-from agentevo.task_making.lookups import looked_up
 from agentevo.task_making.making import Wanted, check_wanted, make_tasks
 from agentevo.task_making.writer import reworded
 from agentevo.task_making.writer_model import writer_section
@@ -207,21 +206,35 @@ class DocumentsSource:
         tasks = self._section.tasks
         corpus = [_row(one) for one in passages]
 
-        wanted: dict[str, Any] = {"train": tasks.train, "held_out": tasks.held_out}
-        wanted |= {"per_passage": tasks.per_passage, "seed": self._seed}
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
-            wanted["progress"] = so_far.to
             if self._writer is None:
-                made = tasks_from(passages, **wanted)
+                made = tasks_from(
+                    passages,
+                    train=tasks.train,
+                    held_out=tasks.held_out,
+                    per_passage=tasks.per_passage,
+                    seed=self._seed,
+                    progress=so_far.to,
+                )
             else:
                 with closing(RemoteModel("writer", self._writer)) as model:
-                    language = tasks.languages[0]
-                    made = run_coroutine(asked_from(passages, model, language=language, **wanted))
+                    made = run_coroutine(
+                        asked_from(
+                            passages,
+                            model,
+                            language=tasks.languages[0],
+                            train=tasks.train,
+                            held_out=tasks.held_out,
+                            per_passage=tasks.per_passage,
+                            seed=self._seed,
+                            progress=so_far.to,
+                        )
+                    )
 
         check_made(made, tasks.held_out)
         write_rows(corpus, scratch / CORPUS)
         shown, num_unfound = run_coroutine(
-            looked_up(
+            show_lookups(
                 made.train,
                 passages,
                 [one for one in self.sections(scratch) if _is_search(one)],

@@ -207,11 +207,9 @@ class Routes:
             return await self._streamed(api, session, asked, delivery, client)
 
         try:
-            with self._awaited(
-                session.submit(session.complete(asked, delivery)),
-                client,
-                *session.wait_of(asked.model, self._timeout_s),
-            ) as awaited:
+            work = session.submit(session.complete(asked, delivery))
+            who, within_s = session.wait_of(asked.model, self._timeout_s)
+            with self._awaited(work, client, who, within_s) as awaited:
                 replies = await awaited.result()
 
             self._metrics.count_tokens(replies)
@@ -229,8 +227,8 @@ class Routes:
         heard = Heard()
         hear = session.told_over_there(heard.add)
         work = session.submit(session.complete(asked, delivery, hear))
-        waited = session.wait_of(asked.model, self._timeout_s)
-        awaited = self._awaited(work, client, *waited).__enter__()
+        who, within_s = session.wait_of(asked.model, self._timeout_s)
+        awaited = self._awaited(work, client, who, within_s).__enter__()
         awaited.when_done(heard.wake)
         try:
             await heard.wait()

@@ -34,7 +34,6 @@ from agentevo.errors import (
     shown,
 )
 from agentevo.event_loop import gather_all, in_thread, outside_scopes
-from agentevo.inference.call_facts import note_answers
 from agentevo.inference.drift import Drift, DriftPlace, TokenDifference, first_difference
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.history import Found, Histories, Node
@@ -46,7 +45,8 @@ from agentevo.models.chat_template import ToolSchemas
 from agentevo.penalties import Penalties
 from agentevo.routed_experts import misaligned
 from agentevo.seeds import derive_seed
-from agentevo.store.call_log import AttemptCalls
+from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.trace_context import Said
 from agentevo.types import (
     Completion,
     Constraint,
@@ -210,12 +210,48 @@ class Conversation:
                 self._record(joined, sampling, completion)
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
-            note_answers(call, turns, prompt, tools, joined.ids, self._chat)
+            self._note_answers(call, turns, prompt, tools, joined.ids)
 
         if drawn is not None:
             drawn(completions)
 
         return turns
+
+    def _note_answers(
+        self,
+        call: RunningCall,
+        turns: Sequence[Turn],
+        prompt: Sequence[Message] | Sequence[int] | str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        ids: Sequence[int],
+    ) -> None:
+        """What is recorded of a call: small facts for the store, and for its span, if the run is
+        traced, what was said. `ids`: the whole prompt that the turns answered."""
+        versions = [version for turn in turns for version in turn.versions]
+        call.note(
+            turn=turns[0].index,
+            completions=len(turns),
+            completion_tokens=sum(len(turn.completion_ids) for turn in turns),
+            version=max(versions, default=-1),
+        )
+        tracing = call.tracing
+        if tracing is None:
+            return
+
+        has_contents = tracing.contents
+        call.said = Said(
+            asked=_messages_of(prompt) if has_contents else (),
+            answers=[turn.messages[-1] for turn in turns] if has_contents else (),
+            tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",
+            finish_reasons=[turn.finish_reason for turn in turns],
+            temperature=turns[0].temperature,
+            texts=partial(self._decoded, ids, turns) if tracing.token2text else None,
+        )
+
+    def _decoded(self, ids: Sequence[int], turns: Sequence[Turn]) -> tuple[str, list[str]]:
+        decode = self._chat.tokenizer.decode
+        completions = [str(decode(list(turn.completion_ids))) for turn in turns]
+        return str(decode(list(ids))), completions
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -519,3 +555,11 @@ class Conversation:
         except Exception as error:
             self.broken = self.broken or error
             raise
+
+
+def _messages_of(prompt: Sequence[Message] | Sequence[int] | str) -> Sequence[Message]:
+    """A copy, as the caller's list may grow. Token ids have no messages."""
+    if isinstance(prompt, str):
+        return (Message("user", prompt),)
+    is_chat = bool(prompt) and not isinstance(prompt[0], int)
+    return tuple(cast("Sequence[Message]", prompt)) if is_chat else ()

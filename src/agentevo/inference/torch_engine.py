@@ -152,14 +152,15 @@ class TorchEngine:
                 "stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids"
             )
 
-        began = time.monotonic(), self.slept_s
+        began_at = time.monotonic()
+        slept_s = self.slept_s
         grammar = await self._grammars.begin(sampling, deadline_s)
         given = sampling.penalties
         penalties = None if given is None else PenaltyState(given, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         ids = list(prompt_ids)
         request = Request(ids, sampling, future, session, version, listen, grammar, penalties)
-        return await self._answered(request, deadline_s, began)
+        return await self._answered(request, deadline_s, began_at, slept_s)
 
     async def score(
         self,
@@ -173,17 +174,17 @@ class TorchEngine:
         """See ScoringEngine.score. `version`: see `serving`."""
         check_score(context_ids, ids, temperature, deadline_s)
         check_tokens((*context_ids, *ids), self._vocabulary)
-        began = time.monotonic(), self.slept_s
+        began_at = time.monotonic()
+        slept_s = self.slept_s
         request = score_request(context_ids, ids, temperature, version)
-        return TokenScores.of(await self._answered(request, deadline_s, began))
+        return TokenScores.of(await self._answered(request, deadline_s, began_at, slept_s))
 
     async def _answered(
-        self, request: Request, deadline_s: float, began: tuple[float, float]
+        self, request: Request, deadline_s: float, began_at: float, slept_s: float
     ) -> Completion:
-        """Queues the request and waits for its answer. `began`: when the deadline began to run, by
-        the monotonic clock, and how long the engine had slept then."""
-        ends = began[0] + deadline_s
-        slept_s = began[1]
+        """Queues the request and waits for its answer. `began_at`: when the deadline began to run,
+        by the monotonic clock; `slept_s`: how long the engine had slept then."""
+        ends = began_at + deadline_s
         future = request.future
         assert future is not None
 

@@ -54,9 +54,10 @@ from agentevo.inference.verified import (
     verify_weights,
 )
 from agentevo.inference.vllm_options import VllmOptions, read_options
-from agentevo.inference.vllm_receiving import places_of_workers, receive_in_workers
 from agentevo.inference.vllm_weights import (
     adapter_refusal,
+    places_of_workers,
+    receive_in_workers,
     remove_weights,
     write_adapter_weights,
     write_base,

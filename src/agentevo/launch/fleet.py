@@ -1,4 +1,5 @@
-"""Which processes of a run go where: `Fleet` says what is wanted, `placed` puts it on nodes.
+"""Which processes of a run go where: `Fleet` says what is wanted, and `Fleet.place` puts it on
+nodes.
 
 A node is one machine, or the part of one that a cluster gives the job. The trainer has whole nodes,
 or the first devices of them; engines take the devices that are left, and further nodes where those
@@ -33,6 +34,18 @@ def written_as(pattern: str, how: str) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
+class Node(pydantic.BaseModel, extra="forbid", frozen=True):
+    """What runs on one machine."""
+
+    trainer: int = 0
+    """Ranks of the trainer."""
+    trainer_devices: tuple[int, ...] = ()
+    """Their devices, by number; empty on a CPU."""
+    engines: tuple[tuple[int, ...], ...] = ()
+    """For each engine its devices; empty tuples on a CPU."""
+    samplers: int = 0
+
+
 class Fleet(Section):
     """How many of what. Each kind of cluster adds what it asks for besides."""
 
@@ -57,95 +70,81 @@ class Fleet(Section):
         """Whether the trainer samples through other processes."""
         return self.engines > 0 or self.samplers > 0
 
+    def place(self) -> tuple[Node, ...]:
+        """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
+        self._check()
+        own = self._num_trainer_gpus()
+        room = [list(range(own, self.gpus)) for _ in range(self.trainer_nodes)]
+        engines: list[list[tuple[int, ...]]] = [[] for _ in room]
+        if not self.gpus:
+            self._spread_engines(engines)
+        else:
+            for _ in range(self.engines):
+                size = self.gpus_per_engine
+                node = next((n for n, free in enumerate(room) if len(free) >= size), None)
+                if node is None:
+                    node = len(room)
+                    room.append(list(range(self.gpus)))
+                    engines.append([])
 
-class Node(pydantic.BaseModel, extra="forbid", frozen=True):
-    """What runs on one machine."""
+                engines[node].append(tuple(room[node][: self.gpus_per_engine]))
+                room[node] = room[node][self.gpus_per_engine :]
 
-    trainer: int = 0
-    """Ranks of the trainer."""
-    trainer_devices: tuple[int, ...] = ()
-    """Their devices, by number; empty on a CPU."""
-    engines: tuple[tuple[int, ...], ...] = ()
-    """For each engine its devices; empty tuples on a CPU."""
-    samplers: int = 0
+        if len(engines) > MAX_NODES:
+            raise ConfigError(
+                f"engines={self.engines}: that is {len(engines):,} nodes, {MAX_NODES:,} at most"
+            )
 
-
-def placed(fleet: Fleet) -> tuple[Node, ...]:
-    """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
-    _check(fleet)
-    own = _trainer_gpus(fleet)
-    room = [list(range(own, fleet.gpus)) for _ in range(fleet.trainer_nodes)]
-    engines: list[list[tuple[int, ...]]] = [[] for _ in room]
-    if not fleet.gpus:
-        _spread_engines(fleet, engines)
-    else:
-        for _ in range(fleet.engines):
-            size = fleet.gpus_per_engine
-            node = next((n for n, free in enumerate(room) if len(free) >= size), None)
-            if node is None:
-                node = len(room)
-                room.append(list(range(fleet.gpus)))
-                engines.append([])
-
-            engines[node].append(tuple(room[node][: fleet.gpus_per_engine]))
-            room[node] = room[node][fleet.gpus_per_engine :]
-
-    if len(engines) > MAX_NODES:
-        raise ConfigError(
-            f"engines={fleet.engines}: that is {len(engines):,} nodes, {MAX_NODES:,} at most"
+        samplers = [len(range(n, self.samplers, len(engines))) for n in range(len(engines))]
+        trains = [n < self.trainer_nodes for n in range(len(engines))]
+        return tuple(
+            Node(
+                trainer=max(own, 1) if is_trainer else 0,
+                trainer_devices=tuple(range(own)) if is_trainer else (),
+                engines=tuple(of_node),
+                samplers=count,
+            )
+            for is_trainer, of_node, count in zip(trains, engines, samplers, strict=True)
         )
 
-    samplers = [len(range(n, fleet.samplers, len(engines))) for n in range(len(engines))]
-    trains = [n < fleet.trainer_nodes for n in range(len(engines))]
-    return tuple(
-        Node(
-            trainer=max(own, 1) if is_trainer else 0,
-            trainer_devices=tuple(range(own)) if is_trainer else (),
-            engines=tuple(of_node),
-            samplers=count,
-        )
-        for is_trainer, of_node, count in zip(trains, engines, samplers, strict=True)
-    )
+    def _spread_engines(self, engines: list[list[tuple[int, ...]]]) -> None:
+        engines.extend([] for _ in range(self.engine_nodes))
+        homes = engines[self.trainer_nodes :] or engines
+        for number in range(self.engines):
+            homes[number % len(homes)].append(())
 
+    def _num_trainer_gpus(self) -> int:
+        if self.trainer_gpus is not None:
+            return self.trainer_gpus
+        left = self.gpus - self.engines * self.gpus_per_engine
+        return left if self.trainer_nodes == 1 and left > 0 else self.gpus
 
-def _spread_engines(fleet: Fleet, engines: list[list[tuple[int, ...]]]) -> None:
-    engines.extend([] for _ in range(fleet.engine_nodes))
-    homes = engines[fleet.trainer_nodes :] or engines
-    for number in range(fleet.engines):
-        homes[number % len(homes)].append(())
+    def _check(self) -> None:
+        problem = ""
+        if bool(self.engines) != bool(self.samplers):
+            missing = "samplers" if self.engines else "engines"
+            problem = (
+                f"{missing}=0: engines and samplers need one another: set {missing} to 1 or more"
+            )
+        elif self.gpus and self.engine_nodes:
+            problem = (
+                f"engine_nodes={self.engine_nodes}: with gpus={self.gpus} the nodes of engines "
+                "follow from engines and gpus_per_engine: leave it out"
+            )
+        elif self.engine_nodes > self.engines:
+            problem = (
+                f"engine_nodes={self.engine_nodes}: there are {self.engines} engines, so some of "
+                "these nodes would do nothing: choose fewer"
+            )
+        elif self.gpus and self.gpus_per_engine > self.gpus:
+            problem = (
+                f"gpus_per_engine={self.gpus_per_engine}: a node has gpus={self.gpus}: an engine "
+                "is on one node"
+            )
+        elif self.trainer_gpus is not None and self.trainer_gpus > self.gpus:
+            problem = f"trainer_gpus={self.trainer_gpus}: a node has gpus={self.gpus}"
+        elif self.gpus and self.trainer_gpus == 0:
+            problem = "trainer_gpus=0: the trainer needs a device where gpus is above 0"
 
-
-def _trainer_gpus(fleet: Fleet) -> int:
-    if fleet.trainer_gpus is not None:
-        return fleet.trainer_gpus
-    left = fleet.gpus - fleet.engines * fleet.gpus_per_engine
-    return left if fleet.trainer_nodes == 1 and left > 0 else fleet.gpus
-
-
-def _check(fleet: Fleet) -> None:
-    problem = ""
-    if bool(fleet.engines) != bool(fleet.samplers):
-        missing = "samplers" if fleet.engines else "engines"
-        problem = f"{missing}=0: engines and samplers need one another: set {missing} to 1 or more"
-    elif fleet.gpus and fleet.engine_nodes:
-        problem = (
-            f"engine_nodes={fleet.engine_nodes}: with gpus={fleet.gpus} the nodes of engines "
-            "follow from engines and gpus_per_engine: leave it out"
-        )
-    elif fleet.engine_nodes > fleet.engines:
-        problem = (
-            f"engine_nodes={fleet.engine_nodes}: there are {fleet.engines} engines, so some of "
-            "these nodes would do nothing: choose fewer"
-        )
-    elif fleet.gpus and fleet.gpus_per_engine > fleet.gpus:
-        problem = (
-            f"gpus_per_engine={fleet.gpus_per_engine}: a node has gpus={fleet.gpus}: an engine is "
-            "on one node"
-        )
-    elif fleet.trainer_gpus is not None and fleet.trainer_gpus > fleet.gpus:
-        problem = f"trainer_gpus={fleet.trainer_gpus}: a node has gpus={fleet.gpus}"
-    elif fleet.gpus and fleet.trainer_gpus == 0:
-        problem = "trainer_gpus=0: the trainer needs a device where gpus is above 0"
-
-    if problem:
-        raise ConfigError(problem)
+        if problem:
+            raise ConfigError(problem)

@@ -17,7 +17,7 @@ import pydantic
 from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet, Node, placed
+from agentevo.launch.fleet import Fleet, Node
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE = "nodes.yaml"
@@ -62,7 +62,7 @@ class Launch:
         says.
         Raises ConfigError for a recipe that can't run on these nodes."""
         self.config = load_config(recipe, overrides)
-        self.nodes = placed(fleet)
+        self.nodes = fleet.place()
         self.name = _job_name(self.config.run.name)
         _check(self.config, fleet, self.nodes)
         own = self.config.run_dir

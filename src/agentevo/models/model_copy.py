@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import torch
 from transformers import PreTrainedModel
 
 from agentevo.models.sharded import copy_sharded, is_sharded
@@ -28,10 +27,3 @@ def copy_policy(
     twin = copy.deepcopy(policy, shared)
     change(twin)
     return twin
-
-
-def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Name -> parameter, for the parameters that need a gradient."""
-    return {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }

@@ -2,20 +2,25 @@
 
     start(step, write) -> a thread writes -> settle: the run knows of it, or ends with the failure
 
-At most one is under way. What the thread writes is a copy that was made before. A step counts as
-saved only when its folder is there whole and the run has recorded it (head.json), which happens as
-soon as the event loop is free; a kill before that leaves what a resume deletes, and it goes on from
-the checkpoint before. What goes wrong is told at once, and ends the run before its next step.
+At most one is under way. What the thread writes is a copy in the CPU's memory that was made before.
+A step counts as saved only when its folder is there whole and the run has recorded it (head.json),
+which happens as soon as the event loop is free; a kill before that leaves what a resume deletes,
+and it goes on from the checkpoint before. What goes wrong is told at once, and ends the run before
+its next step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
 
 from agentevo.errors import AgentEvoError, CheckpointError, described
+from agentevo.models.parts import Part
 
 
 class BackgroundSave:
@@ -96,3 +101,36 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def copy_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of a model's weights by name. Tied ones stay one tensor, which a model's folder has
+    once."""
+    made: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    found = {}
+    for name, tensor in weights.items():
+        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else (id(tensor), tensor.shape)
+        if key not in made:
+            made[key] = _copy_tensor(tensor)
+        found[name] = made[key]
+
+    return found
+
+
+def copy_state(state: Any) -> Any:
+    """A copy of a trainer's state, of which later steps change nothing."""
+    if isinstance(state, torch.Tensor):
+        return _copy_tensor(state)
+    if isinstance(state, Part):
+        return state.copied()
+    if isinstance(state, dict):
+        return {key: copy_state(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [copy_state(value) for value in state]
+    return copy.deepcopy(state)
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return copy.deepcopy(tensor.detach())  # of 8 bits, say, which knows how it is copied
+    return tensor.detach().to("cpu", copy=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from agentevo.config import RunConfig
 from agentevo.models.adapters import dropping_out
@@ -18,9 +17,6 @@ from agentevo.orchestration.rollout_sources import StopAskedError
 from agentevo.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
-
-if TYPE_CHECKING:
-    from agentevo.orchestration.training_run import TrainingRun
 
 
 def demonstrations(
@@ -102,25 +98,3 @@ def cold_start(
         if losses
         else {}
     )
-
-
-async def teach(run: TrainingRun, *, again: bool) -> None:
-    """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
-    whose log has it already."""
-    shows = run.parts.config.model.name != "tiny" and run.parts.elsewhere is None
-    if shows and not again:  # random weights show nothing, and engines elsewhere have none yet
-        try:
-            run.progress.cold_start_before = await run.evaluate(
-                "before the cold start", full=False, label="untaught-"
-            )
-        except StopAskedError:
-            return
-
-    try:
-        metrics = cold_start(run.parts, run.view, run.is_stopped, run.leader)
-    except StopAskedError:
-        return
-
-    if not again:
-        run.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
-        run.log.log(0, metrics)

@@ -97,17 +97,17 @@ def make_learner(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     share: Shared,
-    *given: Any,
+    *arguments: Any,
 ) -> Any:
-    """The trainer of that name; see the module. `given`: what the recipe does not say."""
+    """The trainer of that name; see the module. `arguments`: what the recipe does not say."""
     match name:
         case "policy":
             return policy_trainer(config, model, tokenizer, share)
         case "preferences":
-            return preference_trainer(config, model, *given)
+            return preference_trainer(config, model, *arguments)
         case "sft":
-            return supervised_trainer(config, model, *given)
+            return supervised_trainer(config, model, *arguments)
         case "cold_start":
-            return cold_start_trainer(config, model, *given)
+            return cold_start_trainer(config, model, *arguments)
 
     raise ValueError(f"no trainer is called {name!r}")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentevo.files import must_write, write_atomic
 from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.orchestration.evaluation import failed_share, headline
-from agentevo.runs.summary import sampled_success
 
 if TYPE_CHECKING:
     from agentevo.orchestration.training_run import TrainingRun
@@ -123,8 +125,8 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
             "random": players.random if players is not None else None,
             "optimal": players.optimal if players is not None else None,
             "sampled": {
-                "before": sampled_success(progress.before),
-                "after": sampled_success(progress.after),
+                "before": _sampled_success(progress.before),
+                "after": _sampled_success(progress.after),
             },
             "failed": {
                 "before": failed_share(progress.before),
@@ -141,3 +143,14 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
         "remote_models": run.parts.sampler.remote_models.summary() if plays else {},
         "warnings": [*run.source.warnings(), *progress.warnings],
     }
+
+
+def _sampled_success(metrics: dict[str, float]) -> float | None:
+    """Success of the sampled attempts out of an evaluation's metrics."""
+    return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """summary.json, atomically. Raises DiskError."""
+    with must_write(folder / "summary.json"):
+        write_atomic(folder / "summary.json", json.dumps(summary, indent=2))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -43,15 +44,15 @@ from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import make_learner
 from agentevo.orchestration.rank_failures import Failures, RankLog
 from agentevo.orchestration.rank_stops import Stops, sigterm_told
-from agentevo.orchestration.shared_saves import SharedSaves, contribution_of
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.mesh import Meshes, make_meshes
 from agentevo.training.optimization import Optimization
 from agentevo.training.sharding.layouts import gather_trained
-from agentevo.training.sharding.saving import weight_parts
+from agentevo.training.sharding.saving import saved_parts, weight_parts
 from agentevo.training.spread import spread
+from agentevo.training.state_parts import split_state
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Sample, Trajectory
 
@@ -196,6 +197,41 @@ _OF_DELTAS: dict[str, Callable[[PublishedParts], object]] = {
 """What the first process asks of the others while it publishes what changed."""
 
 
+class _SharedSaves:
+    """On another process than the first: gives its contributions to checkpoints, one at a time, at
+    once or while the next step goes on. TrainingRun saves with the first process's own."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def give(self, contribution: Contribution, *, copied: bool) -> None:
+        """A copied one is given by a thread. Raises what the one before has failed with."""
+        self.end()
+        if not copied:
+            contribution.give()
+            return
+
+        def work() -> None:
+            try:
+                contribution.give()
+            except Exception as error:  # noqa: BLE001 (raised by `end`)
+                self._failure = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Waits for what is under way; raises what it has failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            raise failure
+
+
 class _Follower:
     """One of the others: its part of the model, and its trainers."""
 
@@ -203,7 +239,7 @@ class _Follower:
         self._config = config
         self._share = ranks.share
         self._ranks = ranks
-        self.saves = SharedSaves()
+        self.saves = _SharedSaves()
         self._log = ranks.log(config.run_dir)
         loaded = load_policy(config, checkpoint)
         self._model = ranks.share(loaded.model)
@@ -236,10 +272,25 @@ class _Follower:
                 getattr(self._learners[learner], name)(*arguments, **options)
 
     def _contribute(self, state: dict[str, Any], *, with_weights: bool, copied: bool) -> None:
-        made = contribution_of(
+        made = _contribution_of(
             self._model, state, self._ranks.saves, with_weights=with_weights, copied=copied
         )
         self.saves.give(made, copied=copied)
+
+
+def _contribution_of(
+    model: PreTrainedModel,
+    state: dict[str, Any],
+    group: distributed.ProcessGroup | None,
+    *,
+    with_weights: bool,
+    copied: bool,
+) -> Contribution:
+    """This process's, of its trainer's state. `with_weights`: no process has the whole model.
+    `copied`: of now, whatever is trained before it is written."""
+    _, parts = split_state(state)
+    made = Contribution(saved_parts(model) if with_weights else {}, parts, group)
+    return made.copied() if copied else made
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
@@ -290,12 +341,14 @@ class Leader:
                 ),
             )
 
-    def make(self, name: str, *given: Any, local: Callable[..., Any] | None = None) -> Led:
+    def make(self, name: str, *arguments: Any, local: Callable[..., Any] | None = None) -> Led:
         """A trainer that all processes make (learners.py). `local` makes this process's, where it
         is to have more than theirs."""
-        self.ranks.tell(name, "make", *given)
+        self.ranks.tell(name, "make", *arguments)
         learner = (
-            make_learner(self._config, name, self._model, self._tokenizer, self.ranks.share, *given)
+            make_learner(
+                self._config, name, self._model, self._tokenizer, self.ranks.share, *arguments
+            )
             if local is None
             else local(self._model)
         )
@@ -317,7 +370,7 @@ class Leader:
         wanted = {"with_weights": not self._has_whole, "copied": copied}
         self.ranks.tell(learner.name, "contribute", **wanted)
         state = learner.own_state()
-        return state, contribution_of(self._model, state, self.ranks.saves, **wanted)
+        return state, _contribution_of(self._model, state, self.ranks.saves, **wanted)
 
 
 class Led:
@@ -332,8 +385,7 @@ class Led:
         """The call by all. `here`: what stands for the arguments on this process."""
         with self._leader.log.call(f"{self.name} {name}"):
             self._leader.ranks.tell(self.name, name, *arguments, **options)
-            given = arguments if here is None else here
-            return getattr(self._learner, name)(*given, **options)
+            return getattr(self._learner, name)(*(arguments if here is None else here), **options)
 
     @property
     def optimization(self) -> Optimization:
@@ -362,11 +414,12 @@ class Led:
     ) -> PreparedBatch:
         """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
         alone."""
-        given = (list(trajectories), dict(baselines))
+        attempts = list(trajectories)
+        by_task = dict(baselines)
         if self.name == "preferences":
-            prepared = self._learner.prepare(*given, version=version, bound=bound)
+            prepared = self._learner.prepare(attempts, by_task, version=version, bound=bound)
         else:
-            prepared = self._all("prepare", *given, version=version, bound=bound)
+            prepared = self._all("prepare", attempts, by_task, version=version, bound=bound)
         return cast(PreparedBatch, prepared)
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:

@@ -1,42 +1,28 @@
 """Resuming: from the newest whole checkpoint, the committed steps after it are done again from
 their plans.
 
-The store knows of every committed step what it trained on, in which order (training/plan.py). So
-nothing that was completed is lost, nothing is in the weights twice, and version numbers keep their
-meaning, whatever was killed and whichever checkpoint is torn: in the extreme all steps are done
-again from the first weights.
+The store knows of every committed step what it trained on, in which order
+(training/batching/step_plan.py). So nothing that was completed is lost, nothing is in the weights
+twice, and version numbers keep their meaning, whatever was killed and whichever checkpoint is torn:
+in the extreme all steps are done again from the first weights.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
 
 from agentevo.config import RunConfig
-from agentevo.errors import TrainingError
 from agentevo.orchestration.batch_sources import BatchSource
-from agentevo.orchestration.progress import Progress
 from agentevo.orchestration.resume_checks import ResumeChecks
-from agentevo.orchestration.rollout_sources import SynchronousRollouts
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import KEY, End, is_given_up
 from agentevo.runs.store_opening import open_run_store
 from agentevo.store.records import StepRecord
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
-
-if TYPE_CHECKING:
-    from agentevo.orchestration.training_run import TrainingRun
-
-SAME = 1e-3
-"""Relative difference of a gradient norm up to which a step that was done again is taken for the
-same."""
 
 
 @dataclass(frozen=True)
@@ -101,68 +87,8 @@ async def find_resume_point(
     return ResumePoint(path, end, steps, tuple(checks.warnings))
 
 
-async def replay_steps(run: TrainingRun, start: ResumePoint) -> None:
-    """Brings trainer and progress to the newest committed step, unless the run is asked to stop
-    before that.
-
-    Of the step after it, which a kill may have left reserved, the same attempts are taken again
-    (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of what
-    was chosen among them: the recipe may choose otherwise now.
-    """
-    if isinstance(run.rollouts, SynchronousRollouts) or run.parts.config.rollout.policy == "wait":
-        store = run.parts.store
-        await with_retries(
-            lambda: store.rewind(start.end.step, keep=True),
-            within_s=STORE_RETRY_S,
-            what="releasing what was reserved",
-        )
-
-    if start.steps and start.checkpoint is None:
-        run.trainer.begin()
-
-    for number, step in enumerate(start.steps, start=1):
-        if run.is_stopped():
-            run.view.note("stopped while committed steps were done again: nothing was changed")
-            return
-        run.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
-        await _replay_step(run, step)
-
-
 async def replay_step(trainer: Learner, source: BatchSource, step: StepRecord) -> dict[str, float]:
     """Trains on what the step was trained on; metrics. Raises TrainingError if the store no longer
     has that."""
     batch = await source.replay(step)
     return trainer.step(batch.samples) if batch.samples else {}
-
-
-async def _replay_step(run: TrainingRun, step: StepRecord) -> None:
-    _compare(run, step, await replay_step(run.trainer, run.source, step))
-    earlier = [*run.progress.warnings]  # without those of `observe`, which the record has
-    run.observe(
-        step.step,
-        {
-            key: math.nan if value is None else value
-            for key, value in step.record["metrics"].items()
-        },
-    )
-    run.source.load_state_dict(step.record["source"])
-    progress = msgspec.convert(step.record["progress"], Progress)
-    run.go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
-
-
-def _compare(run: TrainingRun, step: StepRecord, trained: dict[str, float]) -> None:
-    """Tells if the step has come to something else than when it was committed: on another machine,
-    say."""
-    was = step.record["metrics"].get("actor/grad_norm")
-    now = trained.get("actor/grad_norm")
-    if (was is None) != (now is None):
-        raise TrainingError(
-            f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "
-            f"committed {was}: has the recipe changed?"
-        )
-
-    if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
-        run.warn(
-            f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; when "
-            f"it was committed {was:.6g}"
-        )

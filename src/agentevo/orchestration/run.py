@@ -14,9 +14,11 @@ steps after it from their plans (resume.py), and goes on, having lost nothing.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from agentevo.config import RunConfig
@@ -38,8 +40,7 @@ from agentevo.orchestration.components import (
     open_components,
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
-from agentevo.orchestration.obeying import asked_through
-from agentevo.orchestration.progress import summary_of
+from agentevo.orchestration.progress import summary_of, write_summary
 from agentevo.orchestration.ranks import Ranks, follow, follows, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
@@ -49,12 +50,12 @@ from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import is_given_up
+from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
 from agentevo.runs.identity import confirm_run
 from agentevo.runs.resume_rules import check_resume, note_changes
 from agentevo.runs.shared_store import check_store
-from agentevo.runs.summary import write_summary
-from agentevo.signals import end_stopped, stop_on_interrupt
+from agentevo.signals import STOPPING, end_stopped, stop_on_interrupt
 from agentevo.tracing import check_tracing
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
@@ -191,7 +192,7 @@ async def run_training(
                 ranks=ranks,
             )
             _begin_folder(config, command, make_final, conversations)
-            run.control = stack.enter_context(asked_through(folder, stop_signals, view))
+            run.control = stack.enter_context(_open_control(folder, stop_signals, view))
             run.log.tracking = stack.enter_context(tracked(config, command, view, is_stopped))
             stack.enter_context(lasting_heap())
 
@@ -228,6 +229,18 @@ async def _resumed(
     folder."""
     make_final = (lambda: None) if confirm is None else await confirm()
     return await find_resume_point(config, checkpoints, note=note), make_final
+
+
+def _open_control(
+    folder: Path, stop_signals: list[int], view: LiveView
+) -> AbstractContextManager[RunControl | None]:
+    """Around a run's steps. To stop is what SIGTERM does."""
+
+    def stop() -> None:
+        stop_signals.append(signal.SIGTERM)
+        view.note(f"asked to stop: {STOPPING}")
+
+    return RunControl(folder, stop, note=view.note)
 
 
 def _conclude(run: TrainingRun, resume: bool) -> None:

@@ -15,16 +15,16 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.event_loop import in_thread
 from agentevo.models.device_peak import device_peak
 from agentevo.models.in_parts import in_parts
 from agentevo.models.save import saved_weights
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
-from agentevo.orchestration.background_save import BackgroundSave
-from agentevo.orchestration.cold_start import teach
-from agentevo.orchestration.components import (
-    Components,
-)
+from agentevo.observability.moment import PAUSED
+from agentevo.orchestration.background_save import BackgroundSave, copy_state, copy_weights
+from agentevo.orchestration.cold_start import cold_start
+from agentevo.orchestration.components import Components
 from agentevo.orchestration.conversations import SFTData
 from agentevo.orchestration.evaluation import (
     Evaluated,
@@ -34,12 +34,15 @@ from agentevo.orchestration.evaluation import (
 )
 from agentevo.orchestration.first_attempts import check_first_evaluation, check_first_step
 from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
-from agentevo.orchestration.obeying import obey
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress
 from agentevo.orchestration.ranks import Leader, Led, Ranks
-from agentevo.orchestration.resume import ResumePoint, replay_steps
-from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor
+from agentevo.orchestration.resume import ResumePoint, replay_step
+from agentevo.orchestration.rollout_sources import (
+    StopAskedError,
+    Supervisor,
+    SynchronousRollouts,
+)
 from agentevo.orchestration.step_metrics import (
     counted_since,
     drop_metrics,
@@ -49,20 +52,26 @@ from agentevo.orchestration.step_metrics import (
 from agentevo.orchestration.submissions import Submissions
 from agentevo.orchestration.tracking import attempts_table
 from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
+from agentevo.paths import short
+from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import LOG, End, HeadFile
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import kind_of
-from agentevo.signals import finished_before_stop
+from agentevo.signals import LOOK_S, finished_before_stop
+from agentevo.store.records import StepRecord
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
-from agentevo.training.copies import copied_state, copied_weights
 from agentevo.training.phases import phase
 from agentevo.training.state_parts import split_state
 from agentevo.training.token_numbers import TokenNumbers, write_numbers
 
 Command = Literal["train", "learn", "sft", "loop"]
+
+SAME = 1e-3
+"""Relative difference of a gradient norm up to which a step that was done again is taken for the
+same."""
 
 
 class TrainingRun:
@@ -163,7 +172,7 @@ class TrainingRun:
             self.trainer.load_state_dict(trainer_state)
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
-            await teach(self, again=bool(start.steps))
+            await self._teach(again=bool(start.steps))
 
         if start.checkpoint is None and config.trainer.optimizer_from is not None:
             if isinstance(self.trainer, Led):
@@ -172,9 +181,88 @@ class TrainingRun:
                 trainer_state, _ = self.checkpoints.load(config.trainer.optimizer_from)
                 self.trainer.optimization.carry_on(trainer_state["optimization"])
 
-        await replay_steps(self, start)
+        await self._replay_steps(start)
         for warning in start.warnings:
             self.warn(warning)
+
+    async def _teach(self, *, again: bool) -> None:
+        """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
+        whose log has it already."""
+        shows = self.parts.config.model.name != "tiny" and self.parts.elsewhere is None
+        if shows and not again:  # random weights show nothing, and engines elsewhere have none yet
+            try:
+                self.progress.cold_start_before = await self.evaluate(
+                    "before the cold start", full=False, label="untaught-"
+                )
+            except StopAskedError:
+                return
+
+        try:
+            metrics = cold_start(self.parts, self.view, self.is_stopped, self.leader)
+        except StopAskedError:
+            return
+
+        if not again:
+            self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+            self.log.log(0, metrics)
+
+    async def _replay_steps(self, start: ResumePoint) -> None:
+        """Brings trainer and progress to the newest committed step, unless the run is asked to stop
+        before that.
+
+        Of the step after it, which a kill may have left reserved, the same attempts are taken again
+        (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of
+        what was chosen among them: the recipe may choose otherwise now.
+        """
+        is_synchronous = isinstance(self.rollouts, SynchronousRollouts)
+        if is_synchronous or self.parts.config.rollout.policy == "wait":
+            store = self.parts.store
+            await with_retries(
+                lambda: store.rewind(start.end.step, keep=True),
+                within_s=STORE_RETRY_S,
+                what="releasing what was reserved",
+            )
+
+        if start.steps and start.checkpoint is None:
+            self.trainer.begin()
+
+        for number, step in enumerate(start.steps, start=1):
+            if self.is_stopped():
+                self.view.note("stopped while committed steps were done again: nothing was changed")
+                return
+            self.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
+            await self._replay_step(step)
+
+    async def _replay_step(self, step: StepRecord) -> None:
+        self._compare(step, await replay_step(self.trainer, self.source, step))
+        earlier = [*self.progress.warnings]  # without those of `observe`, which the record has
+        self.observe(
+            step.step,
+            {
+                key: math.nan if value is None else value
+                for key, value in step.record["metrics"].items()
+            },
+        )
+        self.source.load_state_dict(step.record["source"])
+        progress = msgspec.convert(step.record["progress"], Progress)
+        self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
+
+    def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
+        """Warns if the step has come to something else than when it was committed: on another
+        machine, say."""
+        was = step.record["metrics"].get("actor/grad_norm")
+        now = trained.get("actor/grad_norm")
+        if (was is None) != (now is None):
+            raise TrainingError(
+                f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "
+                f"committed {was}: has the recipe changed?"
+            )
+
+        if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
+            self.warn(
+                f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; "
+                f"when it was committed {was:.6g}"
+            )
 
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until it is asked to stop."""
@@ -203,7 +291,7 @@ class TrainingRun:
             with self.profiling:
                 while self.progress.step < self._num_steps:
                     self.background.settle(wait=False)
-                    await obey(self)
+                    await self._handle_requests()
                     if self.is_stopped():
                         break
 
@@ -224,6 +312,44 @@ class TrainingRun:
             self.warn(text)
 
         self.keep_checkpoint()
+
+    async def _handle_requests(self) -> None:
+        """Does what was requested since the step before: to save, to pause, to resume
+        (runs/control). Returns when the next step may begin, or the run is to stop.
+
+        Engines, samplers and leases live on while it is paused: the event loop runs, so leases are
+        renewed, and samplers play until as much waits as the recipe allows. A signal ends a pause
+        at once.
+        """
+        control = self.control
+        if control is None:
+            return
+
+        step = self.progress.step
+        has_paused = False
+        while True:
+            for request in control.take_saves():
+                try:
+                    self.keep_checkpoint()
+                except AgentEvoError as error:
+                    self.view.warn(f"the checkpoint that was asked for could not be saved: {error}")
+                    control.answer(request, f"failed: {error}", is_done=False)
+                else:
+                    control.answer(request, f"the checkpoint of step {step} is there")
+
+            if not control.is_pause_asked or self.is_stopped():
+                break
+
+            has_paused = True
+            control.paused(step)
+            folder = short(self.parts.config.run_dir)
+            self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
+            began = time.perf_counter()
+            await asyncio.sleep(LOOK_S)
+            self._clock += time.perf_counter() - began  # a pause is no part of `wall_s`
+
+        if has_paused:
+            control.goes_on()
 
     def keep_checkpoint(self) -> None:
         """Saves the committed weights, between two steps, if no checkpoint has them."""
@@ -458,9 +584,9 @@ class TrainingRun:
                 trained, _ = split_state(trained)  # the parts are in what is shared
 
             if copied:
-                trained = copied_state(trained)
+                trained = copy_state(trained)
                 whole = {k: one for k, one in saved.items() if in_parts(one) is None}
-                copies = {k: copied_weights(saved_weights(one)) for k, one in whole.items()}
+                copies = {k: copy_weights(saved_weights(one)) for k, one in whole.items()}
 
         def write() -> str:
             with phase("checkpoint"):
@@ -482,17 +608,14 @@ class TrainingRun:
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""
         self.source.load_state_dict(run_state["source"])
-        self.go_on_from(msgspec.convert(run_state["progress"], Progress))
+        self._go_on_from(msgspec.convert(run_state["progress"], Progress))
         self.monitor.load_state_dict(run_state["monitor"])
         self._clock = time.perf_counter()
 
-    def go_on_from(self, progress: Progress) -> None:
+    def _go_on_from(self, progress: Progress) -> None:
         """That much is committed, all its warnings included."""
         self.progress = progress
         self._recorded = len(progress.warnings)
-
-    def stood_still(self, seconds: float) -> None:  # a pause is no part of `wall_s`
-        self._clock += seconds
 
     def wall_s(self) -> float:
         """Seconds of training and evaluation so far, pauses left out."""

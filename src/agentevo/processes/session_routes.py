@@ -183,10 +183,10 @@ class SessionRoutes:
     async def _end(self, request: Request) -> Response:
         async def end(session: OutsideSession, body: EndBody) -> SessionState:
             if not session.ended.is_set() and not session.over.is_set():
-                given = [PostedReward(rewards=body.rewards)] if body.rewards else []
+                rewards = [PostedReward(rewards=body.rewards)] if body.rewards else []
                 if body.reward is not None:
-                    given.append(PostedReward(reward=body.reward))
-                self._sessions.post(session, *given)
+                    rewards.append(PostedReward(reward=body.reward))
+                self._sessions.post(session, *rewards)
             await self._sessions.end(session, body.error)
             return session.state()
 

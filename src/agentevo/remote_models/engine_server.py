@@ -170,16 +170,15 @@ class EngineServer:
 
 def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:
     """What the request says of sampling."""
-    given: dict[str, Any] = {
-        "temperature": body.get("temperature"),
-        "top_p": body.get("top_p"),
-        "top_k": body.get("top_k"),
-        "min_p": body.get("min_p"),
-        "max_new_tokens": body.get("max_tokens") or body.get("max_completion_tokens"),
-        "stop_strings": tuple(body["stop"]) if body.get("stop") else None,
-        "seed": body.get("seed"),
-    }
-    return SamplingOverrides(**given)
+    return SamplingOverrides(
+        temperature=body.get("temperature"),
+        top_p=body.get("top_p"),
+        top_k=body.get("top_k"),
+        min_p=body.get("min_p"),
+        max_new_tokens=body.get("max_tokens") or body.get("max_completion_tokens"),
+        stop_strings=tuple(body["stop"]) if body.get("stop") else None,
+        seed=body.get("seed"),
+    )
 
 
 def _form(form: Mapping[str, Any]) -> AnswerForm:

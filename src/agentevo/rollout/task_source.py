@@ -286,12 +286,12 @@ class TaskSource:
 
 def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
     """The source of each task, by its id, as the recipe names it."""
-    given = (
+    splits = (
         (section.train, read.train, read.sizes),
         (section.eval, read.held_out, read.held_out_sizes),
     )
     found: dict[str, str] = {}
-    for sources, tasks, sizes in given:
+    for sources, tasks, sizes in splits:
         rest = iter(tasks)
         for source, size in zip(sources, sizes, strict=False):  # an agent's tasks have no source
             found |= {task.id: source for task in islice(rest, size)}

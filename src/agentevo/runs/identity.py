@@ -1,28 +1,38 @@
 """One run, several processes: whichever starts first makes the run's folder, and the others must
 mean the same run. Machines that share no folder have one each, and compare what they mean with
-config.yaml under rollout.weights.url (`shared_config.py`)."""
+config.yaml under rollout.weights.url (`SharedConfig`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.console import to_stderr
 from agentevo.credentials import without_passwords
-from agentevo.errors import ConfigError
-from agentevo.event_loop import run_coroutine
+from agentevo.errors import ConfigError, StoreUnavailableError
+from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.files import create_atomic, write_atomic
+from agentevo.inference.object_names import (
+    CONFIG_FILE,
+    ID_FILE,
+    WRITER_FILE,
+    is_others,
+    others_weights,
+)
+from agentevo.parsing import ParseError, parse_yaml
 from agentevo.paths import check_new_folder, short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import HEAD
 from agentevo.runs.resume_rules import changes, check_resume, is_fixed, note_changes
-from agentevo.runs.shared_config import SharedConfig
 from agentevo.runs.shared_store import content_of
 from agentevo.runs.store_opening import OPENING_S, open_run_store
 from agentevo.signals import finished_before_stop
+
+if TYPE_CHECKING:
+    from agentevo.inference.objects import Objects
 
 SHOWN_KEYS = 5
 STAGING = ".config.yaml."
@@ -226,3 +236,74 @@ def _create(config: RunConfig) -> None:
     """Makes config.yaml unless another process has: `ensure_run_folder` compares."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     create_atomic(config.run_dir / "config.yaml", to_yaml(config))
+
+
+class SharedConfig:
+    """The run's configuration under rollout.weights.url, by which machines that share no folder
+    know that they mean the same run."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    @classmethod
+    def of(cls, config: RunConfig) -> SharedConfig | None:
+        """Of a run; None for one whose weights go through no object store. Raises ConfigError for
+        an address that can't be used."""
+        from agentevo.inference.objects import Objects
+
+        url = config.rollout.weights.url
+        return cls(Objects(url)) if url is not None else None
+
+    @property
+    def place(self) -> str:
+        return self._objects.url
+
+    async def read(self, within_s: float, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Its tree; empty where there is none yet. A store that is away is waited for. Raises
+        StoreUnavailableError after `within_s`, ConfigError for what is no configuration."""
+
+        content = await self._content(CONFIG_FILE, within_s, tell)
+        try:
+            tree = parse_yaml(content.decode())
+        except (UnicodeDecodeError, ParseError) as error:
+            raise self._wrong() from error
+
+        if tree is not None and not isinstance(tree, dict):
+            raise self._wrong()
+        return tree or {}
+
+    async def check_writer(
+        self, folder: Path, within_s: float, tell: Callable[[str], None]
+    ) -> None:
+        """Raises ConfigError where the weights are not those of the trainer of this folder; nobody
+        else may change what holds for its run. Waits as `read` does."""
+        own = folder / ID_FILE
+        there = (await self._content(WRITER_FILE, within_s, tell)).decode(errors="replace")
+        if is_others(there, own.read_text() if own.is_file() else ""):
+            raise ConfigError(others_weights(self.place))
+
+    async def _content(self, file: str, within_s: float, tell: Callable[[str], None]) -> bytes:
+        async def attempt() -> bytes:
+            try:
+                return await in_thread(self._objects.get, file)
+            except FileNotFoundError:
+                return b""
+            except OSError as error:
+                raise StoreUnavailableError(f"{self.place}: {error}") from error
+
+        return await with_retries(
+            attempt, within_s=within_s, what="looking for the run in its object store", tell=tell
+        )
+
+    def write(self, text: str) -> None:
+        """Raises StoreUnavailableError."""
+        try:
+            self._objects.put(CONFIG_FILE, text.encode())
+        except OSError as error:
+            raise StoreUnavailableError(f"{self.place}: {error}") from error
+
+    def _wrong(self) -> ConfigError:
+        return ConfigError(
+            f"{self.place}/{CONFIG_FILE} is no configuration of a run: give rollout.weights.url an "
+            "address of its own"
+        )

@@ -23,7 +23,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.task_making.calls import Answered, World, asked
 from agentevo.task_making.grounding import UngroundedError, grounded
 from agentevo.task_making.scenario import HARDEST, Scenario, Step, is_held_out, steps_of
-from agentevo.task_making.survey import Survey, learn, survey
+from agentevo.task_making.survey import Survey, survey
 from agentevo.task_making.walks import MAX_CALLS, Coverage, asked_further, pruned, walk
 from agentevo.task_making.wording import (
     LANGUAGES,
@@ -178,7 +178,7 @@ class _Maker:
             walked = await asyncio.gather(*map(self._walked, numbers))
             for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
                 for got in heard:
-                    learn(self._known, got)
+                    self._known.learn(got)
                 is_kept = scenario is not None and self._keep(scenario, draw)
                 if heard and not is_kept:
                     self._used.fruitless[heard[-1].tool] += 1

@@ -67,6 +67,33 @@ class Survey(msgspec.Struct, kw_only=True):
         """Of these, the ones that change nothing."""
         return [name for name in self.usable if name not in self.changing]
 
+    def learn(self, got: Answered) -> None:
+        """Learns what a result, or a refusal, names of any tool's parameters; arguments that were
+        taken are values of parameters of their names."""
+        for schema in self.schemas.values():
+            self.values.learn(schema, got.text)
+        if not got.is_error and got.tool not in self.databases:
+            for name, value in got.arguments.items():
+                if isinstance(value, (str, int)):
+                    self.values.add(name, [value])
+
+    def draw_arguments(
+        self, name: str, draw: random.Random, fixed: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Arguments of a call: those that are needed, and some of the others. `fixed`: those that
+        are decided already."""
+        schema = self.schemas[name]
+        needed = schema.get("required") or ()
+        arguments = dict(fixed or {})
+        for parameter, one in properties(schema).items():
+            is_known = bool(self.values.known(parameter, one))
+            if parameter not in arguments and (
+                parameter in needed or (is_known and draw.random() < OPTIONAL)
+            ):
+                arguments[parameter] = self.values.draw(parameter, one, draw)
+
+        return arguments
+
 
 async def survey(
     world: World, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
@@ -113,9 +140,9 @@ async def survey(
 
 
 async def _tried(tools: AttemptTools, known: Survey, name: str, draw: random.Random) -> None:
-    arguments = drawn_arguments(known, name, draw)
+    arguments = known.draw_arguments(name, draw)
     got = await asked(tools, name, arguments)
-    learn(known, got)
+    known.learn(got)
 
     if got.is_error:
         known.silent[name] = f"{_told(arguments)} -> {' '.join(got.text.split())[:200]}"
@@ -123,35 +150,6 @@ async def _tried(tools: AttemptTools, known: Survey, name: str, draw: random.Ran
 
     known.answered[name] = got
     known.silent.pop(name, None)
-
-
-def learn(known: Survey, got: Answered) -> None:
-    """What a result, or a refusal, names of any tool's parameters; arguments that were taken are
-    values of parameters of their names."""
-    for schema in known.schemas.values():
-        known.values.learn(schema, got.text)
-    if not got.is_error and got.tool not in known.databases:
-        for name, value in got.arguments.items():
-            if isinstance(value, (str, int)):
-                known.values.add(name, [value])
-
-
-def drawn_arguments(
-    known: Survey, name: str, draw: random.Random, fixed: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Arguments of a call: those that are needed, and some of the others. `fixed`: those that are
-    decided already."""
-    schema = known.schemas[name]
-    needed = schema.get("required") or ()
-    given = dict(fixed or {})
-    for parameter, one in properties(schema).items():
-        is_known = bool(known.values.known(parameter, one))
-        if parameter not in given and (
-            parameter in needed or (is_known and draw.random() < OPTIONAL)
-        ):
-            given[parameter] = known.values.draw(parameter, one, draw)
-
-    return given
 
 
 async def _changes(world: World, known: Survey, name: str) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 from agentevo.task_making.calls import Answered, asked
 from agentevo.task_making.questions import Question
 from agentevo.task_making.scenario import Found, Step, pairs_of
-from agentevo.task_making.survey import Survey, drawn_arguments
+from agentevo.task_making.survey import Survey
 from agentevo.task_making.values import mined, properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -95,7 +95,7 @@ async def walk(
             if parameter not in fixed and named.get(parameter):
                 fixed[parameter] = draw.choice(named[parameter])
 
-        arguments = drawn_arguments(known, name, draw, fixed)
+        arguments = known.draw_arguments(name, draw, fixed)
         got = await asked(tools, name, arguments)
         heard.append(got)
 

@@ -160,8 +160,10 @@ class Preparation:
 
             return columns
 
-        beside = (roles.reference, roles.critic, roles.reward_model)
-        if not (self.recomputed or self.collision or any(role is not None for role in beside)):
+        has_role = any(
+            role is not None for role in (roles.reference, roles.critic, roles.reward_model)
+        )
+        if not (self.recomputed or self.collision or has_role):
             return {}, {}
 
         tables = token_tables(

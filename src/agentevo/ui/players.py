@@ -98,6 +98,22 @@ class Player:
     def is_busy(self) -> bool:
         return bool(self.listeners)
 
+    async def keep_stderr(self) -> None:
+        """Keeps the end of what it writes to standard error, for when it crashes."""
+        stderr = self.process.stderr
+        assert stderr is not None
+        while some := await stderr.read(2**16):
+            self.stderr += some
+            del self.stderr[:-MAX_STDERR]
+
+    def kill(self) -> None:
+        """Kills the process, and those that it has begun, which would outlive one that crashes:
+        they are a session of their own. Once: later its number may be another's."""
+        if not self.is_killed:
+            self.is_killed = True
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
 
 class Players:
     """See the module. Belongs to one event loop."""
@@ -243,7 +259,7 @@ class Players:
         player = Player(key, run, process, time.time(), heard_at=now, used_at=now)
         player.tasks = [
             asyncio.ensure_future(self._hear(player)),
-            asyncio.ensure_future(_keep_end(player)),
+            asyncio.ensure_future(player.keep_stderr()),
         ]
         return player
 
@@ -285,7 +301,7 @@ class Players:
             async with asyncio.timeout(GRACE_S):
                 code = await player.process.wait()
 
-        _kill(player)
+        player.kill()
         if not player.problem:
             said = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
             last = said.rpartition("\n")[2][-300:]
@@ -317,7 +333,7 @@ class Players:
         """Ends it; whoever waits for it is told why."""
         player.problem = player.problem or why
         if at_once:
-            _kill(player)
+            player.kill()
         elif player.process.stdin is not None:
             player.process.stdin.close()
 
@@ -325,7 +341,7 @@ class Players:
             async with asyncio.timeout(GRACE_S):
                 await player.process.wait()
 
-        _kill(player)
+        player.kill()
         await self._forget(player)
 
     async def _forget(self, player: Player) -> None:
@@ -346,21 +362,3 @@ class Players:
         await asyncio.gather(
             *(self.end(one, "the dashboard ends") for one in players), return_exceptions=True
         )
-
-
-async def _keep_end(player: Player) -> None:
-    """Keeps the end of what it writes to standard error, for when it crashes."""
-    stderr = player.process.stderr
-    assert stderr is not None
-    while some := await stderr.read(2**16):
-        player.stderr += some
-        del player.stderr[:-MAX_STDERR]
-
-
-def _kill(player: Player) -> None:
-    """The process, and those that it has begun, which would outlive one that crashes: they are a
-    session of their own. Once: later its number may be another's."""
-    if not player.is_killed:
-        player.is_killed = True
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(player.process.pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ joined to a path before it was found in the folder."""
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -16,12 +17,20 @@ import msgspec
 
 from agentevo.inference.directory import DEAD_S, Announcement
 from agentevo.inference.weight_transport import Latest
+from agentevo.pages.text import shown
 from agentevo.ui.sources import RunSource
 
 MOST_FILES = 1_000
 MOST_JSON = 65_536
 LOG_BYTES = 65_536
 """Of the end of a log."""
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, moves
+    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # titles, links
+    r"|\x1b[ -/]*[0-~]"
+)
+MOST_LOG_LINE = 2_000
+"""Characters of one line of a log."""
 
 
 class Engine(NamedTuple):
@@ -122,6 +131,22 @@ def log_end(source: RunSource, name: str, *, num_bytes: int = LOG_BYTES) -> LogE
             data, size = _end(path, num_bytes)
             return LogEnd(log._replace(size=size), data, size > len(data))
     return None
+
+
+def log_text(data: bytes, *, is_cut: bool, most_lines: int = 400) -> str:
+    """The last lines of what was read of a log: without the escapes that colour and move on a
+    terminal, of a line that a progress bar wrote over and over only what it last said. `is_cut`: it
+    begins within a line, which is left out."""
+    text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
+    lines = text.split("\n")
+    if is_cut and len(lines) > 1:
+        lines = lines[1:]
+    if lines and not lines[-1]:
+        lines.pop()
+
+    # A carriage return at the end overwrites nothing yet.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines[-most_lines:]]
+    return "\n".join(shown(line, MOST_LOG_LINE) for line in lines)
 
 
 def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:

@@ -12,11 +12,10 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
-from agentevo.pages.log_text import log_text
 from agentevo.pages.navigation import run_url
 from agentevo.ui import process_files
 from agentevo.ui.context import NotFoundError, dashboard, run_of
-from agentevo.ui.process_files import Engine, Log, Weights
+from agentevo.ui.process_files import Engine, Log, Weights, log_text
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 

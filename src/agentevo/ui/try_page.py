@@ -138,18 +138,18 @@ async def play(request: Request, run: str) -> Response:
     view = await run_of(request, run)
     form = changes(request)
     kind = form.get("kind")
-    given = dict[str, Any]()
+    fields = dict[str, Any]()
     if kind == "own":
         if not form.get("query").strip():
             return _refused("there is nothing to play: write a task")
-        given = {"query": form.get("query"), "answer": form.get("answer") or None}
+        fields = {"query": form.get("query"), "answer": form.get("answer") or None}
     elif kind == "task":
         task = await _task(request, view, form.get("task"))
         if task is None:
             return _refused(f"the run's store has no task {form.get('task')[:200]!r}")
-        given = {"task": task}
+        fields = {"task": task}
     else:
-        given = {"is_train": kind == "train", "number": form.get("number", "0")}
+        fields = {"is_train": kind == "train", "number": form.get("number", "0")}
 
     return await _stream(
         request,
@@ -157,7 +157,7 @@ async def play(request: Request, run: str) -> Response:
         words.Play,
         draw=form.get("draw", "0"),
         temperature=form.get("temperature", "1"),
-        **given,
+        **fields,
     )
 
 
@@ -170,14 +170,14 @@ async def _task(request: Request, view: RunView, name: str) -> Task | None:
 
 
 async def _stream(
-    request: Request, view: RunView, kind: type[words.Chat | words.Play], **given: Any
+    request: Request, view: RunView, kind: type[words.Chat | words.Play], **fields: Any
 ) -> Response:
     """The answer to a request of this kind with these fields, or why there is none."""
     form = changes(request)
     try:
-        fields = {name: _wire(value) for name, value in given.items()}
+        wire = {name: _wire(value) for name, value in fields.items()}
         asked = msgspec.convert(
-            {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)} | fields,
+            {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)} | wire,
             kind,
             strict=False,
         )

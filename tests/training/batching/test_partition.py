@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentevo.training.batching.partition import split_by_tokens, spread
 from agentevo.training.tree import build_tree
+from examples import examples
 
 PAIR_COST = 0.01
 sequences_of_few_letters = st.lists(
@@ -43,7 +44,7 @@ def every_split(ordered: list[list[int]], limit: int):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(sequences_of_few_letters, st.integers(1, 30))
 @example([[1, 1, 1, 1, 1], [1, 1, 1, 1, 2], [1, 1, 1, 1, 0], [2, 2, 2], [2, 2, 1]], 7)
 def test_no_other_split_recomputes_less(sequences, limit):
@@ -84,7 +85,7 @@ def test_ranks_differ_by_no_more_than_their_micro_batches(sequences, limit, rank
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(sequences_of_few_letters, st.integers(4, 40), st.integers(2, 3))
 def test_no_other_split_over_ranks_has_a_much_cheaper_worst_micro_batch(sequences, limit, ranks):
     pieces = [

@@ -17,6 +17,7 @@ from agentevo.training.kernels import flex_tree
 from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree
+from examples import examples
 
 CPU = torch.device("cpu")
 PROMPT = list(range(150))
@@ -39,7 +40,7 @@ def pairs(tree, window):
 def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
     monkeypatch.setattr(flex_tree, "BLOCK", 4)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=examples(20), deadline=None)
     @given(sequences_of_few_letters)
     @example(GROUP)
     def any_tree(sequences):

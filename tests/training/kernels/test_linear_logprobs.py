@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentevo.training.kernels import cells, fused_cells
+from agentevo.training.kernels import cells
 from agentevo.training.kernels import linear_logprobs as module
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from examples import examples
@@ -81,7 +81,7 @@ def one_kernel_per_cell(*, compiled=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "compiles", lambda kind: True)
         if not compiled:
-            patch.setattr(fused_cells, "compiled", lambda function: function)
+            patch.setattr(module, "_compiled", lambda function: function)
         yield
 
 

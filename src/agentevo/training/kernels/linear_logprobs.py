@@ -17,13 +17,16 @@ output layer is frozen (adapters elsewhere), what exceeds the limit costs nothin
 gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes it,
 [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures all
 that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
-On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number
-(fused_cells.py).
+On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number: it
+computes the softmax of a cell as fast as it reads and writes it, so operations one after the other
+cost a pass over memory each, about ten of four bytes a number, where the kernel costs one of two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +34,6 @@ from torch import distributed
 
 from agentevo.devices import compiles
 from agentevo.models.linear import available, product
-from agentevo.training.kernels import fused_cells
 from agentevo.training.kernels.cells import Cell, Cells
 from agentevo.training.kernels.token_masks import LOWEST, masked
 from agentevo.training.kernels.token_penalties import PenaltyTable
@@ -139,7 +141,7 @@ class _Tail(NamedTuple):
         return ((targets >= self.own.first) & (targets < self.own.end)).nonzero().squeeze(1)
 
     def is_plain(self, hidden: torch.Tensor) -> bool:
-        """Whether a cell's arithmetic is one kernel (fused_cells.py)."""
+        """Whether a cell's arithmetic is one kernel (`_compiled`)."""
         changed = self.softcap is not None or self.masks is not None or self.penalties is not None
         narrow = hidden.dtype.itemsize <= torch.float32.itemsize
         return narrow and not changed and compiles(hidden.device.type)
@@ -223,7 +225,7 @@ class _Sums:
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        found = fused_cells.compiled(fused_cells.absorbed)(
+        found = _compiled(_absorb_cell)(
             products, slope, self.top[rows], self.total[rows], self.moment[rows]
         )
         self.top[rows], self.total[rows], self.moment[rows] = found
@@ -444,16 +446,23 @@ class _Slopes(NamedTuple):
         self, products: torch.Tensor, cell: Cell, of_targets: torch.Tensor
     ) -> torch.Tensor:
         """`of_products` in the products' dtype; what comes of the targets is added in float32."""
-        numbers = (self.top, self.total, self.mean, self.of_row, self.of_entropy)
-        of_rows = [None if one is None else one[cell.rows] for one in numbers]
-        slope: torch.Tensor = fused_cells.compiled(fused_cells.rounded_slopes)(
-            products, self.tail.slope, *of_rows
+        top = self.top[cell.rows]
+        total = self.total[cell.rows]
+        mean = self.mean[cell.rows]
+        of_row = self.of_row[cell.rows]
+        of_entropy = None if self.of_entropy is None else self.of_entropy[cell.rows]
+        slope: torch.Tensor = _compiled(_round_slopes)(
+            products, self.tail.slope, top, total, mean, of_row, of_entropy
         )
         rows = cell.places[0]
-        at_targets = fused_cells.slopes(
+        at_targets = _compute_slopes(
             products[cell.places].unsqueeze(1),
             self.tail.slope,
-            *(None if one is None else one[rows] for one in of_rows),  # type: ignore[arg-type]
+            top[rows],
+            total[rows],
+            mean[rows],
+            of_row[rows],
+            None if of_entropy is None else of_entropy[rows],
         )
         slope[cell.places] = (at_targets.squeeze(1) + of_targets).to(slope.dtype)
         return slope
@@ -501,3 +510,54 @@ def _multiplied(
     if x.device.type == "cpu" and x.dtype == torch.float32 and available():
         return product(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _absorb_cell(
+    products: torch.Tensor,
+    slope: float,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    moment: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Running sums [R] over a row's scores, slope * products [R, C], as `_Sums` has them, with this
+    cell's; float32."""
+    scores = products.float() * slope
+    highest = torch.maximum(top, scores.amax(1))
+    below = scores - highest.unsqueeze(1)
+    weights = below.exp()
+    fall = top - highest
+    fade = fall.exp()
+    moment = (moment + total * fall) * fade + (below * weights).sum(1)
+    return highest, total * fade + weights.sum(1), moment
+
+
+def _compute_slopes(
+    products: torch.Tensor,
+    slope: float,
+    top: torch.Tensor,
+    total: torch.Tensor,
+    mean: torch.Tensor,
+    of_row: torch.Tensor,
+    of_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient in the products [R, C] but for what the targets have of their own, given that
+    in a row's log-probs and entropy [R]; float32. See `_Slopes`."""
+    below = products.float() * slope - top.unsqueeze(1)
+    shares = below.exp() / total.unsqueeze(1)
+    if of_entropy is None:
+        return shares * -of_row.unsqueeze(1)
+    further = (below - mean.unsqueeze(1)) * of_entropy.unsqueeze(1)
+    return -shares * (further + of_row.unsqueeze(1))
+
+
+def _round_slopes(products: torch.Tensor, *numbers: Any) -> torch.Tensor:
+    """`_compute_slopes` in the products' dtype."""
+    return _compute_slopes(products, *numbers).to(products.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one kernel for cells of any size, made by PyTorch's compiler, on devices that
+    it makes kernels for."""
+    kernel: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return kernel

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.value import value_loss
 from agentevo.config import CriticSection, MemorySection, TrainerSection
-from agentevo.models.model_copy import copy_policy, trained_parameters
+from agentevo.models.model_copy import copy_policy
+from agentevo.models.parameters import trained_parameters
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import all_logits, causal_model, last_hidden
 from agentevo.training.optimization import Optimization

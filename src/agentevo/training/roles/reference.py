@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from agentevo.config import AlgorithmSection
 from agentevo.errors import ModelError, TrainingError
 from agentevo.models.load import load_base
-from agentevo.models.model_copy import copy_policy, trained_parameters
+from agentevo.models.model_copy import copy_policy
+from agentevo.models.parameters import trained_parameters
 from agentevo.models.sharded import changed
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
