@@ -93,7 +93,7 @@ def test_what_keeps_sympy_busy_is_a_failed_score_and_the_next_one_is_fine(monkey
     right = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{\"equal\": true}')"
     start = subprocess.Popen
 
-    def score(program, deadline_s=300):
+    def score(program, deadline_s=60):
         scoring = Scoring([reward_config("math")(name="math", deadline_s=deadline_s)])
 
         def started(command, **options):
