@@ -44,7 +44,7 @@ def played(scripted_engine):
         chat = ChatFormat(tokenizer)
         engine = scripted_engine(tokenizer, chat.end_of_turn_id, words)
         conversation = Conversation(
-            engine, chat, SamplingParams(), name="a", seed=1, context_length=8192, timeout_s=300
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=8192, timeout_s=600
         )
         agent = CodeAgent(CodeAgentSection(**options))
 
@@ -163,8 +163,8 @@ def test_files_of_the_task_are_there_and_those_of_the_code_are_kept(played):
 
 def test_files_are_kept_as_they_were_before_the_sandbox_was_lost(played):
     task = Task(id="t", query="Count.", metadata={"files": {"in.txt": "7"}})
-    flood = "import os\nfor n in range(9000): open(f'f{n}', 'w').close()\nwhile True: pass"
-    sandbox = SandboxSection(max_files=500, timeout_s=300)
+    flood = "import os, time\nfor n in range(600): open(f'f{n}', 'w').close()\ntime.sleep(3600)"
+    sandbox = SandboxSection(max_files=500, timeout_s=600)
     _, told, _ = played(
         block("open('kept', 'w').write('1')"),
         block(flood),

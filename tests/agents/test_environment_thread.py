@@ -102,18 +102,23 @@ def test_an_environment_that_can_not_be_made_leaves_no_thread():
 
 def test_an_environment_whose_making_was_given_up_is_closed_when_it_is_made():
     go = threading.Event()
+    making = threading.Event()
     closed = threading.Event()
 
     class Late:
         def __init__(self) -> None:
+            making.set()
             go.wait(PATIENCE_S)
 
         def close(self) -> None:
             closed.set()
 
     async def work() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(agent_of(Late).run(Task(id="t"), None), 0.3)
+        running = asyncio.create_task(agent_of(Late).run(Task(id="t"), None))
+        await asyncio.to_thread(making.wait, PATIENCE_S)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
 
     asyncio.run(work())
     assert not closed.is_set()
@@ -128,8 +133,12 @@ def test_a_process_bears_so_many_hung_environments_and_no_more(monkeypatch):
 
     async def hang() -> None:
         thread = EnvironmentThread(Pace())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(thread.call(lambda: go.wait(PATIENCE_S)), 0.05)
+        begun = threading.Event()
+        calling = asyncio.create_task(thread.call(lambda: (begun.set(), go.wait(PATIENCE_S))))
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
         await thread.end(lambda: None)
 
     async def work() -> None:

@@ -297,14 +297,22 @@ def test_the_engines_failure_is_remembered_whatever_the_agent_does(scripted):
 
 def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failure(scripted):
     async def hang(*arguments, **more):
+        begun.set()
         await asyncio.sleep(3600)
+
+    async def break_off(policy):
+        asked = asyncio.create_task(policy.generate([USER]))
+        await begun.wait()
+        asked.cancel()
+        await asked
 
     for version, broken in ((3, False), (-1, True)):
         engine, policy = scripted([])
         engine.version = version
         engine.generate = hang
-        with pytest.raises(TimeoutError):
-            run(asyncio.wait_for(policy.generate([USER]), 0.02))
+        begun = asyncio.Event()
+        with pytest.raises(asyncio.CancelledError):
+            run(break_off(policy))
         assert isinstance(policy.conversation.broken, EngineUnavailableError) == broken
 
 

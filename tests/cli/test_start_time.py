@@ -23,15 +23,11 @@ HEAVY = (
 )
 
 
-def best_of_5(words: list[str]) -> float:
-    """Seconds of processor time, which what else the machine does only ever adds to."""
-    best = float("inf")
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=300)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    return best
+def cpu_s(words: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=300)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -44,8 +40,16 @@ def best_of_5(words: list[str]) -> float:
     ids=" ".join,
 )
 def test_start_takes_under_half_a_second(words):
-    took = best_of_5(words)
-    assert took < LIMIT_S or took < TIMES * best_of_5(["-c", "import pydantic, typer"])
+    """In seconds of processor time, the best of some, which what else the machine does only ever
+    adds to; by turns with the yardstick, so that the same machine runs both."""
+    took, yardstick = [], []
+    for _ in range(10):
+        took.append(cpu_s(words))
+        if min(took) < LIMIT_S:
+            return
+        yardstick.append(cpu_s(["-c", "import pydantic, typer"]))
+
+    assert min(took) < TIMES * min(yardstick)
 
 
 @pytest.mark.parametrize(

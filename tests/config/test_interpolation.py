@@ -18,7 +18,7 @@ from agentevo.parsing import MAX_BYTES, ParseError, parse_yaml
 
 STEPS = 40
 """Doublings: more than any memory holds."""
-LIMIT_S = 2.0
+LIMIT_S = 20.0
 """CPU time of a refusal."""
 
 

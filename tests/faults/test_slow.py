@@ -26,7 +26,7 @@ Members = Callable[..., list[Component]]
 
 def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
     """Infrastructure: the group is tried again, and no attempt counts as failed."""
-    config = small("trainer.steps=8", "engine.timeout_s=1.5")
+    config = small("trainer.steps=8", "engine.timeout_s=5")
     finish(members(config, "serve", "sample", "learn", before="fault_hooks:late_answers"))
     found = check(config)
     assert found.trained == expected_ids(config)
@@ -45,7 +45,7 @@ def test_an_environment_that_never_answers(staleness: int, small: Small, members
     config = small(
         "trainer.steps=6",
         "environment.hangs=8",
-        "agent.timeout_s=2",
+        "agent.timeout_s=5",
         f"rollout.staleness={staleness}",
     )
     finish(members(config, "train"))
@@ -54,14 +54,14 @@ def test_an_environment_that_never_answers(staleness: int, small: Small, members
     assert hung and found.trained.keys() == expected_ids(config).keys() - hung
 
     for name in hung:
-        assert "agent.timeout_s=2 s" in str(found.trajectories[name].trajectory.error)
+        assert "agent.timeout_s=5 s" in str(found.trajectories[name].trajectory.error)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
     config = small(
         "trainer.steps=4",
-        "agent.timeout_s=1",
+        "agent.timeout_s=5",
         f"rollout.staleness={staleness}",
         "model.tiny.tokenizer=byte",
     )
@@ -88,4 +88,4 @@ def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
     for one in found.trajectories.values():
         hangs = int(one.trajectory.task_id.partition("~")[0]) % 5 == 0
         assert (one.trajectory.status == "failed") == hangs
-        assert not hangs or "agent.timeout_s=1 s" in str(one.trajectory.error)
+        assert not hangs or "agent.timeout_s=5 s" in str(one.trajectory.error)

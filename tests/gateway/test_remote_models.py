@@ -9,7 +9,7 @@ from contextlib import closing
 
 import openai
 import pytest
-from remote_server import RemoteServer, chat, fails, gives, sleeps
+from remote_server import RemoteServer, chat, fails, gives, hangs, sleeps
 
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.gateway import app
@@ -182,7 +182,7 @@ def test_its_own_deadline_bounds_the_wait_and_not_that_of_the_policys_engine(gat
     with RemoteServer(sleeps(1.0), gives(chat("late"))) as server, models_of(server) as remote:
         answer = asyncio.run(talk(remote))
     assert answer.status_code == 200, answer.text
-    with RemoteServer(sleeps(9.0)) as server, models_of(server, deadline_s=0.5) as remote:
+    with RemoteServer(hangs) as server, models_of(server, deadline_s=0.5) as remote:
         answer = asyncio.run(talk(remote))
 
     assert answer.status_code == 424

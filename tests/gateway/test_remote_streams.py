@@ -16,10 +16,10 @@ from remote_server import (
     counted,
     fails,
     gives,
+    hangs,
     hangs_up,
     message_events,
     pours,
-    sleeps,
     streams,
 )
 
@@ -152,12 +152,16 @@ SAID = chunk(content="le")
         (streams(SAID, b"data: {nonsense\n\n"), "answered nonsense"),
         (streams(SAID, {"choices": [3]}), "answered nonsense"),
         (streams(SAID, {"error": {"message": "out of memory"}}), "out of memory"),
-        (streams(SAID, then=sleeps(5.0)), "has not answered within 1 s"),
+        (streams(SAID, then=hangs), "has not answered within 5 s"),
     ],
 )
 def test_what_has_been_told_is_not_asked_again(gateway_of, fault, words, tmp_path):
     server = RemoteServer(fault, gives(chat("fine")))
-    keys = {"timeout_s": 1.0, "budget": {"tokens": 5000}, "max_new_tokens": 100}
+    keys = {
+        "timeout_s": 5.0 if "within 5 s" in words else 300.0,
+        "budget": {"tokens": 5000},
+        "max_new_tokens": 100,
+    }
     told, turns = talk(gateway_of, server, folder=tmp_path, keys=keys)
     assert told[0]["choices"][0]["delta"]["role"] == "assistant"
     assert told[1]["choices"][0]["delta"] == {"content": "le"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import shutil
 import time
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_rounds")
 
 
 def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, notes, monkeypatch):
-    monkeypatch.setattr(broadcast_files, "STALE_S", 5.0)
+    monkeypatch.setattr(broadcast_files, "STALE_S", 300.0)
     asyncio.run(sender.begin(1))
     asks = folder / "asks"
     sha256 = sender._latest.sha256
@@ -45,17 +46,19 @@ def test_rubbish_among_the_asks_goes_and_engines_are_served(folder, sender, note
 
 def test_asks_of_engines_that_are_gone_go_by_themselves(folder, sender, notes, monkeypatch):
     """Ten thousand of them, and one that lives."""
-    monkeypatch.setattr(broadcast_files, "STALE_S", 5.0)
+    monkeypatch.setattr(broadcast_files, "STALE_S", 300.0)
     asyncio.run(sender.begin(1))
 
+    then = time.time() - 3600
     sha256 = sender._latest.sha256
     for number in range(10_000):
         name = f"{number:032x}"
-        (folder / "asks" / f"{name}.json").write_text(
+        ask = folder / "asks" / f"{name}.json"
+        ask.write_text(
             f'{{"id":"{name}","engine":"{name}","sha256":"{sha256}","places":["cpu"],"where":"x"}}'
         )
+        os.utime(ask, (then, then))
 
-    time.sleep(5.5)
     with waiting(source_of(folder)) as coming:
         (found,) = looked_after(sender, *coming)
 

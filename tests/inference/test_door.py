@@ -26,8 +26,18 @@ from agentevo.inference.server import EngineDoor, listening
 from agentevo.types import SamplingParams
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch) -> None:
+    """Nobody is cut off for the time that it takes, but where a test is about that."""
+    monkeypatch.setattr(admission, "ADMISSION_S", 3600.0)
+
+
 @pytest.fixture
-def hurried(monkeypatch) -> None:
+def hurried(patient, monkeypatch) -> None:
+    hurry(monkeypatch)
+
+
+def hurry(monkeypatch) -> None:
     """Strangers have a third of a second."""
     monkeypatch.setattr(admission, "ADMISSION_S", 0.3)
     monkeypatch.setattr(admission, "LOOK_S", 0.05)
@@ -51,7 +61,9 @@ UPGRADE = (
     ],
     ids=["nothing", "half a header", "a slow header", "a slow body", "refused", "half upgraded"],
 )
-def test_who_does_not_show_the_secret_soon_is_cut_off(first, again, tmp_path, hurried, caplog):
+def test_who_does_not_show_the_secret_soon_is_cut_off(
+    first, again, tmp_path, hurried, caplog, monkeypatch
+):
     async def work():
         async with a_door(tmp_path) as door:
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
@@ -66,6 +78,7 @@ def test_who_does_not_show_the_secret_soon_is_cut_off(first, again, tmp_path, hu
             await closed_within(reader, SOON_S)
             trickling.cancel()
             writer.transport.abort()
+            monkeypatch.setattr(admission, "ADMISSION_S", 3600.0)
             assert await door.is_served()
 
     asyncio.run(work())
@@ -73,7 +86,7 @@ def test_who_does_not_show_the_secret_soon_is_cut_off(first, again, tmp_path, hu
 
 
 @pytest.mark.parametrize("first", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half"])
-def test_who_does_not_agree_on_tls_soon_is_cut_off(first, tmp_path, hurried, caplog):
+def test_who_does_not_agree_on_tls_soon_is_cut_off(first, tmp_path, hurried, caplog, monkeypatch):
     pytest.importorskip("cryptography")
 
     async def work():
@@ -82,6 +95,7 @@ def test_who_does_not_agree_on_tls_soon_is_cut_off(first, tmp_path, hurried, cap
             writer.write(first)
             await closed_within(reader, SOON_S)
             writer.transport.abort()
+            monkeypatch.setattr(admission, "ADMISSION_S", 3600.0)
             assert await door.is_served()
 
     asyncio.run(work())
@@ -109,14 +123,15 @@ def test_the_oldest_stranger_makes_room_for_the_next(encrypted, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_client_that_is_in_stays_however_many_knock(tmp_path, hurried, monkeypatch):
+def test_a_client_that_is_in_stays_however_many_knock(tmp_path, monkeypatch):
     monkeypatch.setattr(admission, "MAX_STRANGERS", 8)
 
     async def work():
         async with a_door(tmp_path) as door:
             client = await door.client()
+            hurry(monkeypatch)
             door.engine.takes_s = 1.0
-            answer = asyncio.ensure_future(client.generate([5], SamplingParams(), None, 30.0))
+            answer = asyncio.ensure_future(client.generate([5], SamplingParams(), None, SOON_S))
             strangers = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(40)]
             assert (await answer).ids == [5]
             await client.close()

@@ -109,7 +109,7 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
     """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than
     both."""
     engine = TorchEngine(llama)
-    deadline_s = 3.0
+    deadline_s = 10.0
     long = SamplingParams(max_new_tokens=40, seed=3)
 
     async def work():
@@ -152,7 +152,7 @@ def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
 
         with pytest.raises(DeadlineExceededError, match=r"within 0\.3 s \(1 running, 0 waiting\)"):
             await asked
-        assert 0.2 < time.monotonic() - woken < 60.0
+        assert time.monotonic() - woken > 0.2
 
         await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=300)
 
@@ -229,7 +229,7 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
             else lambda **options: engine.publish(1, weights, **options)
         )
         waiting = asyncio.create_task(
-            call(in_flight="finish", deadline_s=0.05 if ends == "late" else 60)
+            call(in_flight="finish", deadline_s=0.05 if ends == "late" else 300)
         )
         await asyncio.sleep(0.01)
         meanwhile = asyncio.create_task(engine.generate(PROMPTS[3], PARAMS[3], deadline_s=300))

@@ -137,7 +137,7 @@ def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
 def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms):
     notes = []
     model = made()
-    call_s = 0.5 if fault == "no answer" else 30
+    call_s = 0.5 if fault == "no answer" else 300
     writer = rooms.writer(call_s=call_s)
     reader = rooms.reader(call_s=call_s)
     stores = [one.objects for one in (writer, reader)]

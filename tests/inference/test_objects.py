@@ -92,7 +92,7 @@ def test_an_object_that_never_keeps_still_is_given_up_in_time(tmp_path, monkeypa
     with pytest.raises(OSError, match="written anew during each of its downloads"):
         store.get(PATH)
 
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 50
 
 
 def test_readers_beside_writers_meet_whole_objects_only(store):

@@ -58,7 +58,7 @@ def test_a_request_and_its_answer_travel_whole(tmp_path):
 
             ((ids, params, session, deadline_s),) = engine.asked
             assert (ids, params, session) == ([5, 6], PARAMS, "a")
-            assert 19 < deadline_s < 20, "what is left of it"
+            assert 200 < deadline_s < 300, "what is left of it"
             assert client.version == 3
 
             await client.release("a")
@@ -137,7 +137,7 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
                 EngineUnavailableError,
                 match=rf"of another run: it refuses the secret in {other.file}",
             ):
-                await ask(client, deadline_s=0.5)
+                await ask(client, deadline_s=2.0)
 
             assert len([one for one in caplog.records if "of another run" in one.message]) == 1, (
                 "told once"
@@ -173,7 +173,7 @@ def test_a_secret_that_can_not_be_read_is_said_on_either_side(tmp_path):
 
             late = RemoteEngine(engines.directory, poll_s=0.02)
             with pytest.raises(EngineUnavailableError, match="secret holds no secret: delete it"):
-                await ask(late, deadline_s=0.3)
+                await ask(late, deadline_s=2.0)
 
             RunSecret(tmp_path).file.unlink()
             assert await ask(late) == 1, "either side makes another, and both use it"
@@ -267,7 +267,7 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
         async with some(tmp_path, 1) as (engines, client):
             engine = engines.by_name["e1"]
             engine.says = [60.0] * 3
-            tasks = [asyncio.create_task(ask(client, deadline_s=0.8)) for _ in range(3)]
+            tasks = [asyncio.create_task(ask(client, deadline_s=300)) for _ in range(3)]
             await until(lambda: engine.running == 3)
             (known,) = client._known.values()
             address = known.url.removeprefix("http://").split(":")
@@ -301,8 +301,8 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
 @pytest.mark.slow
 def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
     """Its machine or network is: nothing else would ever say so."""
-    monkeypatch.setattr(server, "PING_S", 0.1)
-    monkeypatch.setattr(server, "SILENT_S", 0.3)
+    monkeypatch.setattr(server, "PING_S", 0.2)
+    monkeypatch.setattr(server, "SILENT_S", 5.0)
 
     async def work():
         async with some(tmp_path, 1) as (engines, client):
@@ -319,7 +319,7 @@ def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
                 )
             )
             await until(lambda: engine.running == 1)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(6.0)
             assert engine.running == 1, "who answers them stays"
 
             websocket.transport.pause_reading()

@@ -48,14 +48,16 @@ def test_the_load_that_others_make_counts(tmp_path):
             homes = {await ask(other, name): name for name in ("p", "q", "r")}
             busy = next(iter(homes))
             for engine in engines.by_name.values():
-                engine.says = [1.0, 1.0, 1.0] if engine.number == busy else []
+                engine.says = [60.0, 60.0, 60.0] if engine.number == busy else []
 
             waiting = [asyncio.create_task(ask(other, homes[busy])) for _ in range(3)]
-            await asyncio.sleep(0.1)
+            await until(lambda: sum(one.running for one in engines.by_name.values()) == 3)
             await client.refresh()
             assert {await ask(client) for _ in range(4)} == {1, 2} - {busy}
 
-            await asyncio.gather(*waiting)
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
             await other.close()
 
     asyncio.run(work())
@@ -246,7 +248,7 @@ def test_without_engines_a_request_waits_for_one_until_its_deadline(tmp_path):
             ):
                 await ask(client, deadline_s=0.3)
 
-            assert 0.29 < time.monotonic() - started < 60
+            assert time.monotonic() - started > 0.29
             assert client.version == -1
 
             waiting = asyncio.create_task(ask(client, "a"))

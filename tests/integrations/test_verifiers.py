@@ -154,10 +154,10 @@ def test_an_answer_without_a_word_is_the_policys_doing(attempt):
 
 
 def test_a_tool_that_blocks_costs_its_attempt_and_the_next_one_has_a_loop(attempt, monkeypatch):
-    monkeypatch.setattr(own_loop, "ANSWER_S", 0.3)
+    monkeypatch.setattr(own_loop, "ANSWER_S", 1.0)
     environment = made(Guesses)
     with pytest.raises(TimeoutError):
-        attempt(environment, ["hang"], name="hangs", within_s=1.5)
+        attempt(environment, ["hang"], name="hangs", within_s=3)
     assert attempt(environment, ["1"], name="hangs2")[0].reward == 1.0
 
 

@@ -78,11 +78,20 @@ def test_a_request_that_comes_twice_is_done_once(tmp_path):
 @pytest.mark.slow
 def test_a_program_that_is_gone_is_given_up_though_nobody_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "LOOK_S", 0.02)
+    given_up = []
+    end = attempts.Attempts._ending
+
+    def ending(self, handle):
+        given_up.append(handle)
+        return end(self, handle)
 
     async def work(client, model):
         gone = [await model.connection.open(new(number)) for number in range(2)]
+        monkeypatch.setattr(attempts.Attempts, "_ending", ending)
         monkeypatch.setattr(attempts, "MARGIN_S", -model.state.attempt_timeout_s)
-        await asyncio.sleep(0.3)
+        while len(given_up) < 2:
+            await asyncio.sleep(0.02)
+
         monkeypatch.undo()
 
         for one in gone:

@@ -53,7 +53,7 @@ def test_a_client_learns_nothing_of_the_server(sections, message, tmp_path, monk
         with pytest.raises(ConfigError, match=message) as refused:
             await client.request("POST", "/mine", {"sections": sections}, kind=dict)
         assert "hush" not in str(refused.value)
-        assert time.process_time() - started < 2
+        assert time.process_time() - started < 20
         assert await client.models() == []
 
     with_a_server(tmp_path, work)

@@ -186,7 +186,7 @@ def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
     tmp_path, small_config, quiet_view, monkeypatch
 ):
     """The engine sleeps meanwhile, and nobody whom it keeps waiting is late for that."""
-    limits = ("engine.timeout_s=3", "agent.timeout_s=3")
+    limits = ("engine.timeout_s=8", "agent.timeout_s=8")
     config = small_config(
         tmp_path / "run",
         *PLAIN,
@@ -198,7 +198,7 @@ def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
     step = Trainer.step
 
     def slow(*arguments):
-        time.sleep(4.0)
+        time.sleep(9.0)
         return step(*arguments)
 
     monkeypatch.setattr(Trainer, "step", slow)

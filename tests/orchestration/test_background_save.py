@@ -35,7 +35,7 @@ def test_a_step_counts_when_its_files_are_there():
         assert not saved
 
         go.set()
-        for _ in range(3000):  # the event loop is told without anybody asking
+        for _ in range(30_000):  # the event loop is told without anybody asking
             await asyncio.sleep(0.01)
             if saved:
                 break
@@ -56,7 +56,7 @@ def test_a_failure_is_told_at_once_and_raised_before_the_next_step(error):
     async def run() -> None:
         background = BackgroundSave(lambda *found: pytest.fail("saved"), told.append)
         background.start(4, write)
-        for _ in range(3000):
+        for _ in range(30_000):
             await asyncio.sleep(0.01)
             if told:
                 break

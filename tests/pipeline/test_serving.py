@@ -59,7 +59,7 @@ status = ask("/models")
 if pause == "die":
     try: ask("/die")
     except OSError: pass
-    time.sleep(30)
+    time.sleep(600)
 time.sleep(float(pause) if pause.replace(".", "").isdigit() else 0)
 ask("/models")
 pathlib.Path(out, "f").write_text(f"{status} {url}")
@@ -166,7 +166,7 @@ def test_it_is_started_again_for_a_stage_that_is_run_again_and_for_no_other(tmp_
 
     port = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{port.getsockname()[1]}/v1"
-    stages["judge"]["options"] = {"start_s": 30}
+    stages["judge"]["options"] = {"start_s": 300}
     file = tmp_path / "p/pipeline.json"
     known = read_state(tmp_path / "p").stages["judge"].says["url"]
     file.write_text(file.read_text().replace(known, url))  # somebody else has its port now
@@ -206,7 +206,7 @@ def test_one_that_dies_stops_who_asks_it_and_both_go_on(tmp_path: Path) -> None:
     with pytest.raises(AgentEvoError, match=r"1 stage failed(.|\n)*judge: exit code 7"):
         run(tmp_path, stages)
 
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 300
     assert read_state(tmp_path / "p").stages["one"].status == "stopped"
     run(tmp_path, {**stages, "one": asks()}, resume=True)
     assert (tmp_path / "p/stages/one/f").read_text().startswith("200")

@@ -15,6 +15,7 @@ from remote_server import (
     chat,
     fails,
     gives,
+    hangs,
     hangs_up,
     sleeps,
     trickles,
@@ -173,15 +174,15 @@ def test_anthropic_gets_the_tools_that_a_history_names_where_the_request_has_non
         (gives(b'{"choices": [{"message": {"content": "\\ud83d"}}]}'), 200),
         (breaks_off, 0),
         (hangs_up, 0),
-        (sleeps(5.0), 0),
+        (hangs, 0),
         (trickles, 0),
     ],
     ids=lambda value: getattr(value, "__name__", value) if callable(value) else value,
 )
 def test_what_may_pass_is_asked_again(fault, status, tmp_path):
     with RemoteServer(fault, gives(chat("fine"))) as server:
-        is_slow = fault is trickles or "sleeps" in fault.__qualname__
-        reply = asked(server, tmp_path, timeout_s=0.5 if is_slow else 60.0, max_tries=20)
+        is_slow = fault in (hangs, trickles)
+        reply = asked(server, tmp_path, timeout_s=0.5 if is_slow else 300.0, max_tries=20)
     assert reply.text == "fine"
 
     first, *_, last = log_of(tmp_path)
@@ -202,15 +203,15 @@ def test_what_may_pass_is_asked_again(fault, status, tmp_path):
         (fails(404, "no such model"), "404: no such model"),
         (fails(429, "no money", "insufficient_quota"), "no money"),
         (fails(307, location="http://127.0.0.1:9/"), "answered 307"),
-        (fails(503, retry_after="3600"), "no answer within deadline_s=90"),
+        (fails(503, retry_after="3600"), "no answer within deadline_s=600"),
     ],
 )
 def test_what_does_not_pass_is_raised_at_once(fault, words, tmp_path):
     began = time.monotonic()
     with RemoteServer(fault) as server, pytest.raises(RemoteModelError, match=words) as raised:
-        asked(server, tmp_path, deadline_s=90.0)
+        asked(server, tmp_path, deadline_s=600.0)
     assert len(server.received) == 1
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
     assert KEY not in str(raised.value)
     assert KEY not in (tmp_path / "teacher.jsonl").read_text()
 
@@ -251,7 +252,6 @@ def test_no_call_outlives_its_deadline_and_no_more_than_max_at_once_are_under_wa
 
     assert {reply.text for reply in replies} == {"hello"}
 
-    began = time.monotonic()
     with (
         RemoteServer(sleeps(0.4)) as server,
         closing(RemoteModel("t", section(server, max_at_once=1, deadline_s=0.6))) as remote,
@@ -259,7 +259,7 @@ def test_no_call_outlives_its_deadline_and_no_more_than_max_at_once_are_under_wa
         late = asyncio.run(many(remote))
 
     assert {type(one) for one in late[1:]} == {RemoteModelError}
-    assert time.monotonic() - began < 20
+    assert len(server.received) < 6, "the others were late before they were sent"
 
 
 @pytest.mark.parametrize(

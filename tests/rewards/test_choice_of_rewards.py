@@ -268,7 +268,7 @@ def test_a_judge_that_hangs_leaves_time_for_the_next():
         async def generate(self, messages, *, role="", attempt=""):
             await asyncio.Event().wait()
 
-    config = named("llm_judge", models=["hanging", "fine"], timeout_s=0.2)
+    config = named("llm_judge", models=["hanging", "fine"], timeout_s=1.0)
     judge = make_reward(config)
     models = {"hanging": Hanging(), "fine": Judge("<score>1</score>")}
     assert asyncio.run(judge.score(said("4"), task(), models)).value == 1.0

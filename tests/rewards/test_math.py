@@ -91,17 +91,18 @@ def test_what_keeps_sympy_busy_is_a_failed_score_and_the_next_one_is_fine(monkey
     hanging = "import sys, time; print('{}', flush=True); sys.stdin.readline(); time.sleep(600)"
     ended = "print('{}', flush=True)"
     right = "import sys; print('{}', flush=True); sys.stdin.readline(); print('{\"equal\": true}')"
-    scoring = Scoring([reward_config("math")(name="math", deadline_s=3)])
     start = subprocess.Popen
 
-    def score(program):
+    def score(program, deadline_s=300):
+        scoring = Scoring([reward_config("math")(name="math", deadline_s=deadline_s)])
+
         def started(command, **options):
             return start([sys.executable, "-c", program], **options)
 
         monkeypatch.setattr(math_answer.subprocess, "Popen", started)
         return asyncio.run(scoring.score([said("1/2")], [False], {}, task=task("0.5")))[0]
 
-    late = score(hanging)
+    late = score(hanging, 3)
     assert (late.status, late.success) == ("failed", False)
     assert "took longer than 3 s to compare two answers" in late.error
 

@@ -280,7 +280,7 @@ def test_a_reward_that_fails_fails_its_attempt_only(own_rewards, form, problem):
         return judge(completion)
 
     reward("judge")({"plain": plain, "async": judge_later, "class": Judge}[form])
-    config = [RewardConfig(name="judge", timeout_s=0.3 if problem == "hangs" else 30)]
+    config = [RewardConfig(name="judge", timeout_s=0.3 if problem == "hangs" else 300)]
     bad, good = scored(config, [said("bad", "a"), said("fine", "b")], task())
     assert (bad.status, bad.reward, bad.success) == ("failed", 0.0, False)
     assert bad.error.startswith("the reward 'judge' failed: ")

@@ -20,7 +20,7 @@ from judge_endpoint import (
     words_of,
 )
 from judged_attempts import ASKED, TASK, attempt, group, said, turn
-from remote_server import RemoteServer, breaks_off, chat, fails, gives, sleeps
+from remote_server import RemoteServer, breaks_off, chat, fails, gives, hangs
 
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.evaluation.judge_statistics import spearman
@@ -209,7 +209,7 @@ def test_a_rate_limit_is_waited_out_and_a_slow_judge_leaves_time_for_the_next():
         assert rewards(judged) == pytest.approx({"a0": 0.1, "a1": 0.9})
         assert len(server.received) == 3
 
-    with RemoteServer(sleeps(30)) as slow, RemoteServer(ranks()) as fine:
+    with RemoteServer(hangs) as slow, RemoteServer(ranks()) as fine:
         judged = scored([slow, fine], group(0.1, 0.9), votes=1, timeout_s=4)
         assert rewards(judged) == pytest.approx({"a0": 0.1, "a1": 0.9})
         (late, _) = scored([slow], group(0.1, 0.9), votes=1, timeout_s=0.2)

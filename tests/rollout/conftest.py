@@ -137,8 +137,8 @@ def make_service(chat: Any) -> Callable[..., SamplerService]:
             {
                 "trainer": {"group_size": 2, "groups_per_step": 2, "steps": steps},
                 "evaluation": {"tasks": 1},
-                "agent": {"timeout_s": 5},
-                "rollout": {"poll_s": 0.005, "lease_s": 2.0} | (rollout or {}),
+                "agent": {"timeout_s": 600},
+                "rollout": {"poll_s": 0.005, "lease_s": 600.0} | (rollout or {}),
             }
             | (tree or {}),
             needs_environment=False,

@@ -10,8 +10,6 @@ from servers import unused_name
 
 from agentevo.store.store import open_store
 
-pytestmark = pytest.mark.timeout(240)
-
 
 async def all_ready(url, services, count, meanwhile=None):
     """Runs the services until so many trajectories are ready, and says who wrote what."""

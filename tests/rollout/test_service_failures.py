@@ -22,8 +22,6 @@ from agentevo.store.records import RetryPolicy
 from agentevo.store.store import open_store
 from agentevo.types import Message
 
-pytestmark = pytest.mark.timeout(120)
-
 ASKED = [Message("user", "left")]
 
 

@@ -124,7 +124,7 @@ def test_who_waits_for_a_database_can_be_stopped(away):
     assert not ensure_run_folder(
         away, within_s=600.0, stop=lambda: time.monotonic() > begun + 0.3, note=lambda line: None
     )
-    assert time.monotonic() < begun + 30.0
+    assert time.monotonic() < begun + 300.0
     assert not away.run_dir.exists()
 
 

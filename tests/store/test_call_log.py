@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -147,24 +146,22 @@ def test_how_a_call_ended(store: MemoryStore, make_log: Callable[..., CallLog]) 
 def test_a_call_is_seen_within_a_second(sqlite_url: str) -> None:
     """By another process as well: through the store's file."""
 
-    async def scenario() -> float:
+    async def scenario() -> None:
         async with await open_store(sqlite_url) as store, call_log.call_log(sqlite_url) as log:
+
+            async def seen(state: Any) -> list[str]:
+                async with asyncio.timeout(300):
+                    while not (found := [one async for one in store.calls(state=state)]):
+                        await asyncio.sleep(0.02)
+                return [one.call.name for one in found]
+
             with AttemptCalls(log, "t").attempt("Player"):
-                started = time.monotonic()
-                while not [one async for one in store.calls(state="running")]:
-                    assert time.monotonic() - started < 60, "never"
-                    await asyncio.sleep(0.02)
-                seen = time.monotonic() - started
+                assert await seen("running") == ["Player"]
 
-            for _ in range(1000):
-                if ended := [one async for one in store.calls(state="ended")]:
-                    assert [one.call.name for one in ended] == ["Player"]
-                    return seen
-                await asyncio.sleep(0.02)
+            assert await seen("ended") == ["Player"]
 
-        raise AssertionError("its end was never seen")
-
-    assert asyncio.run(scenario()) < 30  # 0.5 s on a machine that has time
+    assert call_log.FLUSH_S <= 0.5
+    asyncio.run(scenario())
 
 
 def test_a_store_that_is_away_costs_calls_and_nothing_else(
@@ -219,17 +216,15 @@ def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
     store: MemoryStore, make_log: Callable[..., CallLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_log, "CLOSE_S", 0.1)
-    store.takes_s = 3.0
+    store.takes_s = 3600.0
     told: list[str] = []
 
-    async def scenario() -> float:
+    async def scenario() -> None:
         async with make_log(tell=told.append) as log:
             with AttemptCalls(log, "t").attempt("Player"):
                 pass
-            started = time.monotonic()
-        return time.monotonic() - started
 
-    assert asyncio.run(scenario()) < 2.5
+    asyncio.run(asyncio.wait_for(scenario(), 300))
 
     why = "the run ended before the store had taken them"
     assert told == [f"1 calls of attempts were not recorded: {why}"]
@@ -243,7 +238,7 @@ def test_a_million_calls_take_bounded_memory(
     rest is counted."""
     monkeypatch.setattr(call_log, "MAX_HELD", 1000)
     monkeypatch.setattr(call_log, "CLOSE_S", 0.2)
-    store.takes_s = 60.0
+    store.takes_s = 36_000.0
 
     async def scenario() -> None:
         async with make_log() as log:
@@ -307,7 +302,7 @@ asyncio.run(main())
         async with await open_store(url) as store:
             process = start_script(program, url)
             assert process.stdout is not None and process.stdout.readline() == "begun\n"
-            for _ in range(600):
+            for _ in range(3000):
                 running = [one.call.name async for one in store.calls(state="running")]
                 if running == ["Player", "search"]:
                     break

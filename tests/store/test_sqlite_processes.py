@@ -82,7 +82,7 @@ sys.stdin.read()
         assert writer.stdout is not None and writer.stdout.readline() == "open\n"
 
         sizes = set()
-        async with await open_store(sqlite_url, timeout_s=20) as store:
+        async with await open_store(sqlite_url, timeout_s=300) as store:
             while (count := (await store.counts())["trajectories/train/ready"]) < 1000:
                 assert count == len(await store.summaries(limit=count)), (
                     "what was counted can be read"

@@ -20,7 +20,7 @@ from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
 from agentevo.types import Completion, SamplingParams
 
-SOON_S = 300.0
+SOON_S = 60.0
 """Longer than any limit of these tests, on a busy machine too."""
 
 WRONG_SAMPLING = [

@@ -172,6 +172,6 @@ class Manager(LoopbackServer):
                 self.counts = {node: n for node, n in self.counts.items() if not node}
             gives({"detail": "no container"}, 404)(body, handler)
         elif what == "hang":
-            time.sleep(5)
+            self._ended.wait()
         else:
             gives({"status_code": 500, "detail": f"no {what}", "headers": None})(body, handler)

@@ -85,6 +85,12 @@ def sleeps(seconds: float, then: Answer | None = None) -> Answer:
     return answer
 
 
+def hangs(request: Any, handler: BaseHTTPRequestHandler) -> None:
+    """Never answers: whoever asks hears nothing until the server ends."""
+    handler.server.ended.wait()  # type: ignore[attr-defined]
+    handler.close_connection = True
+
+
 def streams(
     *events: Any, then: Answer | None = None, wait: threading.Event | None = None
 ) -> Answer:
@@ -171,10 +177,9 @@ def trickles(request: Any, handler: BaseHTTPRequestHandler) -> None:
     """Sends an answer that has no end, a byte at a time."""
     handler.send_response(200)
     handler.end_headers()
-    for _ in range(200):
+    while not handler.server.ended.wait(0.02):  # type: ignore[attr-defined]
         handler.wfile.write(b" ")
         handler.wfile.flush()
-        time.sleep(0.02)
 
 
 class LoopbackServer:
@@ -202,6 +207,7 @@ class LoopbackServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._ended = self._server.ended = threading.Event()  # type: ignore[attr-defined]
 
     def respond(self, body: Any, headers: dict[str, str], handler: BaseHTTPRequestHandler) -> None:
         """`headers` have names in lower case; the path is the handler's."""
@@ -216,6 +222,7 @@ class LoopbackServer:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._ended.set()
         self._server.shutdown()
         self._server.server_close()
 

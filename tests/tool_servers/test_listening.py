@@ -91,9 +91,9 @@ async def sent(port, *parts):
 
 @pytest.mark.slow
 def test_slow_headers_slow_bodies_and_silence_are_cut_off(monkeypatch):
-    monkeypatch.setattr(admission, "ADMISSION_S", 1.0)
-    monkeypatch.setattr(listening, "BODY_S", 1.0)
-    monkeypatch.setattr(listening, "IDLE_S", 1.0)
+    monkeypatch.setattr(admission, "ADMISSION_S", 3.0)
+    monkeypatch.setattr(listening, "BODY_S", 3.0)
+    monkeypatch.setattr(listening, "IDLE_S", 3.0)
     whole = REQUEST % b"sesame"
 
     async def ask(port):
@@ -107,7 +107,7 @@ def test_slow_headers_slow_bodies_and_silence_are_cut_off(monkeypatch):
 
     silent, headers, body, good, stranger = served(ask, key="sesame")
     assert (silent[0], headers[0]) == (b"", b"")
-    assert b" 408 " in body[0] and b"has not come within 1 s" in body[0]
+    assert b" 408 " in body[0] and b"has not come within 3 s" in body[0]
     assert b" 200 " in good[0] and b"abcd" in good[0], "and kept for IDLE_S"
     assert b" 200 " in stranger[0], "the application itself refuses a wrong key"
 

@@ -86,7 +86,7 @@ def served(tmp_path_factory):
         process = subprocess.Popen([sys.executable, *words], stderr=out, env=environment)
 
     try:
-        for _ in range(600):
+        for _ in range(3000):
             found = re.search(r"at (http\S+)", errors.read_text())
             if found or process.poll() is not None:
                 break

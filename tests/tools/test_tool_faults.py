@@ -195,7 +195,7 @@ def test_an_outcome_that_never_comes_fails_the_attempt_in_words():
 
     try:
         with pytest.raises(EnvironmentFailure, match="'world' have not said within"):
-            called(timeout_s=0.3)
+            called(timeout_s=1)
     finally:
         goes_on.set()
 

@@ -94,7 +94,7 @@ def pages(
 
     async def ask() -> dict[str, httpx.Response]:
         async with browse(url) as client:
-            for _ in range(200):
+            for _ in range(3000):
                 page = await client.get("/runs/mine.sqlite/data")
                 if {row[1] for row in rows_of(page)} == {"7"}:  # what the tasks are has been read
                     break

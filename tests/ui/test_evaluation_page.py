@@ -92,7 +92,7 @@ def pages(
 
     async def ask() -> dict[str, httpx.Response]:
         async with browse(*urls) as client:
-            for _ in range(200):
+            for _ in range(3000):
                 page = await client.get("/runs/mine.sqlite/evaluation")
                 if "Difficulty" in page.text and "still to be read" not in page.text:
                     break
