@@ -46,6 +46,7 @@ def num_calls(calls: Path) -> int:
     return len(calls.read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_built_once_and_again_when_damaged_or_changed(folder, counting_compiler, monkeypatch):
     load_library()
     load_library()
@@ -189,6 +190,7 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once(folder):
     program = "from agentevo.models.cpu_kernels import why_not; print(why_not()[0])"
     running = [

@@ -48,7 +48,7 @@ _SQL = "agentevo.store.sql:SQLStore."
 _MONGODB = "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.orchestration.run:find_resume_point"],
-    "replay": ["agentevo.orchestration.resume:_replay_step"],
+    "replay": [_LOOP + "_replay_step"],
     "collect": ["agentevo.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
     "reserve": ["agentevo.orchestration.training_run:reserve"],
