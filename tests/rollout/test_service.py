@@ -193,7 +193,17 @@ def test_room_for_dynamic_sampling(url, make_service, moving_engine):
 
 def test_no_more_attempts_than_there_is_room_for(url, make_service, moving_engine):
     async def scenario():
-        engine = moving_engine(pause_s=0.01)
+        together = asyncio.Barrier(4)
+
+        class Full(moving_engine):
+            """The first four requests begin together."""
+
+            async def generate(self, *arguments, **more):
+                if not self.begun:
+                    await together.wait()
+                return await super().generate(*arguments, **more)
+
+        engine = Full(pause_s=0.01)
         rollout = {"staleness": 4, "max_attempts": 5, "extra_attempts": 0}
         async with await open_store(url) as store:
             service = make_service(engine, store, rollout)
@@ -279,7 +289,7 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(
     async def scenario():
         hold = asyncio.Event()
         engine = moving_engine()
-        async with await open_store(url) as store:
+        async with await open_store(url, retries=RetryPolicy(max_expiries=10**6)) as store:
             service = make_service(
                 engine, store, {"lease_s": 0.15}, agent=two_turns(lambda *_: hold.wait()), steps=1
             )
@@ -291,7 +301,8 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(
             async with serving(service):
 
                 async def leased_again():
-                    return {one.fencing_id for one in await tasks_of(store)} == {3}
+                    leases = [one.fencing_id for one in await tasks_of(store)]
+                    return len(leases) == 2 and min(leases) >= 3
 
                 await until(leased_again)
                 hold.set()
