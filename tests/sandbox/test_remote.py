@@ -388,7 +388,16 @@ def test_a_server_that_answers_nonsense_or_nothing_costs_the_call(
 
 @pytest.mark.slow
 def test_processes_that_are_killed_leave_nothing_behind(tmp_path):
-    command = [sys.executable, "-m", "agentevo", "sandbox", "serve", "box", "type=none", "timeout_s=300"]
+    command = [
+        sys.executable,
+        "-m",
+        "agentevo",
+        "sandbox",
+        "serve",
+        "box",
+        "type=none",
+        "timeout_s=300",
+    ]
     server = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
         url = server.stderr.readline().split()[-1]
