@@ -61,7 +61,7 @@ def test_a_session_s_key_and_wrong_keys_are_limited_and_the_gateway_s_is_not(doo
     assert run_coroutine(work()) == [[200, 429], [401, 429], [200] * 4]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_schemathesis_finds_no_500_and_no_other_form_of_answer(doors, tmp_path):
     """Links of the page lead it from a session that it opens to all that can be asked about it."""
     program = schemathesis_run.installed(tmp_path)

@@ -328,7 +328,7 @@ def test_a_call_that_is_given_up_leaves_the_server_as_it_is():
 @pytest.mark.slow
 def test_a_flood_costs_its_call():
     ((texts, _, _, _),) = played(
-        [("flood", {"megabytes": 50}), add(1)], sections=[section(timeout_s=30)]
+        [("flood", {"megabytes": 20}), add(1)], sections=[section(timeout_s=30)]
     )
     assert texts[0].startswith("Error: ") or "are left out here" in texts[0]
     assert len(texts[0]) < 11_000

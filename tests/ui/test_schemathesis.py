@@ -20,7 +20,7 @@ from folder_bytes import contents
 from agentevo.event_loop import run_coroutine
 from agentevo.ui.forms import KIND
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
