@@ -87,9 +87,8 @@ def _start_warm_or_cold(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("cold_start") is None:
         yield
     else:
-        warm_processes.start_warm(False)
-        yield
-        warm_processes.start_warm(True)
+        with warm_processes.cold_start():
+            yield
 
 
 VOCABULARY = 97

@@ -22,9 +22,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(params=["warm", "cold"])
 def how(request):
     """Each test holds of both, or what it says of warm programs is not what `exec` does."""
-    warm_processes.start_warm(request.param == "warm")
-    yield request.param
-    warm_processes.start_warm(True)
+    with warm_processes.cold_start(request.param == "cold"):
+        yield request.param
 
 
 def run(*words, **options):
@@ -39,9 +38,8 @@ def facts(**options):
 
 def test_both_ways_tell_a_program_the_same(tmp_path):
     def tell(**options):
-        warm_processes.start_warm(False)
-        cold = facts(**options)
-        warm_processes.start_warm(True)
+        with warm_processes.cold_start():
+            cold = facts(**options)
         assert facts(**options) == cold
         return cold
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_processes
 from loop_client import SECTIONS, TASKS, native
 from loop_server import URL, served
 
@@ -163,12 +164,13 @@ def start_server(folder: Path, *options: str) -> tuple[subprocess.Popen, str, st
 def start_client(folder: Path, url: str, key: str, until: int, kind: str) -> subprocess.Popen:
     folder.mkdir()
     program = Path(__file__).parents[1] / "support" / "loop_client.py"
-    return subprocess.Popen(
-        [sys.executable, str(program), url, key, str(until), kind],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with warm_processes.cold_start():  # it has no torch
+        return subprocess.Popen(
+            [sys.executable, str(program), url, key, str(until), kind],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
 
 def free_port() -> str:

@@ -12,8 +12,9 @@ program that was started warm starts its own children warm.
 
 Invariant: the program is a child of its caller, which waits for it, kills it and learns of its end
 as of any child, and it has the directory, environment, descriptors, limits and signals that `exec`
-would have given it. What differs: the command line in /proc, the hash seed, and the peak of memory,
-which counts what is imported. A test of these, or of the start itself, is marked `cold_start`.
+would have given it. What differs: the command line in /proc, the hash seed, the peak of memory,
+which counts what is imported, and that packages are imported already, which a program may want to
+do without. A test of these, or of the start itself, is marked `cold_start`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -148,8 +149,15 @@ def install() -> None:
     _State.is_warm = True
 
 
-def start_warm(is_warm: bool) -> None:
-    _State.is_warm = is_warm
+@contextmanager
+def cold_start(is_cold: bool = True) -> Iterator[None]:
+    """Programs that are started meanwhile begin with a cold interpreter."""
+    before = _State.is_warm
+    _State.is_warm = not is_cold
+    try:
+        yield
+    finally:
+        _State.is_warm = before
 
 
 def _start(
