@@ -96,7 +96,7 @@ def pages(
         async with browse(url) as client:
             for _ in range(3000):
                 page = await client.get("/runs/mine.sqlite/data")
-                if {row[1] for row in rows_of(page)} == {"7"}:  # what the tasks are has been read
+                if {row[5] for row in rows_of(page)} == {"7"}:  # what the tasks are has been read
                     break
                 await asyncio.sleep(0.1)
 
