@@ -82,8 +82,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _start_warm_or_cold(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs start by a fork of a process that has everything imported, but in a test that is
-    marked `cold_start`, and in `make soak`."""
+    """Programs start by a fork of a process that has everything imported, except in a test that is
+    marked `cold_start` and in `make soak`."""
     if request.node.get_closest_marker("cold_start") is None:
         yield
     else:

@@ -14,5 +14,5 @@ def slow(*values: Any) -> list[Any]:
 
 
 def soak(*values: Any) -> list[Any]:
-    """The same of values that CI leaves out, too, and `make soak` takes."""
+    """Further values that CI leaves out, too: only `make soak` takes them."""
     return [pytest.param(value, marks=pytest.mark.soak) for value in values]

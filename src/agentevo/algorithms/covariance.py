@@ -7,7 +7,7 @@ digits), so the choice depends neither on order nor on a random draw (Clip-Cov's
 random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never
 chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them there once,
 and each part that is given them chooses the same tokens: the threshold lies halfway to the largest
-covariance that is not chosen, because a part's pass rounds its log-probs otherwise. Covariances are
+covariance that is not chosen, because log-probs of a part are rounded differently. Covariances are
 float64. Source: arXiv 2505.22617.
 """
 
@@ -102,15 +102,12 @@ def _statistics(
         "mean_logp": logp / max(trained, 1.0),
         "threshold": -math.inf,
     }
-    values = torch.cat(
-        [
-            covariance[candidates]
-            for inputs in tables.cleaned_blocks()
-            for covariance, candidates in [
-                _candidates(inputs, eligible(inputs), statistics, low, high)
-            ]
-        ]
-    )
+    parts = []
+    for inputs in tables.cleaned_blocks():
+        covariance, candidates = _candidates(inputs, eligible(inputs), statistics, low, high)
+        parts.append(covariance[candidates])
+
+    values = torch.cat(parts)
     if not len(values):
         return statistics | {"threshold": math.inf}
 
