@@ -2,7 +2,7 @@
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
-#   JOBS              processes that run the quick tests, which compute (2)
+#   JOBS              processes that run the quick tests, some of which wait for others (3)
 #   JOBS_ALL          processes that run all tests, half of which wait for others (4)
 #   SOAK              arguments of the soak, e.g. SOAK="--minutes 60 --out benchmarks/results/soak.json"
 #   TORCH_INDEX_ARGS  extra arguments for installing torch. On a machine without a GPU, where pip would fetch the large CUDA build:
@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 JOBS_ALL ?= 4
 TORCH_INDEX_ARGS ?=
 BIN := $(VENV)/bin
