@@ -57,14 +57,14 @@ MEASURED = [
     {"samples": 4, "checkpointing": "selective"},
     {"samples": 6, "parts": 3},
     {"samples": 4, "rank": 8},
-    {"samples": 8, "parts": 2, "shard": 2, "length": 1024, "checkpointing": "full"},
+    {"samples": 8, "parts": 2, "shard": 2},
     {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4, "which": 0},
 ]
 MEASURED_IN_SOAK = [
     {"samples": 4},
     {"samples": 12, "length": 384, "checkpointing": "full"},
     {"samples": 3, "kind": "sft"},
-    {"samples": 8, "parts": 2, "shard": 2},
+    {"samples": 8, "parts": 2, "shard": 2, "length": 1024, "checkpointing": "full"},
     {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4},
     {"samples": 32, "parts": 8, "pipeline": 4, "layers": 4, "which": 0, "checkpointing": "full"},
 ]

@@ -43,13 +43,13 @@ Case = tuple[str, dict[str, int], int]
 unequal."""
 CASES: dict[int, list[Case]] = {
     2: [
-        ("llama", {"shard": 2}, 100),
+        ("llama", {"shard": 2}, 40),
         ("qwen3 tied", {"tensor": 2}, 12),
         ("llama+lora", {"shard": 2}, 12),
         ("moe+deep", {"pipeline": 2}, 12),
     ],
     4: [
-        ("gemma2", {"shard": 4}, 100),
+        ("gemma2", {"shard": 4}, 40),
         ("qwen3 tied", {"shard": 2}, 12),
         ("llama", {"shard": 2, "tensor": 2}, 12),
         ("moe", {"tensor": 2, "expert": 2}, 12),

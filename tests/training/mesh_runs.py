@@ -48,7 +48,7 @@ from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
 
-STEPS = 8
+STEPS = 4
 RATE = 3e-4
 EPSILON = 1e-5
 """AdamW's. With its own of 1e-8 it makes whole steps of gradients that are near 0, and these show
