@@ -3,6 +3,7 @@ merging, refusals."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import sys
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from agentevo.config import LoraSection, ModelSection
 from agentevo.errors import MissingExtraError, ModelError
+from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.adapters import (
     adapter_names,
     add_adapter,
@@ -32,6 +34,7 @@ from agentevo.models.linear import available, drop_packed
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.models.merge import merge_adapter
 from agentevo.models.save import save_model
+from agentevo.types import SamplingParams
 
 IDS = [5, 9, 60, 3, 41, 8]
 LORA = LoraSection(rank=4)
@@ -425,6 +428,44 @@ def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
     assert any(bool(p.grad.any()) for p in prepared.parameters() if p.grad is not None)
 
     torch.testing.assert_close(fused(prepared), unfused(prepared), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["whole", "none", "8bit", "4bit"])
+def test_gradients_are_the_same_after_a_generation(kind, dtype, tiny_policy, tmp_path):
+    """Passes without gradients, of an engine and of held-out rows, leave nothing behind in a base
+    that changes the next pass with gradients."""
+    if kind in ("8bit", "4bit"):
+        pytest.importorskip("bitsandbytes")
+
+    saved = tiny_policy(hidden_size=64)
+    folder = str(save_model(saved.model, saved.tokenizer, tmp_path / "base"))
+    lora = LoraSection() if kind == "whole" else LoraSection(rank=4, quantize=kind)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    section = ModelSection(name=folder, device=device, dtype=dtype, lora=lora)
+    loaded = load_model(section)
+    model = prepare(loaded.model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.05, generator=torch.Generator(device).manual_seed(1))
+
+    def gradients() -> torch.Tensor:
+        model.zero_grad()
+        logits(model)[..., :50].float().square().mean().backward()
+        of_parameters = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+        return torch.cat(of_parameters).double()
+
+    before = gradients()
+    engine = TorchEngine(model, loaded.tokenizer)
+    sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=3)
+    asyncio.run(engine.generate(IDS, sampling, deadline_s=300.0))
+    with torch.no_grad():
+        logits(model.eval())
+
+    assert float(before.norm()) > 0
+    apart = float((gradients() - before).norm() / before.norm())
+    assert apart < 1e-6, f"{apart:.3f} of the gradient's norm from what it was"
 
 
 def test_without_bitsandbytes_the_message_says_what_to_install(monkeypatch):

@@ -35,7 +35,7 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample, SamplingParams
 
 SHAPE = {
-    "vocab_size": 300,
+    "vocab_size": 266,  # as many as the byte tokenizer has
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -47,7 +47,7 @@ SHAPE = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LONG = {"rope_scaling": YARN, "max_position_embeddings": 128}
 THETA = 5000.0
-IDS = [(7 * n) % 290 + 3 for n in range(100)]
+IDS = [(7 * n) % 256 + 3 for n in range(100)]
 
 
 @pytest.fixture(scope="module")

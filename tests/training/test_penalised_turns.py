@@ -29,6 +29,8 @@ from agentevo.training.batching.packing import pack
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.training.kernels import cells, linear_logprobs
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
+from agentevo.training.pairs import answer_of
+from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Constraint, SamplingParams, Trajectory, Turn
 from examples import examples
@@ -219,6 +221,30 @@ def test_on_policy_the_ratio_is_one_and_a_frozen_reference_is_at_distance_0():
         model, STILL, AlgorithmSection(), grammars=Grammars.of(model, loaded.tokenizer)
     )
     assert trainer.step(trainer.prepare(free).samples)["actor/logprob_diff_max"] > 0.5
+
+
+def test_answers_are_compared_under_the_models_own_distribution():
+    """DPO applies neither the masks nor the penalties that an answer was drawn under."""
+    answers = [answer_of(t) for t in attempts()]
+    assert all(row.penalties is None and row.masks is None for a in answers for row in a.rows)
+
+    model = copy.deepcopy(tiny_policy().model)
+    section = AlgorithmSection(name="dpo", pairs_per_group=1)
+    trainer = PreferenceTrainer(model, STILL, section, temperature=0.8)
+    trainer.begin()
+    (pair,) = trainer.prepare(attempts()).samples
+    metrics = trainer.step([pair])
+
+    def said_alone(answer):
+        (row,) = answer.rows
+        logits = alone()(input_ids=torch.as_tensor(row.ids)[None]).logits[0]
+        logp = torch.log_softmax(logits[:-1] / 0.8, -1)
+        return float(logp.gather(1, torch.as_tensor(row.ids)[1:, None])[row.loss_mask[1:], 0].sum())
+
+    with torch.no_grad():
+        assert metrics["preference/logps/chosen"] == pytest.approx(
+            said_alone(pair.chosen), rel=1e-5
+        )
 
 
 def test_drawn_again_the_tokens_are_the_same_and_without_penalties_they_are_not():

@@ -27,6 +27,7 @@ from agentevo.inference.sampling import draw, filter_logits, keep_allowed, penal
 from agentevo.models.grammar import Grammars
 from agentevo.models.load import LoadedModel
 from agentevo.models.routers import OWN, Replay, Routers, routers_of
+from agentevo.models.token_rows import of_tokens
 from agentevo.penalties import Changes, TokenPenalties
 from agentevo.routed_experts import joined
 from agentevo.training.batching.packing import pack
@@ -184,7 +185,7 @@ def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
 def _logits(
     trajectory: Trajectory, piece: _Piece, model: PreTrainedModel, device: torch.device
 ) -> torch.Tensor:
-    """[positions, V] float32, what predicts each of them."""
+    """[positions, tokens] float32, what predicts each of them."""
     context = trajectory.context_ids(piece.turn.index)
     said = piece.turn.completion_ids
     ids = [*context, *said[: piece.positions[-1] + 1]]
@@ -198,7 +199,7 @@ def _logits(
         rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
         batch = batch.routed(Replay(torch.as_tensor(rows, device=device)))
 
-    return all_logits(model, batch)[batch.rows].float()
+    return of_tokens(model, all_logits(model, batch))[batch.rows].float()
 
 
 def version_rows(

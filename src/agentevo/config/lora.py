@@ -56,7 +56,9 @@ class LoraSection(Section):
     brings its own rank and the rest."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
     """Keep the base in 8 or 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: less memory, more
-    time. Also on a CPU."""
+    time. Also on a CPU. 8 bits round a token's activations by what it is computed beside, so drawn
+    and recomputed log-probs differ (by tenths of a nat), and `algorithm.importance` is token_tis
+    by default; in 4 bits they agree to the dtype's rounding."""
 
     @field_validator("targets", "exclude", "modules_to_save", mode="before")
     @classmethod

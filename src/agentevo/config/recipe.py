@@ -35,9 +35,9 @@ from agentevo.config.agents import (
 )
 from agentevo.config.algorithm import AlgorithmSection
 from agentevo.config.contradictions import recipe_contradictions
-from agentevo.config.foreign_engines import with_importance
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
+from agentevo.config.importance_defaults import with_importance
 from agentevo.config.imports import OF_YOUR_OWN, import_all
 from agentevo.config.interpolation import escaped
 from agentevo.config.keys import ConfigKeys, Variants

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
-from agentevo.config.foreign_engines import OWN
+from agentevo.config.importance_defaults import OWN
 
 if TYPE_CHECKING:
     from agentevo.config.algorithm import AlgorithmSection

@@ -417,7 +417,7 @@ class Conversation:
                 f"{self._context_length}: shorten it"
             )
 
-        ids = checked_ids(prompt, len(self._chat.tokenizer))
+        ids = checked_ids(prompt, self._chat.num_tokens)
         known, parent = recorded_beginning(ids, self._turns, self._children)
         return _Prompt(parent, ids[known:], ids, [])
 

@@ -55,6 +55,7 @@ from agentevo.models.invariance import company_matters
 from agentevo.models.linear import drop_packed
 from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
+from agentevo.models.token_rows import num_token_rows, of_tokens
 from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
@@ -97,8 +98,8 @@ class TorchEngine:
         self.scheduler = Scheduler(self.config, length, kv_tokens, advice, self._routing)
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
-        self._vocabulary = int(model.config.get_text_config().vocab_size)
-        self._grammars = EngineGrammars(tokenizer, self._vocabulary)
+        self._vocabulary = num_token_rows(model)
+        self._grammars = EngineGrammars(tokenizer, int(model.config.get_text_config().vocab_size))
         self._version = 0
         self.failed_steps = 0
         """How many steps have failed in a row, up to now."""
@@ -447,13 +448,14 @@ class TorchEngine:
         )
         _, model = self._earlier.served(version, self._version)
         batch.plan.routing = recording = recording_of(batch, self._routers)
-        logits = model(
+        outputs = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
             plan=batch.plan,
             logits_to_keep=batch.logit_rows,
-        ).logits[0]  # [sampled + scored, V]
+        )
+        logits = of_tokens(self.model, outputs.logits[0])  # [sampled + scored, tokens]
 
         if recording is not None:
             record(batch, recording)

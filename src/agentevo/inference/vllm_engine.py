@@ -76,6 +76,7 @@ from agentevo.inference.vllm_words import (
 from agentevo.models.adapters import is_adapted
 from agentevo.models.parameters import trained_weights
 from agentevo.models.positions import context_length
+from agentevo.models.token_rows import num_token_rows
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class VllmEngine:
         self._vllm = load_vllm(options.start_timeout_s)
         self._like = model
         self._tokenizer = tokenizer
-        self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self._vocabulary = num_token_rows(model)
+        self._unused = range(self._vocabulary, int(model.config.get_text_config().vocab_size))
         self._context = options.max_model_len or context_length(model.config)
         self._folder = Path(tempfile.mkdtemp(prefix="agentevo-vllm-"))
         self._base = self._folder / "base"
@@ -175,7 +177,7 @@ class VllmEngine:
         streams = listen is not None or bool(sampling.stop_strings)
         drawn = Drawn()
         stopped = False
-        params = drawing(sampling, self._vocabulary, streams=streams)
+        params = drawing(sampling, self._vocabulary, self._unused, streams=streams)
         async with self._asked(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from agentevo.inference.vllm_options import VllmOptions
 from agentevo.inference.vllm_weights import WeightLoader
 from agentevo.models.adapters import is_adapted
 from agentevo.models.positions import context_length
+from agentevo.penalties import Penalties
 from agentevo.types import MAX_TOP_LOGPROBS, Alternatives, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ LOWEST = 0.01
 caller."""
 HIGHEST = 2.0
 """The highest temperature that vLLM draws at: it refuses higher ones."""
+NEVER = -1e9
+"""The bias of an id that is no token: next to any other logit it has no probability."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -161,20 +164,14 @@ def engine_arguments(
     }
 
 
-def drawing(sampling: SamplingParams, vocabulary: int, *, streams: bool) -> Any:
+def drawing(
+    sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
+) -> Any:
     """What vLLM calls it. The end-of-text token ends a request only if it is asked to, and
-    `logprobs` counts those beside the drawn one's."""
-    given = sampling.penalties
-    penalties = (
-        {}
-        if given is None
-        else {
-            "presence_penalty": given.presence,
-            "frequency_penalty": given.frequency,
-            "repetition_penalty": given.repetition,
-            "logit_bias": dict(given.logit_bias) or None,
-        }
-    )
+    `logprobs` counts those beside the drawn one's. `unused`: ids of the model that are no tokens,
+    which are never drawn."""
+    penalties = sampling.penalties or Penalties()
+    biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -188,7 +185,10 @@ def drawing(sampling: SamplingParams, vocabulary: int, *, streams: bool) -> Any:
         ignore_eos=True,
         detokenize=False,
         output_kind=output_kind("DELTA" if streams else "FINAL_ONLY"),
-        **penalties,
+        presence_penalty=penalties.presence,
+        frequency_penalty=penalties.frequency,
+        repetition_penalty=penalties.repetition,
+        logit_bias=biases or None,
     )
 
 

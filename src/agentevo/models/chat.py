@@ -34,9 +34,11 @@ from itertools import takewhile
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from agentevo.errors import ModelError
+from agentevo.message_markers import CUT, encode_rendering
 from agentevo.models.call_notation import CallNotation, call_notation
 from agentevo.models.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
 from agentevo.models.text_stream import TextStream, before_stop
+from agentevo.models.token_rows import num_tokens
 from agentevo.models.token_texts import TokenTexts
 from agentevo.models.tool_calls import ToolCallParser, find_parser
 from agentevo.models.tool_calls.harmony import ENDS as HARMONY_ENDS
@@ -106,6 +108,11 @@ class ChatFormat:
         many tokens."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """Ids of a prompt are below this."""
+        return num_tokens(self.tokenizer)
+
     def first_prompt(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> list[int]:
         """Ids of a new conversation, up to where the assistant speaks."""
         encode = self._compute_first_prompt if is_long(messages) else self._first_prompt
@@ -130,7 +137,7 @@ class ChatFormat:
         if message.tool_calls or message.reasoning is not None:
             text, end = self._written_with_end(message)
         else:
-            text = self._said_header + message.text
+            text = self._said_header + self._template.markers.cut(message.text, "assistant")
 
         if OPENS_THINKING.search(self.opening):
             thought, text = thought_of(text, message.reasoning, self.opening)
@@ -294,7 +301,8 @@ class ChatFormat:
             )
 
         opens = OPENS_THINKING.search(self.opening) is not None
-        if message.reasoning and message.reasoning.strip() not in text and not opens:
+        thought = self._template.markers.cut(message.reasoning or "", "assistant").strip()
+        if thought not in text and not opens:
             raise ModelError(
                 "the chat template leaves out the reasoning: choose a model whose template has a "
                 "place for it, or write it into the content"
@@ -303,7 +311,8 @@ class ChatFormat:
         return text, end
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = encode_rendering(self.tokenizer, text)
+        text = text.replace(CUT, "")
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids and self.tokenizer.unk_token not in text:
             lost = sorted(

@@ -5,7 +5,8 @@ are the mapping that their JSON says (or the exact text, where it is no JSON obj
 templates write them as JSON themselves; reasoning goes under the keys that the template mentions.
 Some templates take calls otherwise (DeepSeek-R1: arguments as a text, calls only where content is
 None): each is tried out once, see `CallForm`. What a template has no place for is refused, but for
-reasoning, which templates strip from what was said earlier.
+reasoning, which templates strip from what was said earlier. Special tokens that a text spells out
+are cut (message_markers.py): `encode_rendering` makes ids of a rendering.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
+from agentevo.message_markers import MessageMarkers
 from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
@@ -68,6 +70,7 @@ class ChatTemplate:
                 "a template with it"
             )
         self.tokenizer = tokenizer
+        self.markers = MessageMarkers(tokenizer)
 
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: ToolSchemas = NO_TOOLS
@@ -147,7 +150,7 @@ class ChatTemplate:
             )
 
     def _mapping(self, message: Message, form: CallForm) -> dict[str, Any]:
-        mapping: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        mapping: dict[str, Any] = {"content": _content(message)}
         if message.tool_calls:
             mapping["content"] = mapping["content"] or form.content
             mapping["tool_calls"] = [
@@ -161,10 +164,14 @@ class ChatTemplate:
         if message.reasoning is not None:
             mapping |= dict.fromkeys(self.reasoning_keys, message.reasoning)
 
-        return mapping
+        calls = mapping.pop("tool_calls", None)
+        mapping = self.markers.cut(mapping, message.role)
+        if calls is not None:  # the template writes their notation
+            mapping["tool_calls"] = self.markers.cut(calls, "user")
+        return {"role": message.role, **mapping}
 
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: ToolSchemas) -> str:
-        schemas = json.loads(tools.as_json) if tools.as_json else None
+        schemas = self.markers.cut(json.loads(tools.as_json), "system") if tools.as_json else None
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=cast(Any, schemas), tokenize=False, add_generation_prompt=prompt

@@ -38,6 +38,24 @@ _FIXED = frozenset(
     | {"quantization_config", "transformers_version"}
 )
 """Keys that say what the weights are, or have a key of the recipe."""
+_NOT_COMPUTED = {
+    ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "output_router_logits"): (
+        "the loss is the recipe's, and no loss of the model's own is added to it"
+    ),
+    (
+        "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "embd_pdrop",
+        "attn_pdrop", "resid_pdrop", "router_jitter_noise",
+    ): (
+        "policies are trained without noise, so that drawn and recomputed log-probs agree"
+    ),
+    ("use_cache", "output_attentions", "output_hidden_states", "return_dict"): (
+        "it says what a call returns, which engine and trainer decide"
+    ),
+    ("initializer_range", "init_std", "initializer_factor"): (
+        "it is for new weights, and these are loaded"
+    ),
+}  # fmt: skip
+"""Keys of many models that change nothing that is computed here, and why."""
 _RATIO = "implicit factor"
 """In transformers' remark that a context is not `factor` times the original one: a choice."""
 
@@ -122,6 +140,9 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
     known |= set(ROPE) if "rope_parameters" in known else set()
     known -= _FIXED | set(_KEPT)
     for key in overrides:
+        if (reason := _without_effect(key)) is not None:
+            raise ModelError(f"{where}.{key} would change nothing: {reason}; remove it")
+
         if key in known:
             continue
 
@@ -137,6 +158,11 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
 
     if all(name in overrides for name in ROPE):
         raise ModelError(f"{where}: rope_scaling and rope_parameters are one: give one of them")
+
+
+def _without_effect(key: str) -> str | None:
+    """Why a key changes nothing; None for one that may."""
+    return next((reason for keys, reason in _NOT_COMPUTED.items() if key in keys), None)
 
 
 def _rope(saved: PretrainedConfig, given: Any, where: str) -> dict[str, Any]:

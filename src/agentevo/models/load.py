@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers import (
@@ -37,6 +37,7 @@ from agentevo.models.config_overrides import model_config
 from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
 from agentevo.models.tiny import make_tiny
+from agentevo.models.token_rows import limit_to_tokens
 
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
@@ -104,6 +105,7 @@ def _load(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
 
+        limit_to_tokens(model, tokenizer)
         return LoadedModel(_placed(model, device), tokenizer, section.name)
 
     quantized = (
@@ -146,6 +148,15 @@ def _quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str,
     return {"quantization_config": bits, "device_map": {"": device}}
 
 
+def _never_pack(model: PreTrainedModel) -> None:
+    """Keeps 4-bit weights in the layout that passes gradients on. On a CPU with avx512_bf16
+    bitsandbytes packs a layer in its first pass without gradients, for good, and its product of
+    packed weights has no backward pass."""
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            cast(Any, module).support_avx512bf16_for_cpu = False
+
+
 def _from_pretrained(
     name: str,
     folder: Path,
@@ -173,7 +184,9 @@ def _from_pretrained(
             "they don't belong together"
         )
 
+    limit_to_tokens(model, tokenizer)
     if quantized:  # placed already; such weights can't be moved or converted
+        _never_pack(model)
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
 
     return LoadedModel(_placed(model, device), tokenizer, name)

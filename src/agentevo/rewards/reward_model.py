@@ -19,6 +19,7 @@ from pydantic import Field
 from agentevo.device_names import DeviceName
 from agentevo.errors import ConfigError, ModelError
 from agentevo.event_loop import in_thread
+from agentevo.message_markers import MessageMarkers, encode_rendering
 from agentevo.rewards.reward import RewardConfig, Score, reward, text_of
 from agentevo.types import Message, Task, Trajectory
 
@@ -63,7 +64,11 @@ def conversation_ids(
     has none, the last reply as the second text of a pair. Of a longer one the end is kept. Raises
     ModelError for what the template does not take."""
     if tokenizer.chat_template:
-        plain = [{"role": one.role, "content": text_of(one.content)} for one in messages]
+        markers = MessageMarkers(tokenizer)
+        plain = [
+            {"role": message.role, "content": markers.cut(text_of(message.content), message.role)}
+            for message in messages
+        ]
         try:
             text = tokenizer.apply_chat_template(plain, tokenize=False)
         except Exception as error:  # what a template raises
@@ -71,7 +76,7 @@ def conversation_ids(
                 f"the reward model's chat template does not take this conversation: {error}"
             ) from error
 
-        ids = tokenizer.encode(str(text), add_special_tokens=False)[-max_tokens:]
+        ids = encode_rendering(tokenizer, str(text))[-max_tokens:]
     else:
         before = "\n".join(text_of(one.content) for one in messages[:-1])
         reply = text_of(messages[-1].content)

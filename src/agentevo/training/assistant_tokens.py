@@ -37,12 +37,11 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.data import ChatRow, RowError
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
+from agentevo.message_markers import THOUGHT_TAGS
 from agentevo.models.chat import OPENS_THINKING, end_of_turn_id, special_ids, thought_of
 from agentevo.models.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from agentevo.types import Sample
 
-THOUGHT_TAGS = ("<think>", "</think>")
-"""What an answer may say though the tokenizer has it as a special token."""
 TrainOn = Literal["all", "last"]
 Chat = list[dict[str, Any]]
 

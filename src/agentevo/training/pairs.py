@@ -73,10 +73,11 @@ class Pair:
 
 
 def answer_of(trajectory: Trajectory) -> Answer:
-    """All that the policy said in a trajectory."""
+    """All that the policy said in a trajectory, to be judged under its own distribution: neither
+    the masks of a grammar nor penalties are applied, whatever it was drawn under."""
+    rows = [row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained]
     return Answer(
-        trajectory.id,
-        tuple(row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained),
+        trajectory.id, tuple(msgspec.structs.replace(row, penalties=None) for row in rows)
     )
 
 

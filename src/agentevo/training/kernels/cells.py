@@ -46,11 +46,10 @@ class Cells:
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+        cls, hidden: torch.Tensor, num_columns: int, rows: torch.Tensor, targets: torch.Tensor
     ) -> Cells:
         kind = hidden.device.type
         num_rows = len(hidden)
-        num_columns = len(weight)
         height = _even_part(num_rows, CELL_ROWS.get(kind, OTHER_CELL_ROWS))
         width = _even_part(
             num_columns,

@@ -56,6 +56,7 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     masks: torch.Tensor | None = None,
     penalties: PenaltyTable | None = None,
     own: VocabularySlice | None = None,
+    num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [R, H], weight [V, H], bias [V], rows [M] and targets [M] int64 -> log-probs [M] of
     token targets[m] under softmax(z[rows[m]] / temperature), and the entropy [R] of each row, in
@@ -64,11 +65,13 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
     the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
     what is done to z before (token_penalties.py). `own`: the tokens that weight and bias are of,
-    where other processes, which call this with them, have the rest. Once differentiable in hidden,
+    where other processes, which call this with them, have the rest. `num_tokens`: only so many ids,
+    from 0 on, have a probability; None for all V. Once differentiable in hidden,
     weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
     the gradients: KEPT_BYTES and a few cells.
     """
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties).within(own)
+    tail = _Tail(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    targets, outside = tail.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -80,9 +83,9 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
         and own is None
         and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
     )
-    return _LinearLogprobs.apply(
-        hidden, weight, bias, rows, targets, tail, KEPT_BYTES if needed and not ahead else 0, ahead
-    )
+    room = KEPT_BYTES if needed and not ahead else 0
+    logp, entropy = _LinearLogprobs.apply(hidden, weight, bias, rows, targets, tail, room, ahead)
+    return (logp if outside is None else logp.masked_fill(outside, LOWEST)), entropy
 
 
 @torch.no_grad()
@@ -99,15 +102,19 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     masks: torch.Tensor | None = None,
     penalties: PenaltyTable | None = None,
     own: VocabularySlice | None = None,
+    num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties).within(own)
+    tail = _Tail(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    targets, outside = tail.within_tokens(targets)
     mine = tail.mine(targets)
-    cells = Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
+    cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
     sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
     sums.combine(tail.own, mine, len(targets))
-    return sums.logprobs(rows), sums.squares / sums.total.square()
+    logp = sums.logprobs(rows)
+    chance = sums.squares / sums.total.square()
+    return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
 
 
 class _Tail(NamedTuple):
@@ -119,6 +126,8 @@ class _Tail(NamedTuple):
     masks: torch.Tensor | None = None
     """[R, W]; see token_masks.py."""
     penalties: PenaltyTable | None = None
+    num_tokens: int | None = None
+    """Later ids are no tokens."""
     own: VocabularySlice | None = None
     """The tokens that the weight is of; masks and penalties are of these alone."""
 
@@ -133,6 +142,19 @@ class _Tail(NamedTuple):
     @property
     def first(self) -> int:
         return 0 if self.own is None else self.own.first
+
+    def width(self, weight: torch.Tensor) -> int:
+        """How many rows of the weight are tokens."""
+        rows = len(weight)
+        return rows if self.num_tokens is None else min(max(self.num_tokens - self.first, 0), rows)
+
+    def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The targets [M] with a token in the place of ids that are none, and where these are;
+        None where every id is one."""
+        if self.num_tokens is None:
+            return targets, None
+        outside = targets >= self.num_tokens
+        return targets.masked_fill(outside, 0), outside
 
     def mine(self, targets: torch.Tensor) -> torch.Tensor | slice:
         """Which of the targets [M] are tokens of the weight."""
@@ -313,7 +335,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mine = tail.mine(targets)
-        cells = Cells.of(hidden, weight, rows[mine], targets[mine] - tail.first)
+        cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
         sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
         sums.combine(tail.own, mine, len(targets))
         mean = sums.moment / sums.total

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentevo.models.linear import FastLinear, PackedWeights
+from agentevo.models.token_rows import num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.stages import passed_on, sends_on
-from agentevo.training.kernels.token_masks import masked
+from agentevo.training.kernels.token_masks import LOWEST, masked
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
         masks=batch.masks,
         penalties=batch.penalties,
         own=slice_of(output.layer),
+        num_tokens=_limit(model),
     )
 
 
@@ -93,6 +95,7 @@ def token_logprobs_and_squares(
         masks=batch.masks,
         penalties=batch.penalties,
         own=slice_of(output.layer),
+        num_tokens=_limit(model),
     )
 
 
@@ -106,11 +109,21 @@ def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """`all_logits` under the batch's penalties, LOWEST for the tokens that a grammar forbids."""
+    """`all_logits` under the batch's penalties, LOWEST for ids that are no tokens and for those
+    that a grammar forbids."""
     logits = all_logits(model, batch)
+    if (num_tokens := _limit(model)) is not None:
+        unused = torch.arange(logits.shape[-1], device=logits.device) >= num_tokens
+        logits = logits.float().masked_fill(unused, LOWEST)
     if batch.penalties is not None:
         logits = batch.penalties.applied(logits.float())
     return logits if batch.masks is None else masked(logits.float(), batch.masks)
+
+
+def _limit(model: PreTrainedModel) -> int | None:
+    """How many ids are tokens, where not all are."""
+    num_tokens = num_token_rows(model)
+    return num_tokens if num_tokens < model.config.get_text_config().vocab_size else None
 
 
 class Tail(NamedTuple):

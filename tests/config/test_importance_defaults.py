@@ -1,4 +1,5 @@
-"""Importance weights are on by default where another program draws the tokens, and only there."""
+"""Importance weights are on by default where tokens are not drawn from quite the policy that is
+trained: by another program, or over a base in 8 bits."""
 
 from __future__ import annotations
 
@@ -41,6 +42,21 @@ def test_the_default_follows_the_engine_and_what_is_given_decides(
     engine: str, given: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     assert weights_of(config_of(engine, **given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.lora.quantize=8bit",), ON),
+        (("model.lora.quantize=4bit",), OFF),
+        (("model.lora.quantize=8bit", "algorithm.importance=none"), OFF),
+        (("model.lora.quantize=8bit", "engine.type=vllm", "algorithm.name=dapo"), ON),
+    ],
+)
+def test_a_base_in_8_bits_has_them_too(overrides: tuple[str, ...], expected: object) -> None:
+    tree = {"environment": {"type": "coins"}, "model": {"name": "some/model"}}
+    config = build_config(tree, ["model.lora.rank=8", *overrides])
+    assert weights_of(config) == expected
 
 
 def test_overrides_count_as_given_and_choose_the_engine() -> None:

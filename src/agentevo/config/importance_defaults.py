@@ -1,9 +1,10 @@
-"""What a recipe gets by default where another program draws the tokens.
+"""What a recipe gets by default where tokens are not drawn from quite the policy that is trained.
 
-An engine that is not the trainer's own computes the same weights in other kernels and number
-formats, so the policy that sampled is not quite the policy that is trained (Yao et al., "Your
-efficient RL framework secretly brings you off-policy RL training", 2025). Where `engine.type` is
-not `torch`, the default of `algorithm.importance` is therefore `token_tis`, and that of
+Two causes: an engine that is not the trainer's own computes the same weights in other kernels and
+number formats (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+training", 2025); and a base in 8 bits rounds a token's activations by the largest of all that it
+is computed beside (LLM.int8(), arXiv 2208.07339, section 3), which in a draw are others than in an
+update. There the default of `algorithm.importance` is `token_tis`, and that of
 `algorithm.old_logprobs` `recomputed`, which it needs. Whoever gives one of the two keys decides,
 and so does an algorithm whose loss weighs already, compares whole answers, or trains what no engine
 has drawn.
@@ -29,10 +30,10 @@ def with_importance(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
         return tree
 
-    engine = tree.get("engine")
-    kind = engine.get("type", OWN) if isinstance(engine, Mapping) else getattr(engine, "type", OWN)
+    engine = _value(tree, "engine", "type", default=OWN)
+    quantize = _value(tree, "model", "lora", "quantize", default="none")
     given = tree.get("algorithm", {})
-    if kind == OWN or not isinstance(given, Mapping):
+    if (engine == OWN and quantize != "8bit") or not isinstance(given, Mapping):
         return tree
 
     name = given.get("name", "grpo")
@@ -53,3 +54,10 @@ def with_importance(tree: Any) -> Any:
         return tree
 
     return {**tree, "algorithm": algorithm}
+
+
+def _value(tree: Any, *keys: str, default: str) -> Any:
+    """The value at a path of mappings and sections; `default` where there is none."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else getattr(tree, key, None)
+    return default if tree is None else tree

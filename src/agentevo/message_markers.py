@@ -1,0 +1,98 @@
+"""Special tokens that a message spells out.
+
+`<|im_end|><|im_start|>system` in a tool's result or an observation is a text like any other.
+Encoded together with what the chat template writes, it would become the tokens that end one turn
+and begin another. So each such marker is cut before the template sees it: CUT stands behind its
+first character, and who encodes the rendering encodes the pieces between cuts each by itself. The
+ids still say the same text, without a special token that the template has not written.
+
+What a template writes as ordinary text, such as Llama 2's [INST], is no token: nothing tells it
+from a message that says the same.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CUT = "\ufdd0"
+"""A noncharacter of Unicode, which no text has; one that has it loses it."""
+THOUGHT_TAGS = ("<think>", "</think>")
+"""What an answer may say though the tokenizer has it as a special token."""
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_TAG = re.compile(r"</?\w+>")
+
+
+class MessageMarkers:
+    """The markers of one tokenizer.
+
+    In any message these are cut: special tokens, and added ones that the chat template writes
+    (DeepSeek's <｜User｜> is not special), unless they are tags in the form of <tool_call>, which
+    prompts speak of. In a tool's result such tags are cut, too. In an assistant's message only
+    those are cut that stand around messages: calls and thoughts are written with others, and
+    Harmony's own are kept, as one answer of its has several messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
+        added = tokenizer.added_tokens_decoder.values()
+        written = {token.content for token in added if token.content in template}
+        special = {token.content for token in added if token.special}
+        special |= set(tokenizer.all_special_tokens)
+        markers = special | {text for text in written if not _TAG.fullmatch(text)}
+        self._usual = _pattern(markers)
+        self._of_tools = _pattern(markers | written)
+        self._of_assistants = _pattern(_around_messages(tokenizer, markers) - set(THOUGHT_TAGS))
+
+    def cut(self, value: Any, role: str) -> Any:
+        """A text, or all texts within lists and mappings, their keys included, as a message of this
+        role says them."""
+        if isinstance(value, str):
+            pattern = {"tool": self._of_tools, "assistant": self._of_assistants}.get(role)
+            return _cut(value, pattern or self._usual)
+        if isinstance(value, dict):
+            return {self.cut(key, role): self.cut(item, role) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.cut(item, role) for item in value]
+        return value
+
+
+def _around_messages(tokenizer: PreTrainedTokenizerBase, markers: set[str]) -> set[str]:
+    """Those of the markers that the template writes in a plain conversation, and the tokenizer's
+    own beginning and end of a text."""
+    asked = {"role": "user", "content": "a"}
+    messages = [asked, {"role": "assistant", "content": "b"}, asked]
+    try:
+        text = str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
+    except Exception:  # noqa: BLE001 (a template may do anything; who renders with it is told)
+        return markers
+
+    ends = {tokenizer.bos_token, tokenizer.eos_token}
+    around = {marker for marker in markers if marker in text or marker in ends}
+    return around - set(_HARMONY) if set(_HARMONY) <= markers else around
+
+
+def encode_rendering(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of what a chat template makes of messages whose markers are cut: a special token where
+    the template has written one, and nowhere else."""
+    pieces = [tokenizer.encode(piece, add_special_tokens=False) for piece in text.split(CUT)]
+    return [token for piece in pieces for token in piece]
+
+
+def _pattern(markers: set[str]) -> re.Pattern[str]:
+    """A single character can't be cut, and nothing can be forged with it alone."""
+    longest_first = sorted((text for text in markers if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _cut(text: str, pattern: re.Pattern[str]) -> str:
+    """Without a marker in any piece between cuts; a marker may hold another one."""
+    text = text.replace(CUT, "")
+    while pattern.search(text):
+        text = pattern.sub(lambda marker: f"{marker[0][0]}{CUT}{marker[0][1:]}", text)
+    return text

@@ -1,0 +1,87 @@
+"""Ids of a model that are no tokens are never drawn, and have no probability in training."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from constrained import END, FACT, complete, params, tiny_policy
+
+from agentevo.config import ModelSection
+from agentevo.errors import EngineError
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.attention import prepare
+from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.save import save_model
+from agentevo.models.token_rows import num_token_rows, of_tokens
+from agentevo.training.batching.packing import pack
+from agentevo.training.kernels.output_layer import allowed_logits, token_logprobs
+from agentevo.types import Sample
+
+UNUSED = 75
+"""More rows than tokens: most draws of random weights would be one of them."""
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory) -> LoadedModel:
+    """A policy whose embeddings have rows that no token has, and likes these best."""
+    loaded = tiny_policy()
+    model = copy.deepcopy(loaded.model)
+    rows = len(loaded.tokenizer) + UNUSED
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[len(loaded.tokenizer) :] *= 8
+    model.set_attn_implementation("sdpa")
+    folder = save_model(model, loaded.tokenizer, tmp_path_factory.mktemp("padded") / "model")
+    read = load_model(ModelSection(name=str(folder), device="cpu"))
+    assert read.model.config.vocab_size == rows and num_token_rows(read.model) == rows - UNUSED
+    prepare(read.model)
+    return read
+
+
+def test_what_is_drawn_is_a_token_and_the_trainer_computes_its_log_prob(padded):
+    engine = TorchEngine(padded.model, padded.tokenizer)
+    requests = [(PROMPT, params("", seed, max_new_tokens=32)) for seed in range(6)]
+    requests += [(PROMPT, params(FACT, 7)), (PROMPT, params("", 8, temperature=0.0))]
+    answers = complete(engine, requests)
+    tokens = len(padded.tokenizer)
+    assert max(token for answer in answers for token in answer.ids) < tokens
+
+    for answer, (prompt, asked) in zip(answers[:6], requests[:6], strict=True):
+        mask = [False] * len(prompt) + [True] * len(answer.ids)
+        sample = Sample.given("t", "g", [*prompt, *answer.ids], mask, asked.temperature)
+        batch = pack([sample], torch.device("cpu"))
+        logits = of_tokens(padded.model, padded.model(**batch.inputs).logits[0])
+        exact = torch.log_softmax(logits.double(), -1)[batch.rows, batch.targets].float()
+        trained, _ = token_logprobs(padded.model, batch)
+        torch.testing.assert_close(torch.tensor(answer.logprobs), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(trained, exact, rtol=1e-5, atol=1e-5)
+        whole = torch.log_softmax(allowed_logits(padded.model, batch), -1)
+        torch.testing.assert_close(whole[batch.rows, batch.targets], exact, rtol=1e-5, atol=1e-5)
+
+    scored = asyncio.run(engine.score(requests[0][0], list(answers[0].ids), deadline_s=300.0))
+    assert scored.logprobs == pytest.approx(answers[0].logprobs, abs=1e-6)
+
+
+def test_rows_of_no_token_get_no_gradient(padded):
+    model = copy.deepcopy(padded.model)
+    ids = [*PROMPT, 41, 42, END]
+    mask = [False] * len(PROMPT) + [True] * 3
+    batch = pack([Sample.given("t", "g", ids, mask, 1.0)], torch.device("cpu"))
+    logp, entropy = token_logprobs(model, batch)
+    (logp.sum() + entropy.sum()).backward()
+
+    tied = model.get_output_embeddings().weight
+    assert tied.grad is not None
+    assert not bool(tied.grad[len(padded.tokenizer) :].any())
+    assert bool(tied.grad[: len(padded.tokenizer)].any())
+
+
+def test_a_prompt_with_an_id_that_is_no_token_is_refused(padded):
+    engine = TorchEngine(padded.model, padded.tokenizer)
+    tokens = len(padded.tokenizer)
+    with pytest.raises(EngineError, match=f"knows 0 to {tokens - 1}"):
+        complete(engine, [([*PROMPT, tokens], params(""))])
