@@ -26,10 +26,10 @@ from audited_run import (
 from agentevo.audit.audit import audit
 from agentevo.audit.findings import Audit
 from agentevo.cli.main import main
+from agentevo.models import checkpoint_manifest as manifest
 from agentevo.runs.chain import End, HeadFile
 from agentevo.store import open_store
 from agentevo.store.store import Store
-from agentevo.training import manifest
 from agentevo.types import QUEUED_FOR_STEP, Task
 
 VICTIM = "train-2-1/train@2#1"

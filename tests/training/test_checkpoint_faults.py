@@ -3,6 +3,7 @@ found, older ones are never harmed."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import json
@@ -15,8 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentevo.config import LoraSection, ModelSection
 from agentevo.errors import CheckpointError
-from agentevo.training import manifest
+from agentevo.models import checkpoint_manifest as manifest
+from agentevo.models.adapters import add_adapter, load_adapter
+from agentevo.models.load import load_model
+from agentevo.pipeline.export_model import export_model
 from agentevo.training.checkpoint import Checkpoints
 
 STATE = {"optimization": {"moments": torch.zeros(50)}}
@@ -51,6 +56,39 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files_of(folder)
     }
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_nobody_uses_a_model_that_is_not_as_it_was_saved(saved, file, tmp_path):
+    checkpoints, _ = saved
+    path = checkpoints.path(2)
+    section = ModelSection(name=str(path), device="cpu")
+    flip_a_bit(path / "trainer.pt")
+    load_model(section)
+
+    flip_a_bit(path / file)
+    with pytest.raises(manifest.TornError, match=rf"{file} has the sha256 .* is torn, or was cha"):
+        load_model(section)
+    with pytest.raises(manifest.TornError, match=re.escape(file)):
+        export_model(path, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_nor_an_adapter(tiny_policy, tmp_path):
+    base = tiny_policy()
+    policy = add_adapter(copy.deepcopy(base.model), LoraSection(rank=2), seed=0)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 9)
+    path, _ = checkpoints.save(1, policy, base.tokenizer, STATE, {}, None)
+    load_adapter(copy.deepcopy(base.model), path)
+    flip_a_bit(path / "adapter_model.safetensors")
+    with pytest.raises(manifest.TornError, match=r"adapter_model\.safetensors has the sha256"):
+        load_adapter(copy.deepcopy(base.model), path)
 
 
 def test_the_manifest_names_every_file_with_its_checksum(saved):

@@ -205,7 +205,7 @@ def _step(checkpoint: Path | None) -> int:
     """What its tokens have as their version: the step that the checkpoint is of, 0 for others."""
     if checkpoint is None or not (checkpoint / "checkpoint.json").is_file():
         return 0
-    from agentevo.training.manifest import read
+    from agentevo.models.checkpoint_manifest import read
 
     return read(checkpoint).step
 

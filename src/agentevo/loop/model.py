@@ -17,8 +17,8 @@ from agentevo.files import atomic_folder
 from agentevo.loop.connection import Connection
 from agentevo.loop.group import Group
 from agentevo.loop.records import Checkpoint, ModelState, Trained
+from agentevo.models import checkpoint_manifest as manifest
 from agentevo.rewards import RewardConfig
-from agentevo.training import manifest
 
 MANY_FILES = 4
 """Files of a checkpoint that are fetched at once."""

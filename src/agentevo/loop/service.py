@@ -41,6 +41,7 @@ from agentevo.loop.group import Group, baseline_name
 from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, Trained
 from agentevo.loop.seals import Sealer
 from agentevo.loop.wire import failure_of, raised
+from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.positions import context_length
 from agentevo.observability import LiveView
 from agentevo.orchestration.agent_policies import players
@@ -55,7 +56,6 @@ from agentevo.runs.creation import check_folder
 from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
 from agentevo.store.codec import content_digest, encode_task, encode_trajectories
-from agentevo.training import manifest
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Outcome, Task, Trajectory, group_of_agent

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from agentevo.devices import drawing_by
 from agentevo.errors import ModelError
 from agentevo.extras import load_extra
+from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.config_overrides import check_same, keep_overrides
 from agentevo.models.linear import FastLinear, drop_packed, use_fast_linear
 
@@ -130,6 +131,7 @@ def load_adapter(
     for another base.
     """
     library = peft()
+    verify_model(folder)
     config = read_adapter_config(folder)
     check_same(folder, _overrides_of(model))
 

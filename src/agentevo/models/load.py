@@ -33,6 +33,7 @@ from agentevo.models.adapters import (
     check_quantize,
 )
 from agentevo.models.cache import Progress
+from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.config_overrides import model_config
 from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
@@ -245,7 +246,8 @@ def _read_folder(
     key: str, folder: Path, reader: Any, kind: str, **options: Any
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model that `reader` makes of a folder, and its tokenizer. Raises ModelError if it is not
-    `kind` or lacks weights."""
+    `kind` or lacks weights, TornError for a checkpoint that is not as it was saved."""
+    verify_model(folder)
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)

@@ -14,6 +14,7 @@ from pathlib import Path
 from agentevo.config import RunConfig
 from agentevo.credentials import without_password
 from agentevo.errors import CheckpointError, TrainingError
+from agentevo.models import checkpoint_manifest as manifest
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE
 from agentevo.runs.chain import (
@@ -31,7 +32,6 @@ from agentevo.store.codec import is_as_added, is_as_written
 from agentevo.store.records import StepRecord, StoredTrajectory
 from agentevo.store.records import TrajectoryFilter as Filter
 from agentevo.store.store import Store
-from agentevo.training import manifest
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
 

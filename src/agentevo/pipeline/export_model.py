@@ -9,17 +9,17 @@ from pathlib import Path
 
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import atomic_folder, must_write
-
-OF_TRAINING = frozenset({"trainer.pt", "state.json", "checkpoint.json"})
-"""What a checkpoint has beside the model."""
+from agentevo.models.checkpoint_manifest import OF_TRAINING, verify_model
 
 
 def export_model(source: Path, out: Path) -> None:
-    """Raises ConfigError for a source that is no model's folder."""
+    """Raises ConfigError for a source that is no model's folder, TornError for a checkpoint that is
+    not as it was saved."""
     names = {path.name for path in source.iterdir()} if source.is_dir() else set()
     if not names & {"config.json", "adapter_config.json"}:
         raise ConfigError(f"{source}: there is no model: give the folder of a checkpoint")
 
+    verify_model(source)
     with must_write(out), atomic_folder(out) as staging:
         for path in source.iterdir():
             if path.name in OF_TRAINING:

@@ -22,6 +22,7 @@ import msgspec
 
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, open_regular, write_atomic
+from agentevo.models.checkpoint_manifest import OF_TRAINING
 from agentevo.pipeline.schema import MAX_STAGES
 
 STATE = "pipeline.json"
@@ -34,8 +35,6 @@ MAX_BYTES = 64_000_000
 """Of pipeline.json."""
 MOST_STATES = 2 * MAX_STAGES + 1
 """Of stages and their measurements."""
-OF_TRAINING = frozenset({"trainer.pt", "state.json", "checkpoint.json"})
-"""Files of a checkpoint that say nothing about the model."""
 
 
 class Output(msgspec.Struct, kw_only=True):

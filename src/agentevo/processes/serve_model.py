@@ -20,6 +20,7 @@ from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import UpdatableEngine
 from agentevo.inference.engines import check_engine, engines
 from agentevo.models.chat import ChatFormat
+from agentevo.models.checkpoint_manifest import read as read_manifest
 from agentevo.models.load import LoadedModel
 from agentevo.models.positions import context_length
 from agentevo.orchestration.components import check_memory, load_policy
@@ -27,7 +28,6 @@ from agentevo.processes.client_door import SERVING, ClientDoor, client_door
 from agentevo.rollout.sampler import sampling_params
 from agentevo.signals import LOOK_S, asked_to_stop
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.manifest import read as read_manifest
 
 
 def serve_model(

@@ -28,6 +28,8 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
+OF_TRAINING = frozenset({"trainer.pt", "state.json", NAME})
+"""Files of a checkpoint that say nothing about the model, beside those of folders within."""
 SEEN_S = 90.0
 """How long a file that another machine wrote may take to be seen here, as network file systems
 remember folders."""
@@ -121,21 +123,37 @@ def verify(folder: Path) -> Manifest:
     """Reads every file again. Raises TornError, naming the first file that is missing or of another
     checksum, CheckpointError for one that can't be read now."""
     manifest = read(folder)
-    with ThreadPoolExecutor(_READERS) as pool:
-        digests = pool.map(_digest_or_error, (folder / name for name in manifest.files))
+    _verify(folder, manifest.files, "is torn: resume from an older one")
+    return manifest
 
-    for name, digest in zip(manifest.files, digests, strict=True):
-        if digest != manifest.files[name]:
+
+def verify_model(folder: Path) -> None:
+    """Reads the files of the model again, where `folder` is a checkpoint; another model's has no
+    manifest, and nothing to compare with. Raises as `verify`."""
+    if not (folder / NAME).exists():
+        return
+    files = read(folder).files
+    of_model = {n: files[n] for n in files if n not in OF_TRAINING and "/" not in n}
+    _verify(
+        folder,
+        of_model,
+        "is torn, or was changed: use an older one; where the change is meant, use a copy of the "
+        f"folder without {NAME}",
+    )
+
+
+def _verify(folder: Path, files: Mapping[str, str], problem: str) -> None:
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = pool.map(_digest_or_error, (folder / name for name in files))
+
+    for name, digest in zip(files, digests, strict=True):
+        if digest != files[name]:
             what = (
                 digest
                 if digest.startswith("can't")
-                else f"has the sha256 {digest[:12]}…, not {manifest.files[name][:12]}…"
+                else f"has the sha256 {digest[:12]}…, not {files[name][:12]}…"
             )
-            raise TornError(
-                f"{folder / name} {what}, so the checkpoint is torn: resume from an older one"
-            )
-
-    return manifest
+            raise TornError(f"{folder / name} {what}, so the checkpoint {problem}")
 
 
 def _hash_and_sync(path: Path) -> str:
