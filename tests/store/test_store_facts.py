@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,14 @@ from hypothesis import strategies as st
 
 from agentevo.errors import StoreError
 from agentevo.routed_experts import RoutedExperts, joined, rows_of_turn
-from agentevo.store import open_store
-from agentevo.store.blobs import pack_turns, unpack_turns
+from agentevo.store import blobs, open_store
+from agentevo.store.blobs import (
+    pack_turns,
+    unpack_files,
+    unpack_remote_turns,
+    unpack_texts,
+    unpack_turns,
+)
 from agentevo.store.codec import encode_trajectories
 from agentevo.types import (
     Constraint,
@@ -435,6 +442,34 @@ def test_tokens_of_another_format_are_refused() -> None:
     for bad in (b"", b"\x02" + good[1:], good[:-3], good[:1] + b"\x92\x01\x02"):
         with pytest.raises(StoreError, match="tokens of a trajectory can't be read"):
             unpack_turns(bad)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_part_that_unpacks_to_gigabytes_is_refused(place, monkeypatch) -> None:
+    """Two megabytes of zlib may stand for two gigabytes."""
+    room = 2**20
+    monkeypatch.setattr(blobs, "LARGEST", room)
+    monkeypatch.setattr(blobs, "LARGEST_ROUTED", room)
+    unpack = [unpack_turns, unpack_remote_turns, unpack_files, unpack_texts, unpack_turns][place]
+    parts = msgspec.msgpack.decode(pack_turns([], "[]", {"a": b"b"}, {"a": "b"})[1:])
+    parts.append(zlib.compress(msgspec.msgpack.encode([[], b""])))
+    good = pack_turns([])[:1] + msgspec.msgpack.encode(parts)
+    unpack(good)
+
+    number = [0, 2, 3, 4, 5][place]
+    packer = zlib.compressobj(9)
+    parts[number] = packer.compress(bytes(16 * room)) + packer.flush()
+
+    def peak_of_unpacking() -> int:
+        tracemalloc.start()
+        try:
+            with pytest.raises(StoreError, match="can't be read"):
+                unpack(good[:1] + msgspec.msgpack.encode(parts))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_of_unpacking() < 2.5 * room
 
 
 def test_rows_are_read_by_their_numbers_in_the_order_of_writing(url, make_trajectory):

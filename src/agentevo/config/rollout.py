@@ -79,9 +79,9 @@ class RolloutSection(Section):
     that another package registers (docs/engines.md). Default: what the other keys ask for."""
     weights: WeightsSection = WeightsSection()
     """How they lie in files, for engines in other processes."""
-    samplers: int = Field(default=0, ge=0)
+    samplers: int = Field(default=0, ge=0, le=1000)
     """Sampler processes that `agentevo train` starts. 0: everything is one process."""
-    engines: int = Field(default=1, ge=1)
+    engines: int = Field(default=1, ge=1, le=1000)
     """Engine processes beside them."""
     engine_urls: tuple[str, ...] = ()
     """Engines on machines that do not see the run's folder, as `agentevo serve` printed them there

@@ -61,6 +61,9 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 _REMOTE = msgspec.json.Decoder(list[RemoteTurn])
 _FILES = msgspec.msgpack.Decoder(dict[str, bytes])
 _TEXTS = msgspec.msgpack.Decoder(dict[str, str])
+LARGEST = 2**28
+"""Bytes of a part when it is unpacked, but for experts: 16 million tokens."""
+LARGEST_ROUTED = 2**30
 _BROKEN = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
 
 
@@ -134,7 +137,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
     try:
         packed, noise, *more = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
-            zlib.decompress(packed)
+            _unpacked(packed, LARGEST)
         )
         routed = _unpack_routed(more[3], len(heads)) if len(more) > 3 else [None] * len(heads)
     except _BROKEN as error:
@@ -190,7 +193,7 @@ def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
     """Likewise."""
     try:
         _, _, *said = _parts(blob)
-        return _REMOTE.decode(zlib.decompress(said[0])) if said and said[0] else []
+        return _REMOTE.decode(_unpacked(said[0], LARGEST)) if said and said[0] else []
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -199,7 +202,7 @@ def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Likewise."""
     try:
         _, _, *more = _parts(blob)
-        return _FILES.decode(zlib.decompress(more[1])) if len(more) > 1 and more[1] else {}
+        return _FILES.decode(_unpacked(more[1], LARGEST)) if len(more) > 1 and more[1] else {}
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -208,7 +211,7 @@ def unpack_texts(blob: bytes) -> dict[str, str]:
     """Likewise."""
     try:
         _, _, *more = _parts(blob)
-        return _TEXTS.decode(zlib.decompress(more[2])) if len(more) > 2 and more[2] else {}
+        return _TEXTS.decode(_unpacked(more[2], LARGEST)) if len(more) > 2 and more[2] else {}
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -239,7 +242,7 @@ def _by_layer(routed: RoutedExperts) -> bytes:
 
 def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
     """Raises what is in _BROKEN."""
-    shapes, data = _DECODER.decode(zlib.decompress(part))
+    shapes, data = _DECODER.decode(_unpacked(part, LARGEST_ROUTED))
     found: list[RoutedExperts | None] = []
     start = 0
     for shape in shapes:
@@ -266,6 +269,19 @@ def _parts(blob: bytes) -> list[bytes]:
         raise ValueError(f"its format is {blob[:1]!r}")
     parts: list[bytes] = _DECODER.decode(memoryview(blob)[1:])
     return parts
+
+
+def _unpacked(part: bytes, largest: int) -> bytes:
+    """Of a part that was damaged on purpose a megabyte may stand for a gigabyte."""
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(part, largest)
+    if unpacking.eof:
+        return data
+    raise ValueError(
+        f"a part of it has more than {largest:,} bytes"
+        if unpacking.unconsumed_tail
+        else "a part of it is cut off"
+    )
 
 
 def _unreadable(error: Exception) -> StoreError:
