@@ -17,6 +17,24 @@ def recipe(text: str = "environment: {type: test_doors}\n", name: str = "r.yaml"
     return name
 
 
+def test_a_section_may_be_written_as_the_name_that_it_chooses():
+    """`model: NAME`, as several pages write it; keys of the section may still be set beside it."""
+    path = recipe("model: some/model\nenvironment: test_doors\nalgorithm: dapo\nengine: vllm\n")
+    config = load_config(path)
+    names = (config.model.name, config.environment.type, config.algorithm.name, config.engine.type)
+    assert names == ("some/model", "test_doors", "dapo", "vllm")
+    assert config.algorithm.importance == "token_tis", "as with engine.type=vllm"
+
+    config = load_config(path, ["model.lora.rank=4", "algorithm=grpo", "environment.num_doors=5"])
+    assert (config.model.name, config.model.lora.rank) == ("some/model", 4)
+    assert (config.algorithm.name, config.environment.num_doors) == ("grpo", 5)
+    assert build_config({**DOORS, "model": {"name": "a/b", "lora": {"rank": 2}}}, ["model=c/d"])
+
+    for text, problem in (("model: [a]", "model.name: got"), ("model: 5", "model: got 5")):
+        with pytest.raises(ConfigError, match=problem):
+            load_config(recipe(f"environment: test_doors\n{text}\n"))
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [

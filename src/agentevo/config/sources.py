@@ -25,6 +25,11 @@ from agentevo.paths import name_problem
 from agentevo.registry import nearest
 
 SHORT_FORMS: dict[tuple[str, ...], str | None] = {
+    ("model",): "name",
+    ("environment",): "type",
+    ("agent",): "type",
+    ("algorithm",): "name",
+    ("engine",): "type",
     ("tasks",): "train",
     ("tasks", "self_play"): "family",
     ("tasks", "curriculum"): None,
@@ -149,7 +154,10 @@ def merge(
                 addition = {part: addition}
             merged = _merged(merged, addition, key)
 
-        return resolved(merged)
+        return {
+            section: _written_out((section,), value, value)
+            for section, value in resolved(merged).items()
+        }
     except (InterpolationError, _MergeError) as error:
         raise ConfigError(f"{written_in(str(error), overrides, where, tree)}: {error}") from error
 

@@ -58,7 +58,13 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
             folder.rename(replaced)
 
     missing = [parent for parent in folder.parents if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={short(folder)} can't be made ({error.strerror or error}): give a folder "
+            "that can be written"
+        ) from error
 
     def make_final() -> None:
         nonlocal final
