@@ -4,6 +4,8 @@ in the run's store."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 
 import httpx
 import pytest
@@ -241,6 +243,50 @@ def test_the_runs_own_tasks_are_handed_out_once_each(doors):
             return (await opened(door, next=True))["task"]["id"]
 
     assert run_coroutine(again()) not in known
+
+
+@pytest.mark.slow
+def test_a_task_whose_gateway_was_killed_is_handed_out_again(doors, tmp_path):
+    """And only once its lease has run out; a gateway that lives keeps it."""
+    tasks = [Task(id=f"t{n}", query=f"{n} ?") for n in range(3)]
+    overrides = ("trainer.groups_per_step=1", "trainer.minibatches=1", "evaluation.tasks=1")
+    overrides += ("rollout.lease_s=3", "trainer.steps=1", "rollout.staleness=1")
+
+    def ledger(statement):
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.sqlite")) as store:
+            rows = store.execute(statement).fetchall()
+            store.commit()
+            return rows
+
+    ends = "SELECT lease_expires_at FROM tasks WHERE state = 'leased'"
+
+    async def killed():
+        async with doors(["left"], *overrides, tasks=tasks) as door:
+            session = await opened(door, next=True)
+            (first,) = ledger(ends)
+            async with asyncio.timeout(300):
+                while ledger(ends) == [first]:  # until it has been renewed
+                    await asyncio.sleep(0.1)
+
+            playing = [one.playing for one in door.sessions._groups.values()]
+            for one in playing:
+                one.cancel()  # it writes nothing and gives nothing back
+            await asyncio.gather(*playing, return_exceptions=True)
+            return session["task"]["id"]
+
+    async def again():
+        async with doors(["left", "left"], *overrides, tasks=tasks) as door:
+            ledger("UPDATE tasks SET lease_expires_at = 1 WHERE state = 'leased'")
+            sessions = [await opened(door, next=True) for _ in range(2)]
+            assert [session["task"]["id"] for session in sessions] == [lost] * 2
+            for session in sessions:
+                await asked(door, session)
+                await door.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
+            states = {one.task.id: one.state async for one in door.store.tasks()}
+            return states[lost]
+
+    lost = run_coroutine(killed())
+    assert run_coroutine(again()) == "completed"
 
 
 def test_after_the_last_step_no_task_is_left_to_begin(doors):

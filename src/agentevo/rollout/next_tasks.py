@@ -1,9 +1,10 @@
 """The run's own tasks for agents outside: whoever asks gets the next attempt, of the group that is
 being filled, or of the next task in the run's order.
 
-A task that the store knows is somebody's already and is passed over, so gateways that are started
-again, and samplers beside them, make no group of it a second time. No more groups are under way
-than a trainer may use before they are too old: who asks for more is told to ask again.
+A group's task is leased as a sampler leases it: nobody else makes a group of it meanwhile, and
+where the gateway is gone its lease runs out, and whoever asks next gets the task again. No more
+groups are under way than a trainer may use before they are too old: who asks for more is told to
+ask again.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import asyncio
 import secrets
 
 from agentevo.config import RunConfig
-from agentevo.errors import StoreError, StoreUnavailableError
 from agentevo.gateway.refusals import Refusal
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.outside import OutsideSession, OutsideSessions
 from agentevo.rollout.task_source import TaskSource
+from agentevo.store.records import Lease
 from agentevo.store.store import Store
 from agentevo.types import Task
 
@@ -32,6 +33,7 @@ class NextTasks:
         self._tasks = tasks
         self._sessions = sessions
         self._store = store
+        self._worker = f"next-{secrets.token_hex(4)}"
         self._lock = asyncio.Lock()
         self._task: Task | None = None
         self._group = ""
@@ -51,16 +53,50 @@ class NextTasks:
             )
 
         async with self._lock:
+            lease = None
             if not self._left or not self._sessions.is_under_way(self._group):
-                await self._begin(self._tasks)
+                lease = await self._lease(self._tasks)
+                self._task = lease.task
+                self._left = self._config.trainer.group_size
+                self._group = f"next-{secrets.token_hex(4)}"
+
             assert self._task is not None
             shown = self._tasks.as_given(self._task)
-            session = await self._sessions.open(self._task, self._group, None, shown)
+            try:
+                session = await self._sessions.open(
+                    self._task, self._group, None, shown, lease=lease
+                )
+            except BaseException:
+                self._left = 0
+                if lease is not None and not self._sessions.is_under_way(self._group):
+                    await self._store.return_task(lease)
+                raise
+
             self._left -= 1
             return session
 
-    async def _begin(self, tasks: TaskSource) -> None:
-        """Begins the group of the next task that nobody has."""
+    async def _lease(self, tasks: TaskSource) -> Lease:
+        """A task of the run's that nobody has: one whose gateway or sampler has gone, or else the
+        next in order."""
+        while True:
+            lease = await with_retries(
+                lambda: self._store.lease_task(self._worker, lease_s=self._config.rollout.lease_s),
+                within_s=STORE_RETRY_S,
+                what="lease_task",
+            )
+            if lease is not None:
+                return lease
+
+            await self._check_room()
+            task = await self._next(tasks)
+            await with_retries(
+                lambda: self._store.add_tasks([task]),  # noqa: B023 (awaited before the next)
+                within_s=STORE_RETRY_S,
+                what="add_tasks",
+            )
+
+    async def _check_room(self) -> None:
+        """Raises Refusal while nobody may begin a group more."""
         config = self._config
         store = self._store
         last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
@@ -68,11 +104,12 @@ class NextTasks:
         if done >= config.trainer.steps:
             raise Refusal("the run has made its last step: no task is left", status=404)
 
+        self._step = max(self._step, done)
         wanted = (config.rollout.staleness + 1) * config.trainer.groups_per_step
         waiting = await with_retries(
             lambda: store.outstanding("train"), within_s=STORE_RETRY_S, what="outstanding"
         )
-        if waiting + self._sessions.num_groups >= wanted:
+        if waiting + self._sessions.num_named >= wanted:
             raise Refusal(
                 f"{wanted} groups are under way or wait for the trainer, which is as many as "
                 "rollout.staleness allows: end sessions, or ask again",
@@ -80,37 +117,19 @@ class NextTasks:
                 kind="server_error",
             )
 
-        self._step = max(self._step, done)
-        while True:
-            if not self._ahead:
-                await tasks.learn(self._store)
-                if not tasks.is_known(self._step + 1):
-                    raise Refusal(
-                        f"which tasks step {self._step + 1} has follows from steps that are not "
-                        "trained yet: ask again",
-                        status=503,
-                        kind="server_error",
-                    )
+    async def _next(self, tasks: TaskSource) -> Task:
+        """The next task in the run's order. Raises Refusal while it is not known."""
+        if not self._ahead:
+            await tasks.learn(self._store)
+            if not tasks.is_known(self._step + 1):
+                raise Refusal(
+                    f"which tasks step {self._step + 1} has follows from steps that are not "
+                    "trained yet: ask again",
+                    status=503,
+                    kind="server_error",
+                )
 
-                self._step += 1
-                self._ahead = tasks.queued(self._step)
+            self._step += 1
+            self._ahead = tasks.queued(self._step)
 
-            task = self._ahead.pop(0)
-            if not await self._is_known(task):
-                break
-
-        self._task = task
-        self._left = config.trainer.group_size
-        self._group = f"next-{secrets.token_hex(4)}"
-
-    async def _is_known(self, task: Task) -> bool:
-        try:
-            await with_retries(
-                lambda: self._store.stored_task(task.id), within_s=STORE_RETRY_S, what="task"
-            )
-        except StoreUnavailableError:
-            raise
-        except StoreError:
-            return False
-
-        return True
+        return self._ahead.pop(0)

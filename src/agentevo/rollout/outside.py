@@ -20,6 +20,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from agentevo.agents.posted_rewards import PostedReward, outcome_of_rewards
 from agentevo.config import RunConfig
 from agentevo.errors import (
     AgentEvoError,
+    DeadlineExceededError,
     EngineUnavailableError,
     StoreError,
     StoreUnavailableError,
@@ -42,7 +44,7 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Group
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.rollout.unstorable import written
-from agentevo.store.records import Split
+from agentevo.store.records import Lease, Split
 from agentevo.store.store import Store
 from agentevo.trace_header import trace_headers
 from agentevo.types import Outcome, Status, Task, Trajectory
@@ -232,6 +234,8 @@ class _Opened:
     group: Group
     split: Split
     step: int
+    lease: Lease | None
+    """On its task, if that is one of the run's."""
     playing: asyncio.Task[None] | None = None
     sessions: list[OutsideSession] = field(default_factory=list)
     num_claimed: int = 0
@@ -278,27 +282,33 @@ class OutsideSessions:
         }
 
     @property
-    def num_groups(self) -> int:
-        """Groups under way that will be trained on."""
-        return sum(one.split == "train" for one in self._groups.values())
+    def num_named(self) -> int:
+        """Groups under way that will be trained on, at tasks that no lease is held on."""
+        return sum(one.split == "train" and one.lease is None for one in self._groups.values())
 
     def is_under_way(self, group: str) -> bool:
         return group in self._groups
 
     async def open(
-        self, task: Task | None, group: str | None, size: int | None, shown: Task | None = None
+        self,
+        task: Task | None,
+        group: str | None,
+        size: int | None,
+        shown: Task | None = None,
+        *,
+        lease: Lease | None = None,
     ) -> OutsideSession:
         """The next attempt of the group, which begins with its first one and has `size` of them
         (`trainer.group_size`); without a group an attempt by itself. `shown` is the task as the
-        agent gets it. Raises Refusal for what can't
-        be opened, EngineUnavailableError while no engine serves."""
+        agent gets it; `lease`, on the task of a new group, is the group's from then on. Raises
+        Refusal for what can't be opened, EngineUnavailableError while no engine serves."""
         if self._engine.version < 0:
             raise EngineUnavailableError("no engine serves weights of this run yet: try again")
 
         async with self._opening:
             opened = self._groups.get(group) if group is not None else None
             if opened is None:
-                opened = await self._begin(task, group, size, shown)
+                opened = await self._begin(task, group, size, shown, lease)
             self._check_same(opened, task, size)
             session = await self._agent.claim(opened.id)
             opened.num_claimed += 1
@@ -359,7 +369,12 @@ class OutsideSessions:
         await asyncio.gather(*playing, return_exceptions=True)
 
     async def _begin(
-        self, task: Task | None, name: str | None, size: int | None, shown: Task | None
+        self,
+        task: Task | None,
+        name: str | None,
+        size: int | None,
+        shown: Task | None,
+        lease: Lease | None,
     ) -> _Opened:
         if name is not None:
             await self._check_group(name)
@@ -384,7 +399,9 @@ class OutsideSessions:
         label = name or f"session-{secrets.token_hex(8)}"
         task = task if task is not None else Task(id=label)
         step = self._engine.version + 1
-        await self._add(task)
+        self._check_scorer(task)
+        if lease is None:
+            await self._add(task)
 
         group = self._sampler.group(
             task,
@@ -395,19 +412,20 @@ class OutsideSessions:
             shown=shown,
         )
         split: Split = "eval" if name is None else "train"
-        opened = _Opened(label, task, size, group, split, step)
+        opened = _Opened(label, task, size, group, split, step, lease)
         self._groups[label] = opened
         opened.playing = asyncio.create_task(self._play(opened))
         return opened
 
-    async def _add(self, task: Task) -> None:
-        """Makes the task known. Raises Refusal for one that can't be judged, or whose id another
-        one has."""
+    def _check_scorer(self, task: Task) -> None:
+        """Raises Refusal for a task that can't be judged."""
         try:
             self._sampler.check_scorer(task)
         except AgentEvoError as error:
             raise Refusal(f"the task's scorer: {error}", param="task") from error
 
+    async def _add(self, task: Task) -> None:
+        """Makes the task known. Raises Refusal for one whose id another one has."""
         try:
             await self._retried(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
@@ -463,13 +481,15 @@ class OutsideSessions:
 
     async def _play(self, opened: _Opened) -> None:
         """From its first attempt until it is written, or why it never is."""
+        lease = opened.lease
+        beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
         try:
             trajectories = await opened.group.run()
             trajectories = await written(
                 trajectories,
                 lambda storable: self._retried(
                     lambda: self._store.write_trajectories(
-                        storable, split=opened.split, step=opened.step
+                        storable, split=opened.split, step=opened.step, lease=lease
                     )
                 ),
             )
@@ -481,11 +501,28 @@ class OutsideSessions:
             self._counts["groups_failed"] += 1
             self._note(f"the group {opened.id} is lost: {described(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
+            if lease is not None:
+                with suppress(StoreError):  # where it is lost, somebody else plays it by now
+                    await self._store.retry_task(lease, described(error))
         finally:
+            if beats is not None:
+                beats.cancel()
             del self._groups[opened.name]
             self._agent.forget(opened.id)
 
         self._remember(opened, trajectories)
+
+    async def _keep(self, lease: Lease, opened: _Opened) -> None:
+        """Renews the lease; breaks the group off once it is somebody else's."""
+        while True:
+            await asyncio.sleep(self._config.rollout.lease_s / 3)
+            try:
+                await self._store.renew(lease)
+            except (StoreUnavailableError, DeadlineExceededError):
+                continue  # a database that is away gives the task to nobody
+            except StoreError:
+                opened.group.cut("the lease on its task is lost")
+                return
 
     def _remember(self, opened: _Opened, trajectories: Sequence[Trajectory]) -> None:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
