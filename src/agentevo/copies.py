@@ -29,10 +29,14 @@ def copy_of_turn(turn: Turn) -> Turn:
 
 
 def copy_of_trajectory(trajectory: Trajectory) -> Trajectory:
-    """An attempt for a scorer: what it does to it changes nothing that is stored or trained."""
+    """An attempt for a user's code: what that does to it changes nothing that is stored or
+    trained."""
     return msgspec.structs.replace(
         trajectory,
         turns=[copy_of_turn(turn) for turn in trajectory.turns],
+        remote_turns=copy.deepcopy(trajectory.remote_turns),
+        files=dict(trajectory.files),
+        texts=dict(trajectory.texts),
         reward_parts=dict(trajectory.reward_parts),
         metrics=dict(trajectory.metrics),
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import msgspec
 import pytest
 
 import agentevo
@@ -11,6 +14,7 @@ from agentevo.config import build_config
 from agentevo.config.credit import credit_functions
 from agentevo.errors import ConfigError, TrainingError
 from agentevo.runs.folder import read_store
+from agentevo.training.batching import credit as module
 from agentevo.training.batching.samples import advantages_of, trajectory_rows
 from agentevo.types import Trajectory, Turn
 
@@ -88,6 +92,50 @@ def test_what_a_function_does_wrong_ends_the_step_with_the_reason(credit, said):
     with pytest.raises(TrainingError, match=said) as raised:
         of_turns(credit)
     assert "the weights were not changed" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("credit", "said"),
+    [
+        (lambda group: threading.Event().wait(), "did not return within 0.2 s"),
+        (raises, "colour"),
+    ],
+)
+def test_a_function_that_hangs_ends_the_step_and_one_that_raises_shows_where(
+    credit, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(module, "LONGEST_S", 0.2 if "within" in said else 300.0)
+    with pytest.raises(TrainingError, match=said):
+        of_turns(credit)
+    assert ("in raises" in capsys.readouterr().err) == (credit is raises), "its traceback"
+
+
+def test_what_a_function_does_to_its_copies_is_seen_nowhere():
+    attempts = [
+        msgspec.structs.replace(
+            one,
+            reward_parts={"a": 1.0},
+            metrics={"n": 1.0},
+            files={"f": b"1"},
+            texts={"system": "x"},
+        )
+        for one in GROUP
+    ]
+    before = repr(attempts)
+
+    def spoils(group):
+        for one in group:
+            for held in (one.reward_parts, one.metrics, one.files, one.texts):
+                held["n"] = float("nan")
+            for turn in one.turns:
+                turn.messages.append(None)
+                turn.logprobs[0] = 5.0
+            one.turns.pop()
+        return [[0.0] * len(one.turns) for one in attempts]
+
+    rows = [row for one in attempts for row in trajectory_rows(one)]
+    advantages_of(rows, bind_advantage("credit", {}), credit=spoils)
+    assert repr(attempts) == before
 
 
 def test_a_rule_that_can_not_be_is_refused():

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 
-import msgspec
 import torch
 
 from agentevo.config.credit import CreditFunction
-from agentevo.copies import copy_of_turn
+from agentevo.console import to_stderr
+from agentevo.copies import copy_of_trajectory
 from agentevo.errors import OverreachError, TrainingError, described
 from agentevo.rewards.returned import plain_number
-from agentevo.signals import Interrupt
+from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
+
+LONGEST_S = 600.0
+"""How long a function may take for one group."""
 
 
 def credit_table(
@@ -41,12 +47,8 @@ def credit_table(
 def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> list[list[float]]:
     """The numbers of one group, checked."""
     name = getattr(credit, "__name__", type(credit).__name__)
-    shown = [
-        msgspec.structs.replace(one, turns=[copy_of_turn(turn) for turn in one.turns])
-        for one in group
-    ]
     try:
-        returned = _called(credit, shown)
+        returned = _called(credit, [copy_of_trajectory(one) for one in group])
         if len(returned) != len(group):
             raise ValueError(f"it returned {len(returned)} lists for {len(group)} attempts")
 
@@ -60,6 +62,8 @@ def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> l
 
         return values
     except Exception as error:
+        if shown := traceback_of(error):
+            to_stderr(f"algorithm.credit: {name}:\n{shown}")
         raise TrainingError(
             f"algorithm.credit: {name} of the group {group_id}: {described(error)}: return a list "
             "for each attempt, with a number for each of its turns (the weights were not changed)"
@@ -67,9 +71,22 @@ def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> l
 
 
 def _called(credit: CreditFunction, group: list[Trajectory]) -> Sequence[Sequence[float]]:
-    try:
-        return credit(group)
-    except Interrupt:
-        raise
-    except (SystemExit, KeyboardInterrupt) as error:
+    """On a thread that is left behind where the function does not return."""
+    answer: Future[Sequence[Sequence[float]]] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            answer.set_result(context.run(credit, group))
+        except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="credit", daemon=True).start()
+    _, waiting = wait([answer], timeout=LONGEST_S)
+    if waiting:
+        raise TimeoutError(f"it did not return within {LONGEST_S:g} s")
+
+    error = answer.exception()
+    if error is not None and not isinstance(error, Exception):
         raise OverreachError(error, "a credit function") from error
+    return answer.result()
