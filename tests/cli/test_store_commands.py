@@ -82,3 +82,11 @@ def test_nobody_waits_longer_than_a_day(agentevo, wait):
     code, _, err = agentevo("store", "stats", "http://127.0.0.1:1", f"--wait={wait}")
     assert code == 2
     assert f"'{wait}': give seconds, from 0 to 86,400" in err
+
+
+@pytest.mark.parametrize("content", ["garbage", '{"id": "a"}', '{"kind": "thing"}', "\x00"])
+def test_importing_what_is_no_export_makes_no_store(agentevo, content):
+    Path("in.jsonl").write_text(content + "\n")
+    refused = agentevo("store", "import", "sqlite:///new.sqlite", "in.jsonl")
+    assert refused.code == 2 and "line 1 is no line of `agentevo store export`" in refused.err
+    assert not Path("new.sqlite").exists()

@@ -152,9 +152,10 @@ def store_import(
 ) -> None:
     """Read such a file into a store, new or not, of any kind. Rows that are there already are left
     as they are."""
-    from agentevo.store import import_store
+    from agentevo.store import check_export, import_store
 
     if not source.is_file():
         raise ConfigError(f"{source}: no such file: give what `agentevo store export` has written")
+    check_export(source)  # before a store is made
     count = _with_store(target, lambda store: import_store(store, source), wait, create=True)
     print(f"{count:,} new rows in {target}")

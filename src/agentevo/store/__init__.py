@@ -2,7 +2,7 @@
 
 from agentevo.store.calls import CallFilter, CallState, StoredCall
 from agentevo.store.clock import Clock, Now
-from agentevo.store.export import export_jsonl, export_store, import_store
+from agentevo.store.export import check_export, export_jsonl, export_store, import_store
 from agentevo.store.records import (
     Emptied,
     Lease,
@@ -39,6 +39,7 @@ __all__ = [
     "TrajectoryFilter",
     "TrajectoryState",
     "TrajectorySummary",
+    "check_export",
     "export_jsonl",
     "export_store",
     "import_store",

@@ -109,6 +109,11 @@ async def _progress(store: Store) -> tuple[dict[str, int], StepRecord | None]:
     return await store.counts(), await store.last_step()
 
 
+def check_export(path: Path | str) -> None:
+    """Raises UnusableStoreError for a file whose first line `export_store` has not written."""
+    next(_read_lines(Path(path)), None)
+
+
 async def import_store(store: Store, path: Path | str) -> int:
     """The inverse: returns how many rows are new. What is there with the same content is left as it
     is.
