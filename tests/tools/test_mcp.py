@@ -19,8 +19,8 @@ import pytest
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
-from agentevo.tools.mcp_connection import object_schema
 from agentevo.tools.mcp_servers import RESTARTED
+from agentevo.tools.tool import object_schema
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 

@@ -20,7 +20,9 @@ from typing import Any
 
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
 from agentevo.extras import load_extra
+from agentevo.tools.mcp_messages import mended, problem_of
 from agentevo.tools.mcp_offers import (
+    MAX_PAGES,
     RESOURCE_TOOLS,
     call_resource_tool,
     part_text,
@@ -28,7 +30,8 @@ from agentevo.tools.mcp_offers import (
     prompt_text,
     resource_lines,
 )
-from agentevo.tools.tool import ToolResult, ToolSpec, ordered_schema
+from agentevo.tools.mcp_stdio import MAX_MESSAGE, stdio_transport
+from agentevo.tools.tool import ToolResult, ToolSpec, object_schema
 
 MAX_TOOLS = 1000
 UNNAMED = "server"
@@ -157,6 +160,8 @@ class Connection:
         (MCP's SEP-414). Raises ToolArgumentsError, and ToolUnavailableError where the server is
         gone."""
         from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR
+        from pydantic import ValidationError
 
         _check_sendable(arguments)
         client = self._client
@@ -173,11 +178,20 @@ class Connection:
             self._is_suspect = True
             raise
         except MCPError as error:
-            if error.code == _invalid_params():
+            if error.code == INVALID_PARAMS:
                 raise ToolArgumentsError(error.message) from None
-            if self._is_gone(error):
+            # Servers use the code of a closed connection for errors of their own.
+            is_doubtful = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+            if is_doubtful and not await self._responds():
                 raise await self._lost(error) from error
-            return ToolResult(text=f"Error: {error.message}", is_error=True)
+            # Of an answer that it can't read, the SDK says why in a dozen lines.
+            is_unread = error.code == PARSE_ERROR
+            said = error.message.partition("\n")[0] if is_unread else error.message
+            return ToolResult(text=f"Error: {said}", is_error=True)
+        except (ValidationError, RuntimeError) as error:
+            # The server has answered, and the SDK does not take what it gave.
+            text = f"Error: {name} gave a result that breaks the protocol: {problem_of(error)}"
+            return ToolResult(text=text, is_error=True)
         except Exception as error:
             raise await self._lost(error) from error
 
@@ -189,14 +203,21 @@ class Connection:
     async def still_answers(self) -> bool:
         """Whether calls may go on: where one was given up, the server is asked something easy."""
         if self._is_suspect and self.is_open:
-            try:
-                async with asyncio.timeout(PROBE_S):
-                    await self._client.list_tools(cache_mode="bypass")
+            if await self._responds():
                 self._is_suspect = False
-            except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
+            else:
                 await self.close()
 
         return self.is_open
+
+    async def _responds(self) -> bool:
+        """Whether a question is answered that every server understands."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._client.list_tools(cache_mode="bypass")
+        except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
+            return False
+        return True
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         from mcp import Client
@@ -229,23 +250,15 @@ class Connection:
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
         if server.command is not None:
-            from mcp import StdioServerParameters, stdio_client
-
             errors = stack.enter_context(await self._stderr.open())
-            parameters = StdioServerParameters(
-                command=server.command,
-                args=list(server.args),
-                env=dict(server.env),
-                cwd=server.cwd,
-                encoding_error_handler="replace",
-            )
-            return stdio_client(parameters, errlog=errors)
+            words = [server.command, *server.args]
+            return stdio_transport(words, server.env, server.cwd, errors)
 
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return sse_client(
-                str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S
+            return mended(
+                sse_client(str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S)
             )
 
         import httpx2
@@ -254,33 +267,40 @@ class Connection:
 
         limits = httpx2.Timeout(CONNECT_S, read=READ_S)
         client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
-        return streamable_http_client(
-            str(server.url), http_client=await stack.enter_async_context(client)
+        return mended(
+            streamable_http_client(
+                str(server.url),
+                http_client=await stack.enter_async_context(client),
+                max_sse_event_size=MAX_MESSAGE,
+            )
         )
 
     async def _tools(self, client: Any) -> list[ToolSpec]:
-        specs: list[ToolSpec] = []
+        by_name: dict[str, ToolSpec] = {}
         cursor = None
-        while True:
+        for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            specs += [
-                ToolSpec(
-                    name=tool.name,
-                    description=tool.description or "",
-                    parameters=object_schema(tool.input_schema),
+            for tool in page.tools:
+                # Of two of one name a call would mean both: the first is as good.
+                by_name.setdefault(
+                    tool.name,
+                    ToolSpec(
+                        name=tool.name,
+                        description=tool.description or "",
+                        parameters=object_schema(tool.input_schema),
+                    ),
                 )
-                for tool in page.tools
-            ]
+
             cursor = page.next_cursor
-            if not cursor or len(specs) > MAX_TOOLS:
+            if not cursor or len(by_name) > MAX_TOOLS:
                 break
 
-        if len(specs) > MAX_TOOLS:
+        if len(by_name) > MAX_TOOLS:
             raise ToolUnavailableError(f"it has more than {MAX_TOOLS} tools")
 
+        specs = list(by_name.values())
         if self._server.resources:
-            own = {one.name for one in specs}
-            offered = [one for one in RESOURCE_TOOLS if one.name not in own]
+            offered = [one for one in RESOURCE_TOOLS if one.name not in by_name]
             self._offered = {one.name for one in offered}
             specs += offered
 
@@ -299,11 +319,6 @@ class Connection:
             return await prompt_lines(self._client), await resource_lines(self._client)
         except Exception as error:
             raise await self._lost(error) from error
-
-    def _is_gone(self, error: Any) -> bool:
-        from mcp_types import CONNECTION_CLOSED
-
-        return bool(error.code == CONNECTION_CLOSED)
 
     async def _lost(self, error: BaseException) -> ToolUnavailableError:
         self._closing.set()
@@ -397,27 +412,6 @@ def _writer() -> Any:
     import pydantic
 
     return pydantic.TypeAdapter(dict[str, Any])
-
-
-def object_schema(schema: Any) -> dict[str, Any]:
-    """A tool's schema as chat templates and parsers read it: that of an object, whose properties
-    are schemas. What is none says nothing of the arguments."""
-    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
-    if (
-        not isinstance(properties, dict)
-        or schema.get("type", "object") != "object"
-        or not all(isinstance(one, (dict, bool)) for one in properties.values())
-        or not isinstance(schema.get("required", []), list)
-    ):
-        return {"type": "object", "properties": {}}
-
-    return ordered_schema({**schema, "type": "object", "properties": properties})
-
-
-def _invalid_params() -> int:
-    from mcp_types import INVALID_PARAMS
-
-    return int(INVALID_PARAMS)
 
 
 def _innermost(error: BaseException) -> BaseException:
