@@ -63,7 +63,7 @@ import agentevo
 @agentevo.tool("account")
 class Account:
     def __init__(self, task):
-        self.goal = float(task.answer)
+        self.goal = float(task.metadata["goal"])
     def ask(self) -> float:
         return self.goal
 """
@@ -76,9 +76,9 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "mcp", "serve"]
     server = [*words, "account", "--import", str(tmp_path / "account.py")]
     code, _, err = agentevo("mcp", "inspect", *server)
-    assert code != 0 and "TypeError" in err and "no task was given" in err and "--task JSON" in err
+    assert code != 0 and "KeyError" in err and "no task was given" in err and "--task JSON" in err
 
-    told = ["--task", '{"answer": 90}', "--call", "ask"]
+    told = ["--task", '{"metadata": {"goal": 90}}', "--call", "ask"]
     assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")
 
 
@@ -89,6 +89,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
         (["--task", "{", "x"], "--task: "),
         (["--task", '{"anser": 1}', "x"], "a task has no 'anser': it has id"),
         (["--task", '{"seed": "a"}', "x"], "--task: Expected `int`"),
+        (["--task", '{"answer": 1}', "x"], "no server is told the answer"),
         (["--task", "{}", "http://127.0.0.1:9/mcpapi"], "no prompts, resources and tasks"),
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["no_such.json"], "no_such.json"),

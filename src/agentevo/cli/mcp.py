@@ -47,7 +47,8 @@ def inspect(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="JSON", help="Task that the server is told of, such as '{\"answer\": 90}'."
+            metavar="JSON",
+            help='Task that the server is told of, such as \'{"metadata": {"goal": 90}}\'.',
         ),
     ] = None,
 ) -> None:
@@ -69,7 +70,7 @@ def inspect(
         section = _with(section, resources=True)
 
     told = _task(task)
-    if task is not None and getattr(section, "url", None) is not None:
+    if task is not None:
         section = _with(section, send_task=True)
 
     lines, is_error = run_coroutine(
@@ -107,6 +108,10 @@ def _task(given: str | None) -> Task:
         if unknown := [key for key in fields if key not in Task.__struct_fields__]:
             known = ", ".join(Task.__struct_fields__)
             raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {known}")
+        if "answer" in fields:
+            raise ConfigError(
+                "--task: no server is told the answer: give what it needs as `metadata`"
+            )
         return msgspec.convert({"id": "inspect", **fields}, Task)
     except (ParseError, msgspec.ValidationError) as error:
         raise ConfigError(f"--task: {error}") from error

@@ -44,8 +44,8 @@ def tool_sections(
     words: Sequence[str], *, choose: Mapping[str, Any], tells_world: bool
 ) -> Sequence[ToolSection]:
     """The tools of a server, or of a recipe (`agent.tools`). `choose`: `include` and `exclude`.
-    `tells_world`: a server at a URL is told of each attempt's task. Raises ConfigError."""
-    from agentevo.config.mcp import MCPServerSection
+    `tells_world`: a server is told of each attempt's task. Raises ConfigError."""
+    from agentevo.config.mcp import MCPSection
 
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
         from agentevo.config import load_config
@@ -60,7 +60,7 @@ def tool_sections(
     changed = []
     for one in sections:
         update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
-        if tells_world and isinstance(one, MCPServerSection) and one.url is not None:
+        if tells_world and isinstance(one, MCPSection) and one.session == "attempt":
             update["send_task"] = True
         changed.append(one.model_copy(update=update))
 

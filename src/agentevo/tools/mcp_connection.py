@@ -65,8 +65,6 @@ class Server:
     transport: str = "http"
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_timeout_s: float = 60.0
-    send_task: bool = False
-    """Whether one at a URL is told of the attempt's task."""
     prompt: str | None = None
     """The prompt of its own that the policy reads first."""
     prompt_arguments: Mapping[str, str] = field(default_factory=dict)

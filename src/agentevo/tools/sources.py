@@ -86,7 +86,6 @@ def _server_of(section: MCPServerSection) -> Server:
         transport=section.transport,
         headers=headers,
         start_timeout_s=section.start_timeout_s,
-        send_task=section.send_task,
         shown=" ".join(words) if section.url is None else without_password(section.url),
         secrets=[*passed.values(), *([] if key is None else [key])],
     )
