@@ -88,6 +88,7 @@ class _Session:
     def __init__(self, server: Server, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
+        self.num_losses = 0
         self._server = server
         self._section = section
         self._connection: Connection | None = None
@@ -98,8 +99,6 @@ class _Session:
         self._failure: str | None = None
         """Why the last try to open it failed."""
         self._was_open = False
-        self._was_lost = False
-        """It held something that is gone."""
         self._tell_restart = False
 
     async def learn_tools(self, known: _Known | None) -> _Known:
@@ -139,8 +138,9 @@ class _Session:
                 self._was_open = True
 
     async def _opened(self) -> Connection:
-        if self._was_open and self._section.session == "attempt":
-            self._was_lost = self._tell_restart = True
+        if self._was_open:
+            self.num_losses += 1
+            self._tell_restart = self._section.session == "attempt"
 
         connection = self._connection = Connection(self._server)
         self._num_tries += 1
@@ -179,18 +179,10 @@ class _Session:
         return await _loop.run(self._connection.offers)
 
     async def outcome(self) -> Any:
-        """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say, because it
-        is not the one that the attempt called."""
+        """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say."""
         name = self._section.outcome
         if name is None:
             return None
-
-        await self.prepare()
-        if self._was_lost:
-            raise EnvironmentFailure(
-                f"{self._server.title} went away in the attempt: what it would say "
-                "of the state is not what the calls left"
-            )
 
         result = await self.call(name, {})
         if result.is_error:

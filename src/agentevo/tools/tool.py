@@ -116,6 +116,12 @@ class ToolSession(Protocol):
         """What the policy reads of these tools before the task; empty where that is nothing."""
         ...
 
+    @property
+    def num_losses(self) -> int:
+        """How often the state that calls had left was lost, such as with a server that had to be
+        started again: what is asked after that says nothing of those calls."""
+        ...
+
     async def prepare(self) -> None:
         """Makes sure that a call can be made, which is no part of the call's time. Raises
         ToolUnavailableError."""

@@ -173,6 +173,8 @@ class AttemptTools:
         """`checks`: what the task says of the state that is to be left. Raises ConfigError for
         tools that can't be told apart, and where there are none."""
         self._sessions = sessions
+        self._num_losses = {id(session): session.num_losses for _, session in sessions}
+        """Before the attempt."""
         self._cache = cache
         self._show = show
         self._checks = checks
@@ -232,6 +234,9 @@ class AttemptTools:
             limit = asyncio.timeout(limit_s)
             try:
                 async with limit:
+                    if offer.toolset.has_outcome:
+                        await session.prepare()
+                        self._check_kept(offer, session)
                     found[offer.toolset.name] = await session.outcome()
             except TimeoutError as error:
                 if not limit.expired():  # it is the tool's own
@@ -247,7 +252,8 @@ class AttemptTools:
         return {name: one for name, one in found.items() if one is not None}
 
     async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
-        """The result of a call that is not the policy's, and whether a tool gave it."""
+        """The result of a call that is not the policy's, and whether a tool gave it. Raises
+        EnvironmentFailure where it says nothing of the attempt."""
         metrics = self.metrics
         condense = self.condense
         self.metrics = Counter()
@@ -259,7 +265,18 @@ class AttemptTools:
             self.metrics = metrics
             self.condense = condense
 
+        bound = self._found(call.name)
+        if bound is not None:
+            self._check_kept(bound.offer, bound.session)
         return result, was_answered
+
+    def _check_kept(self, offer: _Offer, session: ToolSession) -> None:
+        """Raises EnvironmentFailure where the state that the attempt's calls left was lost."""
+        if session.num_losses > self._num_losses[id(session)]:
+            raise EnvironmentFailure(
+                f"the server of the tools {offer.toolset.name!r} went away in the attempt, and was "
+                "started again: what it says of the state is not what the calls left"
+            )
 
     async def _answered(self, call: ToolCall) -> ToolResult:
         async with record_call("tool", call.name) as recorded:

@@ -71,6 +71,7 @@ class _Session:
     """One attempt's instances."""
 
     instructions = ""
+    num_losses = 0
 
     def __init__(self, tools: Sequence[tuple[ToolSpec, Any]], task: Task) -> None:
         self.specs: Sequence[ToolSpec] = [spec for spec, _ in tools]
