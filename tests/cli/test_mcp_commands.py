@@ -113,3 +113,22 @@ def test_what_is_no_server_is_refused(words, problem, agentevo):
 def test_tools_that_could_not_be_made_are_not_served(words, problem, agentevo):
     code, out, err = agentevo("mcp", "serve", *words)
     assert (code, out) == (2, "") and problem in err and "serving" not in err
+
+
+def test_control_characters_are_shown_and_not_sent_to_the_terminal(agentevo):
+    odd = [sys.executable, str(Path(__file__).parents[1] / "support" / "odd_mcp_server.py")]
+    words = ["mcp", "inspect", "--call", "give", "--arguments", '{"what": "controls"}', *odd]
+    shown = "\\u001b[2Jred\\u0007\\u000d\\u202e\\u009b1m\ttab\n诗\n"
+    assert agentevo(*words) == (0, shown, "")
+    assert "Clears \\u001b[2J it." in agentevo("mcp", "inspect", *odd).out
+
+
+def test_tools_test_shows_control_characters(agentevo, tmp_path):
+    path = tmp_path / "mcp.json"
+    server = str(Path(__file__).parents[1] / "support" / "odd_mcp_server.py")
+    path.write_text(
+        json.dumps({"mcpServers": {"s": {"command": sys.executable, "args": [server]}}})
+    )
+    call = ["--call", "give", "--arguments", '{"what": "controls"}']
+    out = agentevo("tools", "test", str(path), *call).out
+    assert "\x1b" not in out and "    \\u001b[2Jred\\u0007\\u000d\\u202e" in out

@@ -35,7 +35,13 @@ TOOLS = [
     {"name": "measure", "inputSchema": CHOICE, "outputSchema": NUMBER},
     {"name": "add", "inputSchema": {}},
     {"name": "count"},
-    {"name": "loose", "inputSchema": {"type": "string"}, "outputSchema": {}, "annotations": 3},
+    {
+        "name": "loose",
+        "description": "Clears \x1b[2J it.",
+        "inputSchema": {"type": "string"},
+        "outputSchema": {},
+        "annotations": 3,
+    },
     {"name": "add", "description": "Has the name of another one.", "inputSchema": CHOICE},
     {"name": None, "inputSchema": CHOICE},
     "no tool",
@@ -78,6 +84,8 @@ def called(name, what):
         text = str(count)
     elif what == "half a pair":
         text = "a \ud800 \U0001f600 b"
+    elif what == "controls":
+        text = "\x1b[2Jred\x07\r\u202e\x9b1m\ttab\n\u8bd7"
     elif what.startswith("long"):
         text = "x" * 300_000
     elif what == "error":

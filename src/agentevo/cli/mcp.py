@@ -9,6 +9,7 @@ import typer
 
 from agentevo.cli.arguments import Port, check_arguments
 from agentevo.cli.server_words import server_section
+from agentevo.console import without_controls
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ def inspect(
             help='Task that the server is told of, such as \'{"metadata": {"goal": 90}}\'.',
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="${env:NAME}", help="Key for a server at a URL."),
+    ] = None,
 ) -> None:
     """List a server's tools as the policy gets them, its prompts and its resources, or call a tool,
     or print one of the others. Options come before SERVER. Exit code 1 if the call has failed."""
@@ -60,7 +65,7 @@ def inspect(
         raise ConfigError("--call, --prompt and --resource: give one of them")
 
     check_arguments(arguments)
-    section = server_section(server)
+    section = server_section(server, api_key)
     if prompt is not None:
         section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
 
@@ -77,7 +82,7 @@ def inspect(
         _asked(section, told, call, arguments, prompt is not None, schemas)
     )
     for line in lines:
-        print(line)
+        print(without_controls(line))
 
     if is_error:
         raise typer.Exit(1)

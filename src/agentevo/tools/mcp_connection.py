@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agentevo.console import without_controls
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
 from agentevo.extras import load_extra
 from agentevo.tools.mcp_messages import mended, problem_of
@@ -70,6 +71,8 @@ class Server:
     prompt_arguments: Mapping[str, str] = field(default_factory=dict)
     resources: bool = False
     """Whether its resources are tools as well."""
+    key_variable: str | None = None
+    """The name of the environment variable whose key is among the headers."""
     shown: str = ""
     """Where it is, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
@@ -104,6 +107,8 @@ class Connection:
         """The text of the prompt that was asked for, once it is open."""
         self._offered: set[str] = set()
         """Those of RESOURCE_TOOLS that are offered."""
+        self._status = 0
+        """Of the last answer over HTTP."""
         self._is_suspect = False
         """A call was given up: whether the server still answers is to be seen."""
 
@@ -265,6 +270,7 @@ class Connection:
 
         limits = httpx2.Timeout(CONNECT_S, read=READ_S)
         client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
+        client.event_hooks["response"].append(self._note_status)
         return mended(
             streamable_http_client(
                 str(server.url),
@@ -324,8 +330,13 @@ class Connection:
         await self._stderr.settle()
         return ToolUnavailableError(self._words(f"it is gone ({_first(error)})"), was_sent=True)
 
+    async def _note_status(self, response: Any) -> None:
+        """The SDK's own error does not say it."""
+        self._status = response.status_code
+
     def _remedy(self, error: BaseException) -> str:
-        """What is to be done where nothing answers at a URL, or something else does."""
+        """What is to be done where nothing answers at a URL, or something else does, or it wants
+        another key."""
         from mcp import MCPError
         from mcp_types import METHOD_NOT_FOUND
 
@@ -335,14 +346,24 @@ class Connection:
         if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
             return ": nothing listens there: start the server, or correct the URL"
 
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status = getattr(getattr(error, "response", None), "status_code", self._status)
+        if status in (401, 403):
+            return f": HTTP {status}: {self._key_remedy()}"
         if status == 404 or (isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND):
             return ": there is no server at this path of the URL: most are at /mcp, or at /sse"
 
         return ""
 
+    def _key_remedy(self) -> str:
+        server = self._server
+        if server.key_variable is not None:
+            return f"it does not take the key of the environment variable {server.key_variable}"
+        if server.headers:
+            return "it does not take the key in its `headers`"
+        return "it wants a key: give api_key: ${env:NAME}, the environment variable that holds it"
+
     def _words(self, problem: str) -> str:
-        said = self._stderr.text
+        said = without_controls(self._stderr.text)
         more = f"; it said: {said}" if said else ""
         return without_secrets(
             self._server.secrets,
