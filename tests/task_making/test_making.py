@@ -187,6 +187,7 @@ class Empty:
 
     specs: tuple[ToolSpec, ...] = ()
     instructions = ""
+    num_losses = 0
 
     async def close(self):
         return None

@@ -118,8 +118,9 @@ def _salvaged(text: str) -> Any:
         message = jsonrpc_message_adapter.validate_json(whole, by_name=False)
     except ValueError:
         request_id = tree.get("id") if isinstance(tree, dict) and "method" not in tree else None
-        is_known = isinstance(request_id, (int, str)) and not isinstance(request_id, bool)
-        return refused(request_id, "it is no response of JSON-RPC 2.0") if is_known else None
+        if not isinstance(request_id, (int, str)) or isinstance(request_id, bool):
+            return None
+        return refused(request_id, "it is no response of JSON-RPC 2.0")
 
     return SessionMessage(_usable(message))
 

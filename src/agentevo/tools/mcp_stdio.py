@@ -50,6 +50,8 @@ async def stdio_transport(
         limit=PIECE,
     )
 
+    assert process.stdin is not None and process.stdout is not None
+
     # Nothing is awaited until the task group is there: a cancellation would leave the process.
     incoming, read_stream = anyio.create_memory_object_stream[Any](0)
     write_stream, outgoing = anyio.create_memory_object_stream[Any](0)
