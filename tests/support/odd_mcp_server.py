@@ -1,11 +1,12 @@
 """An MCP server without the SDK, whose tools give what the protocol does not allow. It counts the
 calls of `add`, so a client sees whether it was started again.
 
-python odd_mcp_server.py        over stdin and stdout
+python odd_mcp_server.py [--stays]        over stdin and stdout; it goes on when stdin ends
 """
 
 import json
 import sys
+import time
 
 PART = {"type": "text", "text": "fine"}
 ODD = {
@@ -101,3 +102,5 @@ if __name__ == "__main__":
         told = answer(json.loads(line))
         if told is not None:
             print(told, flush=True)
+    if "--stays" in sys.argv:
+        time.sleep(600)

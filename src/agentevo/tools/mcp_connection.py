@@ -48,6 +48,8 @@ limits of their own, and the SDK's 300 seconds would end a longer call, and an i
 CONNECT_S = 30.0
 CLOSING_S = 10.0
 """Longest wait for a server's end: the SDK kills one that does not end by itself."""
+FETCHERS = ("npx", "bunx", "uvx", "pipx", "docker", "podman")
+"""Programs that fetch what they are to run, and say nothing while no network answers."""
 SHORTEST_SECRET = 6
 """Characters: shorter values, such as 1 or true, are words of any message."""
 
@@ -133,7 +135,7 @@ class Connection:
         except TimeoutError:
             await self.close()
             raise ToolUnavailableError(
-                self._words(f"it has not started within {limit_s:g} s")
+                self._words(f"it has not started within {limit_s:g} s{self._fetching()}")
             ) from None
         except BaseException:
             await self.close()
@@ -353,6 +355,18 @@ class Connection:
             return ": there is no server at this path of the URL: most are at /mcp, or at /sse"
 
         return ""
+
+    def _fetching(self) -> str:
+        """What is to be done where a program may be waiting for a package."""
+        words = [self._server.command or "", *self._server.args]
+        program = next((name for name in map(os.path.basename, words) if name in FETCHERS), None)
+        if program is None:
+            return ""
+        return (
+            f": {program} fetches a package that is not there yet, which takes a network (in a "
+            "sandbox `network: true`) and time (`start_timeout_s`): install the package first, "
+            "and give its own program as `command`"
+        )
 
     def _key_remedy(self) -> str:
         server = self._server

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.tools.mcp_messages import read_message, refused
+from agentevo.tools.orphans import forget_group, watch_group
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of a line."""
@@ -53,6 +54,7 @@ async def stdio_transport(
     assert process.stdin is not None and process.stdout is not None
 
     # Nothing is awaited until the task group is there: a cancellation would leave the process.
+    watch_group(process.pid)
     incoming, read_stream = anyio.create_memory_object_stream[Any](0)
     write_stream, outgoing = anyio.create_memory_object_stream[Any](0)
     async with anyio.create_task_group() as tasks:
@@ -133,6 +135,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if not await _has_ended(process):
         await terminate_posix_process_tree(process, GRACE_S)  # type: ignore[arg-type]
         await _has_ended(process)
+
+    forget_group(process.pid)
 
     # Its pipes may be open in a process that it left behind.
     with suppress(PermissionError):
