@@ -23,12 +23,14 @@ def make_tasks(count: int, seed: int) -> list[dict[str, Any]]:
     tasks = []
     for number in range(count):
         boxes = draw.sample(COLOURS, draw.randint(1, 3))
+        treasure = draw.choice(TREASURES)
         tasks.append(
             {
                 "id": f"hunt-{seed}-{number}",
                 "query": f"Begin with the {boxes[0]} box.",
-                "answer": draw.choice(TREASURES),
+                "answer": treasure,
                 "boxes": boxes,
+                "treasure": treasure,
             }
         )
 
@@ -40,7 +42,7 @@ class Hunt:
 
     def __init__(self, task: Any) -> None:
         self._boxes = list(task.metadata["boxes"])
-        self._treasure = str(task.answer)
+        self._treasure = str(task.metadata["treasure"])
 
     def open_box(self, colour: str) -> str:
         """Opens the box of a colour.

@@ -10,7 +10,7 @@ from hunt import Hunt
 
 server = MCPServer("hunt")
 task = json.loads(os.environ["AGENTEVO_TASK"])
-hunt = Hunt(SimpleNamespace(metadata=task["metadata"], answer=task["answer"]))
+hunt = Hunt(SimpleNamespace(metadata=task["metadata"]))
 
 
 @server.tool()

@@ -12,6 +12,7 @@ SERVER = {
     "name": "hunt",
     "command": sys.executable,
     "args": [str(Path(__file__).with_name("hunt_server.py"))],
+    "send_task": True,
 }
 
 if __name__ == "__main__":

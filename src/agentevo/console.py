@@ -3,6 +3,7 @@ what views and bars are made of."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from contextlib import suppress
@@ -10,6 +11,18 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What moves a terminal's cursor, changes its state, or turns the order of what is read, but for
+line breaks and tabs."""
+
+
+def without_controls(text: str) -> str:
+    """A text of somebody else's, to be printed: control characters as JSON's escapes."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def to_stderr(line: str) -> None:

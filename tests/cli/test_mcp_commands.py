@@ -63,7 +63,7 @@ import agentevo
 @agentevo.tool("account")
 class Account:
     def __init__(self, task):
-        self.goal = float(task.answer)
+        self.goal = float(task.metadata["goal"])
     def ask(self) -> float:
         return self.goal
 """
@@ -76,9 +76,9 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
     words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "mcp", "serve"]
     server = [*words, "account", "--import", str(tmp_path / "account.py")]
     code, _, err = agentevo("mcp", "inspect", *server)
-    assert code != 0 and "TypeError" in err and "no task was given" in err and "--task JSON" in err
+    assert code != 0 and "KeyError" in err and "no task was given" in err and "--task JSON" in err
 
-    told = ["--task", '{"answer": 90}', "--call", "ask"]
+    told = ["--task", '{"metadata": {"goal": 90}}', "--call", "ask"]
     assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")
 
 
@@ -89,6 +89,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
         (["--task", "{", "x"], "--task: "),
         (["--task", '{"anser": 1}', "x"], "a task has no 'anser': it has id"),
         (["--task", '{"seed": "a"}', "x"], "--task: Expected `int`"),
+        (["--task", '{"answer": 1}', "x"], "no server is told the answer"),
         (["--task", "{}", "http://127.0.0.1:9/mcpapi"], "no prompts, resources and tasks"),
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["no_such.json"], "no_such.json"),
@@ -112,3 +113,22 @@ def test_what_is_no_server_is_refused(words, problem, agentevo):
 def test_tools_that_could_not_be_made_are_not_served(words, problem, agentevo):
     code, out, err = agentevo("mcp", "serve", *words)
     assert (code, out) == (2, "") and problem in err and "serving" not in err
+
+
+def test_control_characters_are_shown_and_not_sent_to_the_terminal(agentevo):
+    odd = [sys.executable, str(Path(__file__).parents[1] / "support" / "odd_mcp_server.py")]
+    words = ["mcp", "inspect", "--call", "give", "--arguments", '{"what": "controls"}', *odd]
+    shown = "\\u001b[2Jred\\u0007\\u000d\\u202e\\u009b1m\ttab\n诗\n"
+    assert agentevo(*words) == (0, shown, "")
+    assert "Clears \\u001b[2J it." in agentevo("mcp", "inspect", *odd).out
+
+
+def test_tools_test_shows_control_characters(agentevo, tmp_path):
+    path = tmp_path / "mcp.json"
+    server = str(Path(__file__).parents[1] / "support" / "odd_mcp_server.py")
+    path.write_text(
+        json.dumps({"mcpServers": {"s": {"command": sys.executable, "args": [server]}}})
+    )
+    call = ["--call", "give", "--arguments", '{"what": "controls"}']
+    out = agentevo("tools", "test", str(path), *call).out
+    assert "\x1b" not in out and "    \\u001b[2Jred\\u0007\\u000d\\u202e" in out

@@ -68,7 +68,7 @@ def test_a_hunt_is_won_by_following_its_notes():
 def _fields(row):
     return {
         **{name: row[name] for name in ("id", "query", "answer")},
-        "metadata": {"boxes": row["boxes"]},
+        "metadata": {"boxes": row["boxes"], "treasure": row["treasure"]},
     }
 
 

@@ -354,6 +354,77 @@ def test_bare_parameters_follow_the_schema(
     assert call.arguments == f'{{"a": {expected}}}'
 
 
+FILTER = {"type": "object", "properties": {"year": {"type": "integer"}}}
+DEFINED = {
+    "$defs": {
+        "Filter": FILTER,
+        "Title": {"type": "string"},
+        "Level": {"enum": [1, 5]},
+        "Year": {"enum": ["2024", "2025"]},
+        "a/b c": {"type": "string"},
+        "Again": {"$ref": "#/$defs/Again"},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"$ref": "#/$defs/Title"}, "2024", '"2024"'),
+        ({"$ref": "#/$defs/Filter"}, '{"year": 1}', '{"year": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/Filter"}, {"type": "null"}]}, '{"y": 1}', '{"y": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/Filter"}, {"type": "null"}]}, "None", "null"),
+        ({"anyOf": [{"$ref": "#/$defs/Filter"}, {"type": "null"}]}, "[1]", '"[1]"'),
+        ({"oneOf": [{"$ref": "#/$defs/Title"}, {"type": "null"}]}, "2024", '"2024"'),
+        ({"allOf": [{"$ref": "#/$defs/Title"}], "default": "x"}, "2024", '"2024"'),
+        ({"allOf": [{"type": ["integer", "string"]}, {"type": ["string", "null"]}]}, "5", '"5"'),
+        ({"enum": ["2024", "2025"]}, "2024", '"2024"'),
+        ({"enum": [1, 5]}, "5", "5"),
+        ({"enum": [1, 5]}, "1.0", "1.0"),
+        ({"enum": ["5", 6, None, True]}, "5", '"5"'),
+        ({"enum": ["5", 6, None, True]}, "6", "6"),
+        ({"enum": ["5", 6, None, True]}, "True", "true"),
+        ({"enum": ["5", 6, None, True]}, "1", '"1"'),
+        ({"const": "7"}, "7", '"7"'),
+        ({"const": 7}, "7", "7"),
+        ({"const": None}, "null", "null"),
+        ({"$ref": "#/$defs/Level"}, "5", "5"),
+        ({"$ref": "#/$defs/Year"}, "2024", '"2024"'),
+        ({"$ref": "#/$defs/a~1b%20c"}, "5", '"5"'),
+        ({"$ref": "#/$defs/Again"}, "5", "5"),
+        ({"$ref": "#/$defs/Loop"}, "5", "5"),
+        ({"$ref": "#/$defs/None"}, "5", "5"),
+        ({"$ref": "https://example.com/schema.json"}, "5", "5"),
+        ({"type": "integer", "nullable": True}, "null", "null"),
+        ({}, "True", '"True"'),
+    ],
+)
+@pytest.mark.parametrize("where", ["properties", "root", "all", "choices", "additional"])
+def test_a_schema_is_followed_wherever_it_says_something(
+    schema: dict[str, Any], value: str, expected: str, where: str
+) -> None:
+    properties = {"type": "object", "properties": {"a": schema}}
+    parameters: dict[str, Any] = {
+        "properties": properties,
+        "root": {"$ref": "#/$defs/Arguments", "type": "object", "properties": {}},
+        "all": {"type": "object", "allOf": [properties]},
+        "choices": {"anyOf": [properties, {**properties, "required": ["a"]}]},
+        "additional": {"type": "object", "properties": {}, "additionalProperties": schema},
+    }[where] | {"$defs": {**DEFINED["$defs"], "Arguments": properties}}
+    texts = {
+        "qwen_coder": f"<function=f><parameter=a>{value}</parameter></function>",
+        "glm": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "xml": f'<invoke name="f"><parameter name="a">{value}</parameter></invoke>',
+        "dsml": f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">{value}'
+        "</｜DSML｜parameter></｜DSML｜invoke>",
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for name, text in texts.items():
+        (call,) = parser_named(name).parse(text, tools=tools).tool_calls
+        assert call.arguments == f'{{"a": {expected}}}', name
+
+
 def test_marks_that_are_special_tokens_reach_the_parser() -> None:
     tokenizer = tokenizer_with(TEMPLATES["kimi"])
     special = ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"]

@@ -13,7 +13,8 @@ from typing import Any
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("counter")
-state = {"count": int(json.loads(os.environ.get("AGENTEVO_TASK", "{}")).get("answer") or 0)}
+told = json.loads(os.environ.get("AGENTEVO_TASK", "{}"))
+state = {"count": int(told.get("metadata", {}).get("count", 0))}
 
 
 @server.tool()

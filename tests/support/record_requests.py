@@ -41,7 +41,7 @@ TASK = Task(
     id="hunt",
     query="Begin with the red box.",
     answer="pearl",
-    metadata={"boxes": ["red", "blue", "green"]},
+    metadata={"boxes": ["red", "blue", "green"], "treasure": "pearl"},
 )
 
 

@@ -18,8 +18,9 @@ from agentevo.task_making.calls import World, asked
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
 from agentevo.task_making.questions import Condition, Link, Question
-from agentevo.task_making.scenario import CALLS, steps_of
+from agentevo.task_making.scenario import steps_of
 from agentevo.task_making.survey import survey
+from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
 WANTED = Wanted(train=40, held_out=10)
 SHOP = """
@@ -74,7 +75,7 @@ def test_answers_are_what_the_database_says_and_stand_in_the_results(made, shop)
     assert {"count", "total", "average", "largest", "smallest", "value"} <= set(said)
     assert {row["difficulty"] for row in rows} >= {1, 2, 3}
 
-    sql = " ".join(row[CALLS][0]["arguments"]["sql"] for row in rows)
+    sql = " ".join(row[SOLVED_BY_CALLS][0]["arguments"]["sql"] for row in rows)
     assert " IN (SELECT id FROM customers" in sql and "'St. John''s'" in sql
     assert 'FROM "order"' in sql and '"home city"' in sql and "nobody" not in sql
 
@@ -90,7 +91,7 @@ def test_demonstrations_call_the_tool_and_say_the_value(made):
     for row in made.train[:5]:
         *_, call, result, said = demonstration(row, made.known.specs)["messages"]
         arguments = json.loads(call["tool_calls"][0]["function"]["arguments"])
-        assert arguments == row[CALLS][0]["arguments"]
+        assert arguments == row[SOLVED_BY_CALLS][0]["arguments"]
         assert said["content"] == row["answer"] and row["answer"] in result["content"]
 
 

@@ -20,9 +20,17 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.models.resolve import fetch
 from agentevo.remote_models.ledger import RemoteModelError
 from agentevo.task_making.document_files import LONGEST_PASSAGE, read_documents
-from agentevo.task_making.documents import GAP, asked_from, check_made, tasks_from
+from agentevo.task_making.documents import (
+    GAP,
+    _gaps,
+    asked_from,
+    check_made,
+    tasks_from,
+    what_to_look_for,
+)
 from agentevo.task_making.scenario import is_held_out
 from agentevo.tools.corpus import Passage
+from agentevo.tools.unspaced import stands_in
 
 PASSAGES = [
     Passage(
@@ -49,6 +57,45 @@ def test_a_gap_is_what_stands_in_the_passage_and_nowhere_else_in_the_sentence() 
 
     assert tasks_from(PASSAGES, **COUNTS) == made
     assert tasks_from(PASSAGES, **COUNTS | {"seed": 4}) != made
+
+
+CHINESE = (
+    "长城是中国古代的军事防御工程，全长约21196千米。它在1987年被列入世界遗产名录！"
+    "曹雪芹写的《红楼梦》是中国古典小说的代表作，共有120回。“这部书写于清代。”后来的人续写了它。"
+)
+
+
+def test_documents_without_spaces_give_tasks() -> None:
+    passages = [
+        Passage(str(n), "", f"{CHINESE}第{n}号文件在这里记下了{n + 200}件事情。") for n in range(30)
+    ]
+    made = tasks_from(passages, train=40, held_out=8, per_passage=4, seed=0)
+    rows = [*made.train, *made.held_out]
+    assert len(rows) > 20
+    for row in rows:
+        passage = passages[int(row["passage"])].text
+        whole = row["query"].partition("“")[2].rpartition("”")[0].replace(GAP, row["answer"])
+        assert whole in passage and whole.endswith(("。", "！"))
+        assert what_to_look_for(row["query"]) in passage
+
+    answers = {answer for _, _, answer in _gaps(CHINESE)}
+    assert answers == {"21196", "1987", "红楼梦", "120"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "stands"),
+    [
+        ("北京", "首都在北京市。", True),
+        ("38", "共有38辆", True),
+        ("38", "共有138辆", False),
+        ("Lima", "首都是Lima。", True),
+        ("Lima", "Limassol lies there.", False),
+        ("cat", "a cat, a dog", True),
+        ("上海", "首都在北京市。", False),
+    ],
+)
+def test_words_stand_in_a_text_as_whole_ones(words: str, text: str, stands: bool) -> None:
+    assert stands_in(words, text) is stands
 
 
 def test_no_passage_is_on_both_sides_whatever_the_seed() -> None:

@@ -14,12 +14,13 @@ from agentevo.task_making import making
 from agentevo.task_making.calls import World, asked
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
-from agentevo.task_making.scenario import CALLS, Scenario, Step, is_held_out
+from agentevo.task_making.scenario import Scenario, Step, is_held_out
 from agentevo.task_making.solvability import graded
 from agentevo.task_making.survey import Survey, survey
 from agentevo.task_making.values import Values, described_values, mined
 from agentevo.task_making.wording import deed, gerund, named_tools
 from agentevo.tools import toolbox
+from agentevo.tools.state_checks import SOLVED_BY_CALLS
 from agentevo.tools.tool import ToolSpec
 from agentevo.types import Task
 
@@ -57,8 +58,8 @@ def test_the_calls_of_a_task_solve_it_and_doing_nothing_does_not(hotel):
     rows = [*hotel.train, *hotel.held_out]
     assert {"state_checks" in row for row in rows} == {True, False}
     for row in rows[::4]:
-        results, outcomes = asyncio.run(carried_out(row, row[CALLS]))
-        assert results == [one["result"] for one in row[CALLS]]
+        results, outcomes = asyncio.run(carried_out(row, row[SOLVED_BY_CALLS]))
+        assert results == [one["result"] for one in row[SOLVED_BY_CALLS]]
         if "state_checks" in row:
             assert outcomes == {"state_checks": 1.0}
             _, idle = asyncio.run(carried_out(row, []))
@@ -91,13 +92,17 @@ def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
     assert len(hotel.account["pairs"]) >= 3
     assert hotel.account["changing"] == ["book", "cancel"]
 
-    found = [row for row in rows if any(step.get("found") for step in row[CALLS])]
+    found = [row for row in rows if any(step.get("found") for step in row[SOLVED_BY_CALLS])]
     assert found  # some have to be looked up
     for row in found:
-        hidden = [step["arguments"][name] for step in row[CALLS] for name in step.get("found", {})]
+        hidden = [
+            step["arguments"][name]
+            for step in row[SOLVED_BY_CALLS]
+            for name in step.get("found", {})
+        ]
         told = [
             value
-            for step in row[CALLS]
+            for step in row[SOLVED_BY_CALLS]
             for name, value in step["arguments"].items()
             if name not in step.get("found", {})
         ]
@@ -115,11 +120,16 @@ def test_harder_variants_go_on_from_the_tasks_that_were_solved(hotel):
 
 
 def test_a_demonstration_is_what_the_server_said(hotel):
-    row = next(one for one in hotel.train if len(one[CALLS]) > 1)
+    row = next(one for one in hotel.train if len(one[SOLVED_BY_CALLS]) > 1)
     told = demonstration(row, hotel.known.specs, "Be kind.")
     roles = [one["role"] for one in told["messages"]]
-    assert roles == ["system", "user", *["assistant", "tool"] * len(row[CALLS]), "assistant"]
-    assert told["messages"][3]["content"] == row[CALLS][0]["result"]
+    assert roles == [
+        "system",
+        "user",
+        *["assistant", "tool"] * len(row[SOLVED_BY_CALLS]),
+        "assistant",
+    ]
+    assert told["messages"][3]["content"] == row[SOLVED_BY_CALLS][0]["result"]
     json.dumps(told)
 
 
@@ -177,6 +187,7 @@ class Empty:
 
     specs: tuple[ToolSpec, ...] = ()
     instructions = ""
+    num_losses = 0
 
     async def close(self):
         return None

@@ -36,7 +36,11 @@ def shop(number):
 
 def stdio(*words):
     return MCPServerSection(
-        name="s", command=sys.executable, args=(*SERVE, *words), env={"PYTHONPATH": SOURCE}
+        name="s",
+        command=sys.executable,
+        args=(*SERVE, *words),
+        env={"PYTHONPATH": SOURCE},
+        send_task=True,
     )
 
 

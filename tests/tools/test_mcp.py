@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -13,25 +14,32 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
-from agentevo.tools.mcp_connection import object_schema
 from agentevo.tools.mcp_servers import RESTARTED
+from agentevo.tools.task_headers import task_headers, task_variables
+from agentevo.tools.tool import object_schema
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 SERVER = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
-TASK = Task(id="t", answer=4)
+TASK = Task(
+    id="t",
+    answer="a secret",
+    metadata={"count": 4, "solved_by_calls": [{"tool": "add", "arguments": {"number": 5}}]},
+)
 
 
 def section(*words, **options):
     settings = {"name": "c", "command": sys.executable, "args": (SERVER, *words)}
-    return MCPServerSection(**{"timeout_s": 300.0, **settings, **options})
+    is_own = options.get("session") != "shared"
+    return MCPServerSection(**{"timeout_s": 300.0, "send_task": is_own, **settings, **options})
 
 
 def played(*attempts, sections=None):
@@ -426,7 +434,9 @@ def test_a_file_as_claude_and_cursor_write_it(tmp_path, monkeypatch):
             "off": {"url": "http://${NO_SUCH_VARIABLE}:9/mcp", "disabled": True},
         }
     }
-    entry = MCPFileSection(file=write(tmp_path, tree), include=("add", "worth"), timeout_s=300)
+    entry = MCPFileSection(
+        file=write(tmp_path, tree), include=("add", "worth"), timeout_s=300, send_task=True
+    )
     (only,) = played([("one__add", {"number": 1}), ("two__add", {"number": 9})], sections=[entry])
     assert only[0] == ["5", "13"]
     assert len(only[3]) == 4
@@ -440,13 +450,27 @@ def test_a_server_gets_no_secrets_of_this_process(monkeypatch, tmp_path):
     monkeypatch.setenv("WANTED", "w")
 
     options = {"args": ("-c", script), "pass_env": ("WANTED",), "env": {"OWN": "o"}}
+    options["send_task"] = False
     with pytest.raises(ToolUnavailableError):
         played([], sections=[section(**options)])
 
     found = json.loads(seen.read_text())
-    assert "SECRET" not in found
+    assert "SECRET" not in found and "AGENTEVO_TASK" not in found
     assert (found["WANTED"], found["OWN"], found["AGENTEVO_TASK_ID"]) == ("w", "o", "t")
-    assert json.loads(found["AGENTEVO_TASK"])["answer"] == 4
+
+
+def test_no_server_is_told_the_answer_nor_what_leads_there():
+    checks = [{"tool": "worth", "result": "the wanted state"}]
+    metadata = TASK.metadata | {"state_checks": checks}
+    task = msgspec.structs.replace(TASK, metadata=metadata, query="Count.")
+    told = json.loads(task_variables(task, 7, "c")["AGENTEVO_TASK"])
+    assert (told["id"], told["query"], told["metadata"]) == ("t", "Count.", {"count": 4})
+    assert told["answer"] is None and task.answer == "a secret"
+
+    header = task_headers(task, 7, "c")["agentevo-task"]
+    assert json.loads(base64.b64decode(header)) == told
+    with pytest.raises(EnvironmentFailure, match="can tell of 65,536: give it a file"):
+        task_variables(Task(id="t", query="x" * 70_000), 7, "c")
 
 
 def test_messages_hold_no_secrets(monkeypatch, tmp_path):

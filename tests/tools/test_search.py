@@ -39,6 +39,49 @@ def test_the_best_passage_comes_first(corpus):
     assert corpus_index(corpus) is corpus_index(corpus)
 
 
+UNSPACED = [
+    "杜甫是唐代诗人，后世称他为诗圣。",
+    "李白是唐代诗人，人称诗仙。",
+    "圣诞节的诗很多。",
+    "日本の首都は東京です。富士山は高い。",
+    "서울은 대한민국의 수도이다.",
+    "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+    "The capital of Peru is Lima.",
+    "GPT模型由OpenAI发布于2018年。",
+]
+
+
+@pytest.mark.parametrize(
+    ("query", "best"),
+    [
+        ("诗圣", 0),
+        ("谁被称为诗圣？", 0),
+        ("诗仙是谁", 1),
+        ("圣诞节", 2),
+        ("東京", 3),
+        ("富士山の高さ", 3),
+        ("서울", 4),
+        ("대한민국", 4),
+        ("เมืองหลวง", 5),
+        ("Lima", 6),
+        ("OpenAI", 7),
+        ("2018", 7),
+        ("哪个模型发布于2018年", 7),
+    ],
+)
+def test_scripts_without_spaces_are_searched_by_their_letters(query, best):
+    index = WordIndex([Passage(str(n), "", text) for n, text in enumerate(UNSPACED)])
+    found = index.find(query, 3)
+    assert found and found[0][0].id == str(best)
+    assert index.find("猫", 3) == []
+
+
+def test_a_long_question_without_spaces_is_read_to_its_end():
+    passages = [Passage("0", "", "春" * 40), Passage("1", "", "长城有两万公里。")]
+    letters = "".join(chr(number) for number in range(0x5000, 0x5000 + 50))
+    assert WordIndex(passages).find(f"{letters}长城", 1)[0][0].id == "1"
+
+
 @pytest.mark.parametrize(
     "query", ['"', "* OR (", "NEAR(a b)", "text:x", "", "?" * 10_000, "a " * 10_000]
 )

@@ -4,10 +4,15 @@ themselves."""
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
+from mcp_manager import Manager
 
 from agentevo.config import build_config
+from agentevo.config.mcp import MCPServerSection
+from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.tasks import TaskFields
 from agentevo.config.tools import FunctionToolSection, tool
 from agentevo.data import RowError
@@ -16,6 +21,8 @@ from agentevo.rollout.given_tasks import task_of
 from agentevo.rollout.scoring import Scoring
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
+
+SERVER = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
 
 
 @pytest.fixture
@@ -86,6 +93,43 @@ def test_checks_that_are_none_are_a_bad_row(shelf, checks):
         task_of({"query": "q", "state_checks": checks}, TaskFields())
     with pytest.raises(EnvironmentFailure, match="state_checks"):
         worth(shelf, [], checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("session", ["attempt", "shared"])
+def test_a_server_that_was_started_again_is_not_judged(session):
+    """Neither that what the calls had left is right, nor that what it begins with is."""
+    pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
+    entry = MCPServerSection(
+        name="c", command=sys.executable, args=(SERVER,), timeout_s=300, session=session
+    )
+    add = ("add", '{"number": 1}')
+    die = ("die", "{}")
+    checks = [{"tool": "worth", "result": '{"count": 1}'}]
+    assert worth([entry], [add], checks) == {"state_checks": 1.0}
+    for calls in ([add, add, die, add], [add, die, ("worth", "{}")], [add, die]):
+        with pytest.raises(EnvironmentFailure, match="'c' went away in the attempt"):
+            worth([entry], calls, checks)
+
+
+def test_a_node_that_was_replaced_is_not_judged():
+    checks = [{"tool": "count", "result": "2"}]
+    with Manager() as manager:
+        entry = MCPManagerSection(url=manager.url, image="i", session="attempt")
+        assert worth([entry], [("count", "{}")], checks) == {"state_checks": 1.0}
+        calls = [("count", "{}"), ("give", '{"what": "gone"}'), ("count", "{}")]
+        with pytest.raises(EnvironmentFailure, match="went away in the attempt"):
+            worth([entry], calls, checks)
+
+
+def test_a_server_that_nobody_asks_of_the_state_may_go(shelf):
+    """Another one's state is what its calls left."""
+
+    with Manager() as manager:
+        entry = MCPManagerSection(url=manager.url, image="i", session="attempt")
+        put = ("put", '{"item": "cup", "place": "left"}')
+        calls = [("count", "{}"), ("give", '{"what": "gone"}'), ("count", "{}"), put]
+        assert worth([*shelf, entry], calls) == {"state_checks": 1.0}
 
 
 def test_a_task_with_checks_needs_no_reward(shelf):

@@ -9,6 +9,7 @@ import typer
 
 from agentevo.cli.arguments import Port, check_arguments
 from agentevo.cli.server_words import server_section
+from agentevo.console import without_controls
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +48,13 @@ def inspect(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="JSON", help="Task that the server is told of, such as '{\"answer\": 90}'."
+            metavar="JSON",
+            help='Task that the server is told of, such as \'{"metadata": {"goal": 90}}\'.',
         ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="${env:NAME}", help="Key for a server at a URL."),
     ] = None,
 ) -> None:
     """List a server's tools as the policy gets them, its prompts and its resources, or call a tool,
@@ -59,7 +65,7 @@ def inspect(
         raise ConfigError("--call, --prompt and --resource: give one of them")
 
     check_arguments(arguments)
-    section = server_section(server)
+    section = server_section(server, api_key)
     if prompt is not None:
         section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
 
@@ -69,14 +75,14 @@ def inspect(
         section = _with(section, resources=True)
 
     told = _task(task)
-    if task is not None and getattr(section, "url", None) is not None:
+    if task is not None:
         section = _with(section, send_task=True)
 
     lines, is_error = run_coroutine(
         _asked(section, told, call, arguments, prompt is not None, schemas)
     )
     for line in lines:
-        print(line)
+        print(without_controls(line))
 
     if is_error:
         raise typer.Exit(1)
@@ -107,6 +113,10 @@ def _task(given: str | None) -> Task:
         if unknown := [key for key in fields if key not in Task.__struct_fields__]:
             known = ", ".join(Task.__struct_fields__)
             raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {known}")
+        if "answer" in fields:
+            raise ConfigError(
+                "--task: no server is told the answer: give what it needs as `metadata`"
+            )
         return msgspec.convert({"id": "inspect", **fields}, Task)
     except (ParseError, msgspec.ValidationError) as error:
         raise ConfigError(f"--task: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentevo.errors import ConfigError
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
 
 
-def server_section(words: Sequence[str]) -> ToolSection:
+def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSection:
     """The server of a URL (of a manager's node, where it ends with /mcpapi), a file such as
-    mcp_config.json, or a command with its arguments. Raises ConfigError."""
+    mcp_config.json, or a command with its arguments. `api_key`: `${env:NAME}`, for a URL. Raises
+    ConfigError."""
     from pathlib import Path
 
     import pydantic
@@ -26,11 +27,15 @@ def server_section(words: Sequence[str]) -> ToolSection:
     first = words[0]
     try:
         if "://" in first and first.rstrip("/").endswith(PATH):
-            return MCPManagerSection(url=first)
+            return MCPManagerSection(url=first, api_key=api_key)
 
         if "://" in first:
             is_sse = first.rstrip("/").endswith("/sse")
-            return MCPServerSection(name=UNNAMED, url=first, transport="sse" if is_sse else "http")
+            transport: Literal["sse", "http"] = "sse" if is_sse else "http"
+            return MCPServerSection(name=UNNAMED, url=first, transport=transport, api_key=api_key)
+
+        if api_key is not None:
+            raise ConfigError(f"{first}: a key is for a URL: a command reads its own variables")
 
         if len(words) == 1 and first.endswith(".json"):
             return MCPFileSection(file=Path(first))
@@ -44,8 +49,8 @@ def tool_sections(
     words: Sequence[str], *, choose: Mapping[str, Any], tells_world: bool
 ) -> Sequence[ToolSection]:
     """The tools of a server, or of a recipe (`agent.tools`). `choose`: `include` and `exclude`.
-    `tells_world`: a server at a URL is told of each attempt's task. Raises ConfigError."""
-    from agentevo.config.mcp import MCPServerSection
+    `tells_world`: a server is told of each attempt's task. Raises ConfigError."""
+    from agentevo.config.mcp import MCPSection
 
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
         from agentevo.config import load_config
@@ -60,7 +65,7 @@ def tool_sections(
     changed = []
     for one in sections:
         update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
-        if tells_world and isinstance(one, MCPServerSection) and one.url is not None:
+        if tells_world and isinstance(one, MCPSection) and one.session == "attempt":
             update["send_task"] = True
         changed.append(one.model_copy(update=update))
 

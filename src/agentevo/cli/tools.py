@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentevo.cli.arguments import Overrides, check_arguments
+from agentevo.console import without_controls
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ async def _tested(
         made = await _made(sections, task, call)
         if dry_run:
             for planned in made:
-                print(f"{planned.name}({planned.arguments}){_note(planned.name, sections)}")
+                line = f"{planned.name}({planned.arguments}){_note(planned.name, sections)}"
+                print(without_controls(line))
             return 0
     else:
         made = [] if call is None else [ToolCall(call, str(arguments))]
@@ -83,8 +85,10 @@ async def _tested(
     async for one in tried(sections, task, made):
         num_broken += one.status == "broken"
         text = one.text if len(one.text) <= LONGEST else f"{one.text[:LONGEST]}..."
-        print(f"{one.status:<9}{one.name}({one.arguments})  {one.seconds:.2f} s", flush=True)
-        print("".join(f"    {line}\n" for line in text.splitlines()), end="")
+        made_call = without_controls(f"{one.name}({one.arguments})")
+        print(f"{one.status:<9}{made_call}  {one.seconds:.2f} s", flush=True)
+        lines = without_controls(text).splitlines()
+        print("".join(f"    {line}\n" for line in lines), end="")
 
     return num_broken
 

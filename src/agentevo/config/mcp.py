@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -45,6 +45,17 @@ class MCPSection(ToolSection):
     """A tool that says what the attempt is worth by the state that it left: called at its end,
     without arguments, and not shown to the policy. Its text is a number, or a JSON object of named
     ones."""
+    send_task: bool = False
+    """Whether the server is told of the attempt's task: one that is started by the variable
+    AGENTEVO_TASK, one at a URL by the headers agentevo-task and agentevo-seed. The task's `answer`
+    is left out, as are `state_checks` and `solved_by_calls` of its metadata: what a server knows,
+    the policy may find out. So mind what else the metadata says."""
+
+    @model_validator(mode="after")
+    def _one_task_for_one_session(self) -> Self:
+        if self.send_task and self.session == "shared":
+            raise ValueError("send_task is for a session for each attempt: leave one of them out")
+        return self
 
 
 class MCPServerSection(MCPSection):
@@ -82,10 +93,6 @@ class MCPServerSection(MCPSection):
     """`${env:NAME}`, the environment variable that holds the key for a server at a `url`, sent as
     Authorization: Bearer."""
 
-    send_task: bool = False
-    """Whether a server at a `url` is told of the attempt's task, in the headers agentevo-task and
-    agentevo-seed, as those are that a `command` starts. With its answer: not for other people's."""
-
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
@@ -107,12 +114,6 @@ class MCPServerSection(MCPSection):
             raise ValueError("in a sandbox it runs in a folder of its own: leave out cwd")
         if self.command is not None and self.api_key is not None:
             raise ValueError("api_key is for a `url`: give a command its key by pass_env")
-
-        if self.send_task and (self.url is None or self.session == "shared"):
-            raise ValueError(
-                "send_task is for a `url` and a session for each attempt: leave it out (a command "
-                "is told anyway)"
-            )
 
         return self
 

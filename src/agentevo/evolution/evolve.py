@@ -265,8 +265,10 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
             if "://" in words[0]:
                 is_sse = words[0].rstrip("/").endswith("/sse")
                 transport: Any = "sse" if is_sse else "http"
-                return [MCPServerSection(name="server", url=words[0], transport=transport)]
-            return [MCPServerSection(name="server", command=words[0], args=tuple(words[1:]))]
+                reached: Any = {"url": words[0], "transport": transport}
+            else:
+                reached = {"command": words[0], "args": tuple(words[1:])}
+            return [MCPServerSection(name="server", api_key=section.api_key, **reached)]
         except pydantic.ValidationError as error:
             raise ConfigError(f"evolve.server: {error.errors()[0]['msg']}") from error
 

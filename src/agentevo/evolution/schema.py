@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.section import Section
 
-OF_SERVERS = ("server", "include", "exclude", "outcome")
+OF_SERVERS = ("server", "api_key", "include", "exclude", "outcome")
 OF_SERVERS_TASKS = (
     "worlds",
     "max_calls",
@@ -90,6 +90,8 @@ class EvolveSection(Section):
 
     server: str | None = None
     """URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
+    api_key: str | None = None
+    """`${env:NAME}`, the environment variable that holds the key for a `server` at a URL."""
     documents: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts, corpora (.jsonl) or folders of them, in place of a server: the tasks are questions
     that they answer, and the agent gets the tool `search` over them."""

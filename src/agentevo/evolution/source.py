@@ -328,7 +328,7 @@ def _chosen(section: Any, given: EvolveSection) -> Any:
     if isinstance(section, MCPServerSection):
         if given.outcome is not None:
             changes["outcome"] = given.outcome
-        if section.url is not None and given.tasks.worlds > 1:
+        if section.session == "attempt" and given.tasks.worlds > 1:
             changes["send_task"] = True
 
     return section.model_copy(update=changes)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
 """What programs look into to find a server and to trust it."""
 
+NODE_MODULES = "/node_modules/"
+"""Where a program of npm's finds its packages: its file in `.bin` is a link to one of them."""
 _FIRST_LINE = 4096
 """Bytes of a script that may name its interpreter."""
 
@@ -125,7 +127,8 @@ def _own_folders(program: str) -> list[str]:
         seen.add(path)
         above = os.path.dirname(os.path.dirname(path))
         is_in_one = os.path.exists(os.path.join(above, "pyvenv.cfg"))
-        found.add(above if is_in_one else path)
+        before, modules, _ = path.partition(NODE_MODULES)
+        found.add(above if is_in_one else (before + modules).rstrip("/") if modules else path)
 
         if os.path.islink(path):
             target = os.path.join(os.path.dirname(path), os.readlink(path))
@@ -140,14 +143,19 @@ def _own_folders(program: str) -> list[str]:
 
 
 def _interpreter(program: str) -> list[str]:
-    """That of a script, by its path, where it is there."""
+    """That of a script, by its path, where it is there; where `env` looks for it, both."""
     try:
         with open(program, "rb") as file:
             first = file.read(_FIRST_LINE).split(b"\n")[0]
     except OSError:
         return []
     words = os.fsdecode(first.removeprefix(b"#!")).split() if first.startswith(b"#!") else []
-    return [word for word in words[:1] if os.path.isabs(word) and os.path.exists(word)]
+    if words and os.path.basename(words[0]) == "env":
+        named = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+        words = [*words[:1], *filter(None, [shutil.which(named[0]) if named else None])]
+    else:
+        words = words[:1]
+    return [word for word in words if os.path.isabs(word) and os.path.exists(word)]
 
 
 def _there(path: Path) -> str:

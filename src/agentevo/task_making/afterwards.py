@@ -13,7 +13,8 @@ from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.folder import check_run_folder, read_store, run_config
 from agentevo.task_making.documents import PASSAGE
 from agentevo.task_making.files import made_rows
-from agentevo.task_making.scenario import CALLS, CONTENT, PARENT
+from agentevo.task_making.scenario import CONTENT, PARENT
+from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
 
 class QuestionsLeft(NamedTuple):
@@ -35,7 +36,7 @@ def questions_left(run: Path) -> QuestionsLeft:
 
 
 def left_by(
-    run: Path, keys: Iterable[str] = (CALLS, CONTENT)
+    run: Path, keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of the tasks that the run retired, and of the others, which wait for nothing any more.
     `keys`: what each has that was made. Raises ConfigError for a run without a curriculum, and for

@@ -18,8 +18,9 @@ import msgspec
 from agentevo.config.tools import ToolSection
 from agentevo.task_making.calls import World, asked
 from agentevo.task_making.documents import what_to_look_for
-from agentevo.task_making.scenario import CALLS, Step, steps_of
+from agentevo.task_making.scenario import Step, steps_of
 from agentevo.tools.corpus import Passage
+from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
 DONE = "Done."
 SEARCH = "search"
@@ -72,7 +73,7 @@ async def show_lookups(
                 answered = await asked(tools, SEARCH, {"query": query})
                 if texts[row["passage"]] in " ".join(answered.text.split()):
                     step = Step(tool=SEARCH, arguments={"query": query}, result=answered.text)
-                    found.append({**row, CALLS: msgspec.to_builtins([step])})
+                    found.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
     finally:
         await world.close()
 

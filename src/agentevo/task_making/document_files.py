@@ -34,7 +34,10 @@ MOST_BYTES = 512_000_000
 MOST_FILES = 20_000
 SHOWN = 5
 """Problems, or endings, that a message names."""
-SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])|\n\s*\n")
+SENTENCE = re.compile(
+    r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])|\n\s*\n"
+    r"|(?<=[。！？])(?![。！？”」』）】》])\s*|(?<=[。！？][”」』）】》])\s*"
+)
 """What is between two sentences."""
 
 

@@ -1,9 +1,9 @@
 """Tasks from documents: what stands in a passage is asked for, and the answer stands there word for
 word, so it can be checked.
 
-Without a model a sentence is asked for with a gap in it: a number, or a name of several words, that
-stands nowhere else in that sentence. A model asks questions of its own instead; one is taken where
-its answer stands in the passage, is short, and is not in the question.
+Without a model a sentence is asked for with a gap in it: a number, a name of several words, or a
+title between 《》, that stands nowhere else in that sentence. A model asks questions of its own
+instead; one is taken where its answer stands in the passage, is short, and is not in the question.
 
 All tasks of a passage are on one side of the split, which follows from the passage's text alone,
 and a sentence that stands in passages of both sides is not asked for: no sentence that was trained
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import re
 from collections import Counter
@@ -30,6 +31,7 @@ from agentevo.rewards.answers import jsons_in
 from agentevo.task_making.document_files import SENTENCE
 from agentevo.task_making.scenario import CONTENT, is_held_out
 from agentevo.tools.corpus import Passage
+from agentevo.tools.unspaced import WORD_LETTER, num_words, stands_in
 
 LONGEST_ANSWER = 120
 LONGEST_QUESTION = 1_000
@@ -39,9 +41,14 @@ AT_ONCE = 8
 GAP = "____"
 PASSAGE = "passage"
 """Key of a made task's metadata: the passage that its answer stands in."""
-_NUMBER = re.compile(r"(?<![\w.,])\d[\d,.]*\d(?![\w])|(?<![\w.,])\d(?![\w.,])")
+_NUMBER = re.compile(
+    rf"(?<!{WORD_LETTER})(?<![.,])(?:\d[\d,.]*\d(?!{WORD_LETTER})|\d(?!{WORD_LETTER})(?![.,]))"
+)
 _NAME = re.compile(r"(?<=[a-z,;] )[A-Z][\w'-]+(?: (?:of|de|van|von|the)? ?[A-Z][\w'-]+)+")
+_TITLE = re.compile("(?<=《)[^《》]{2,30}(?=》)|(?<=『)[^『』]{2,30}(?=』)")
+"""A name that East Asian texts have between marks."""
 _MARKS = "?\uff1f\u061f"
+_TOO_FEW = "too few sentences with a number, a name of several words or a title between 《》"
 _BEGINS = {
     "en": "(What|Who|When|Where|Which|How many|How long|How) ",
     "de": "(Was|Wer|Wann|Wo|Welche|Wie viele|Wie) ",
@@ -201,23 +208,18 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
         return "a question or an answer is missing"
     if len(question) > LONGEST_QUESTION or len(answer) > LONGEST_ANSWER:
         return "a question or an answer is too long"
-    if not _stands_in(answer, passage.contents):
+    if not stands_in(answer, passage.contents):
         return "an answer does not stand in the passage"
     if not re.search(f"[{_MARKS}]", question):
         return "a question has no question mark"
-    if _stands_in(answer, question):
+    if stands_in(answer, question):
         return "a question holds its answer"
 
-    told = [one for one in _sentences(passage) if _stands_in(answer, one)]
+    told = [one for one in _sentences(passage) if stands_in(answer, one)]
     if told and all(asked_key(one) in on_both for one in told):
         return "its sentence stands on both sides of the split"
 
     return ""
-
-
-def _stands_in(words: str, text: str) -> bool:
-    plain = [" ".join(one.split()).casefold() for one in (words, text)]
-    return bool(re.search(rf"(?<!\w){re.escape(plain[0])}(?!\w)", plain[1]))
 
 
 def _keep(
@@ -257,8 +259,7 @@ def check_made(made: Read, held_out: int) -> None:
         why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
         raise ConfigError(
             f"no task {side} could be made of these documents "
-            f"({why or 'too few sentences with a number or a name of several words'}): give more "
-            "of them, or another writer"
+            f"({why or _TOO_FEW}): give more of them, or another writer"
         )
 
 
@@ -287,14 +288,15 @@ def _gaps(text: str) -> Iterator[tuple[str, str, str]]:
     """(sentence, the same with a gap, what stands there)."""
     for raw in SENTENCE.split(text):
         sentence = " ".join(raw.split())
-        if not WORDS[0] <= len(sentence.split()) <= WORDS[1] or GAP in sentence:
+        if not WORDS[0] <= num_words(sentence) <= WORDS[1] or GAP in sentence:
             continue
 
-        for match in [*_NUMBER.finditer(sentence), *_NAME.finditer(sentence)]:
+        matches = (one.finditer(sentence) for one in (_NUMBER, _NAME, _TITLE))
+        for match in itertools.chain.from_iterable(matches):
             answer = match.group().rstrip(".,")
             before = sentence[: match.start()]
             after = sentence[match.start() + len(answer) :]
-            if not _stands_in(answer, before + after):
+            if not stands_in(answer, before + after):
                 yield sentence, f"{before}{GAP}{after}", answer
 
 
@@ -303,7 +305,7 @@ def what_to_look_for(question: str) -> str:
     if GAP not in question:
         return question
     sentence = question.partition("“")[2].rpartition("”")[0]
-    return max(sentence.split(GAP), key=len).strip(" .,;:")
+    return max(sentence.split(GAP), key=len).strip(" .,;:。，、；：《》")
 
 
 def _form(passage: Passage, count: int, language: str) -> AnswerForm:

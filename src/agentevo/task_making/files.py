@@ -21,7 +21,8 @@ from agentevo.data.rows import read_rows
 from agentevo.errors import ConfigError
 from agentevo.files import atomic_folder, must_write
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
-from agentevo.task_making.scenario import CALLS, CONTENT
+from agentevo.task_making.scenario import CONTENT
+from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
 DEMONSTRATIONS = "demonstrations.jsonl"
 RESERVE = "reserve.jsonl"
@@ -68,7 +69,7 @@ def write_made(
 
 
 def made_rows(
-    sources: Iterable[str], keys: Iterable[str] = (CALLS, CONTENT)
+    sources: Iterable[str], keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> list[dict[str, Any]]:
     """Rows of files that were made, with these keys. Raises ConfigError for what is no such row."""
     found = []

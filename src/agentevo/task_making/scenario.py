@@ -13,12 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from agentevo.task_making.questions import Question
-from agentevo.tools.state_checks import STATE_CHECKS, StateCheck
+from agentevo.tools.state_checks import SOLVED_BY_CALLS, STATE_CHECKS, StateCheck
 
 HELD_OUT = 0.2
 """Share of all contents that is held out."""
 HARDEST = 5
-CALLS = "solved_by_calls"
 """Key of a made task's metadata: the calls that solve it."""
 CONTENT = "content"
 """Key of a made task's metadata: the name of its content."""
@@ -133,7 +132,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             **({"world": self.world} if worlds > 1 else {}),
             **variant,
             CONTENT: self.content,
-            CALLS: msgspec.to_builtins(self.steps),
+            SOLVED_BY_CALLS: msgspec.to_builtins(self.steps),
         }
 
 
@@ -149,4 +148,4 @@ def is_held_out(content: str, share: float = HELD_OUT) -> bool:
 
 def steps_of(row: Mapping[str, Any]) -> list[Step]:
     """The calls that solve a made task. Raises msgspec.ValidationError."""
-    return msgspec.convert(row.get(CALLS, []), list[Step])
+    return msgspec.convert(row.get(SOLVED_BY_CALLS, []), list[Step])

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentevo.models.tool_calls.parameters import referred_schema
 from agentevo.tools.trial import made_value
 
 PEOPLE = (
@@ -125,9 +126,7 @@ def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
             reference = one.get("$ref") if isinstance(one, Mapping) else None
             if not isinstance(reference, str):
                 break
-            one = schema
-            for part in filter(None, reference.removeprefix("#").split("/")):
-                one = one.get(part, {}) if isinstance(one, Mapping) else {}
+            one = referred_schema(schema, reference)
 
         found[str(name)] = one if isinstance(one, Mapping) else {}
 

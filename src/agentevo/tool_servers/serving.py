@@ -51,8 +51,7 @@ MAX_BODY = 4 * 2**20
 """Bytes of a request."""
 NO_TASK = (
     "; no task was given, and these tools may need one: give it by `agentevo mcp inspect --task "
-    "JSON`, in the variable AGENTEVO_TASK of this server, or from a recipe (over HTTP with "
-    "send_task: true)"
+    "JSON`, in the variable AGENTEVO_TASK of this server, or from a recipe with send_task: true"
 )
 
 
@@ -190,9 +189,7 @@ class ToolServer:
                 connection.exit_stack.push_async_callback(self._end, name)
 
             told = task or self._task
-            opened.advice = (
-                "" if told.query or told.answer is not None or told.metadata else NO_TASK
-            )
+            opened.advice = "" if told.query or told.metadata else NO_TASK
             made = self._tools.session(told, seed)
             opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
 

@@ -158,6 +158,7 @@ class _Function:
     """One function, which serves every attempt."""
 
     instructions = ""
+    num_losses = 0
 
     def __init__(self, name: str, function: Callable[..., Any], cacheable: bool) -> None:
         self._function = function
@@ -191,6 +192,7 @@ class _Object:
     """One attempt's object of a class."""
 
     instructions = ""
+    num_losses = 0
 
     def __init__(self, item: Any, signatures: Mapping[str, Signature], thread: OwnThread) -> None:
         self._item = item

@@ -29,8 +29,8 @@ from agentevo.config.mcp_manager import PATH
 from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, described
 from agentevo.http_clients import trusted_context
 from agentevo.registry import nearest
-from agentevo.tools.mcp_connection import MAX_TOOLS, object_schema, without_secrets
-from agentevo.tools.tool import ToolResult, ToolSpec
+from agentevo.tools.mcp_connection import MAX_TOOLS, without_secrets
+from agentevo.tools.tool import ToolResult, ToolSpec, object_schema
 from agentevo.trace_header import trace_headers
 
 if TYPE_CHECKING:

@@ -18,9 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agentevo.console import without_controls
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
 from agentevo.extras import load_extra
+from agentevo.tools.mcp_messages import mended, problem_of
 from agentevo.tools.mcp_offers import (
+    MAX_PAGES,
     RESOURCE_TOOLS,
     call_resource_tool,
     part_text,
@@ -28,7 +31,8 @@ from agentevo.tools.mcp_offers import (
     prompt_text,
     resource_lines,
 )
-from agentevo.tools.tool import ToolResult, ToolSpec, ordered_schema
+from agentevo.tools.mcp_stdio import MAX_MESSAGE, stdio_transport
+from agentevo.tools.tool import ToolResult, ToolSpec, object_schema
 
 MAX_TOOLS = 1000
 UNNAMED = "server"
@@ -44,6 +48,8 @@ limits of their own, and the SDK's 300 seconds would end a longer call, and an i
 CONNECT_S = 30.0
 CLOSING_S = 10.0
 """Longest wait for a server's end: the SDK kills one that does not end by itself."""
+FETCHERS = ("npx", "bunx", "uvx", "pipx", "docker", "podman")
+"""Programs that fetch what they are to run, and say nothing while no network answers."""
 SHORTEST_SECRET = 6
 """Characters: shorter values, such as 1 or true, are words of any message."""
 
@@ -62,13 +68,13 @@ class Server:
     transport: str = "http"
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_timeout_s: float = 60.0
-    send_task: bool = False
-    """Whether one at a URL is told of the attempt's task."""
     prompt: str | None = None
     """The prompt of its own that the policy reads first."""
     prompt_arguments: Mapping[str, str] = field(default_factory=dict)
     resources: bool = False
     """Whether its resources are tools as well."""
+    key_variable: str | None = None
+    """The name of the environment variable whose key is among the headers."""
     shown: str = ""
     """Where it is, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
@@ -103,6 +109,8 @@ class Connection:
         """The text of the prompt that was asked for, once it is open."""
         self._offered: set[str] = set()
         """Those of RESOURCE_TOOLS that are offered."""
+        self._status = 0
+        """Of the last answer over HTTP."""
         self._is_suspect = False
         """A call was given up: whether the server still answers is to be seen."""
 
@@ -127,7 +135,7 @@ class Connection:
         except TimeoutError:
             await self.close()
             raise ToolUnavailableError(
-                self._words(f"it has not started within {limit_s:g} s")
+                self._words(f"it has not started within {limit_s:g} s{self._fetching()}")
             ) from None
         except BaseException:
             await self.close()
@@ -157,6 +165,8 @@ class Connection:
         (MCP's SEP-414). Raises ToolArgumentsError, and ToolUnavailableError where the server is
         gone."""
         from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR
+        from pydantic import ValidationError
 
         _check_sendable(arguments)
         client = self._client
@@ -173,11 +183,20 @@ class Connection:
             self._is_suspect = True
             raise
         except MCPError as error:
-            if error.code == _invalid_params():
+            if error.code == INVALID_PARAMS:
                 raise ToolArgumentsError(error.message) from None
-            if self._is_gone(error):
+            # Servers use the code of a closed connection for errors of their own.
+            is_doubtful = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+            if is_doubtful and not await self._responds():
                 raise await self._lost(error) from error
-            return ToolResult(text=f"Error: {error.message}", is_error=True)
+            # Of an answer that it can't read, the SDK says why in a dozen lines.
+            is_unread = error.code == PARSE_ERROR
+            said = error.message.partition("\n")[0] if is_unread else error.message
+            return ToolResult(text=f"Error: {said}", is_error=True)
+        except (ValidationError, RuntimeError) as error:
+            # The server has answered, and the SDK does not take what it gave.
+            text = f"Error: {name} gave a result that breaks the protocol: {problem_of(error)}"
+            return ToolResult(text=text, is_error=True)
         except Exception as error:
             raise await self._lost(error) from error
 
@@ -189,14 +208,21 @@ class Connection:
     async def still_answers(self) -> bool:
         """Whether calls may go on: where one was given up, the server is asked something easy."""
         if self._is_suspect and self.is_open:
-            try:
-                async with asyncio.timeout(PROBE_S):
-                    await self._client.list_tools(cache_mode="bypass")
+            if await self._responds():
                 self._is_suspect = False
-            except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
+            else:
                 await self.close()
 
         return self.is_open
+
+    async def _responds(self) -> bool:
+        """Whether a question is answered that every server understands."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._client.list_tools(cache_mode="bypass")
+        except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
+            return False
+        return True
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         from mcp import Client
@@ -229,23 +255,15 @@ class Connection:
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
         if server.command is not None:
-            from mcp import StdioServerParameters, stdio_client
-
             errors = stack.enter_context(await self._stderr.open())
-            parameters = StdioServerParameters(
-                command=server.command,
-                args=list(server.args),
-                env=dict(server.env),
-                cwd=server.cwd,
-                encoding_error_handler="replace",
-            )
-            return stdio_client(parameters, errlog=errors)
+            words = [server.command, *server.args]
+            return stdio_transport(words, server.env, server.cwd, errors)
 
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return sse_client(
-                str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S
+            return mended(
+                sse_client(str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S)
             )
 
         import httpx2
@@ -254,33 +272,41 @@ class Connection:
 
         limits = httpx2.Timeout(CONNECT_S, read=READ_S)
         client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
-        return streamable_http_client(
-            str(server.url), http_client=await stack.enter_async_context(client)
+        client.event_hooks["response"].append(self._note_status)
+        return mended(
+            streamable_http_client(
+                str(server.url),
+                http_client=await stack.enter_async_context(client),
+                max_sse_event_size=MAX_MESSAGE,
+            )
         )
 
     async def _tools(self, client: Any) -> list[ToolSpec]:
-        specs: list[ToolSpec] = []
+        by_name: dict[str, ToolSpec] = {}
         cursor = None
-        while True:
+        for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            specs += [
-                ToolSpec(
-                    name=tool.name,
-                    description=tool.description or "",
-                    parameters=object_schema(tool.input_schema),
+            for tool in page.tools:
+                # Of two of one name a call would mean both: the first is as good.
+                by_name.setdefault(
+                    tool.name,
+                    ToolSpec(
+                        name=tool.name,
+                        description=tool.description or "",
+                        parameters=object_schema(tool.input_schema),
+                    ),
                 )
-                for tool in page.tools
-            ]
+
             cursor = page.next_cursor
-            if not cursor or len(specs) > MAX_TOOLS:
+            if not cursor or len(by_name) > MAX_TOOLS:
                 break
 
-        if len(specs) > MAX_TOOLS:
+        if len(by_name) > MAX_TOOLS:
             raise ToolUnavailableError(f"it has more than {MAX_TOOLS} tools")
 
+        specs = list(by_name.values())
         if self._server.resources:
-            own = {one.name for one in specs}
-            offered = [one for one in RESOURCE_TOOLS if one.name not in own]
+            offered = [one for one in RESOURCE_TOOLS if one.name not in by_name]
             self._offered = {one.name for one in offered}
             specs += offered
 
@@ -300,19 +326,19 @@ class Connection:
         except Exception as error:
             raise await self._lost(error) from error
 
-    def _is_gone(self, error: Any) -> bool:
-        from mcp_types import CONNECTION_CLOSED
-
-        return bool(error.code == CONNECTION_CLOSED)
-
     async def _lost(self, error: BaseException) -> ToolUnavailableError:
         self._closing.set()
         self._client = None
         await self._stderr.settle()
         return ToolUnavailableError(self._words(f"it is gone ({_first(error)})"), was_sent=True)
 
+    async def _note_status(self, response: Any) -> None:
+        """The SDK's own error does not say it."""
+        self._status = response.status_code
+
     def _remedy(self, error: BaseException) -> str:
-        """What is to be done where nothing answers at a URL, or something else does."""
+        """What is to be done where nothing answers at a URL, or something else does, or it wants
+        another key."""
         from mcp import MCPError
         from mcp_types import METHOD_NOT_FOUND
 
@@ -322,14 +348,36 @@ class Connection:
         if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
             return ": nothing listens there: start the server, or correct the URL"
 
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status = getattr(getattr(error, "response", None), "status_code", self._status)
+        if status in (401, 403):
+            return f": HTTP {status}: {self._key_remedy()}"
         if status == 404 or (isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND):
             return ": there is no server at this path of the URL: most are at /mcp, or at /sse"
 
         return ""
 
+    def _fetching(self) -> str:
+        """What is to be done where a program may be waiting for a package."""
+        words = [self._server.command or "", *self._server.args]
+        program = next((name for name in map(os.path.basename, words) if name in FETCHERS), None)
+        if program is None:
+            return ""
+        return (
+            f": {program} fetches a package that is not there yet, which takes a network (in a "
+            "sandbox `network: true`) and time (`start_timeout_s`): install the package first, "
+            "and give its own program as `command`"
+        )
+
+    def _key_remedy(self) -> str:
+        server = self._server
+        if server.key_variable is not None:
+            return f"it does not take the key of the environment variable {server.key_variable}"
+        if server.headers:
+            return "it does not take the key in its `headers`"
+        return "it wants a key: give api_key: ${env:NAME}, the environment variable that holds it"
+
     def _words(self, problem: str) -> str:
-        said = self._stderr.text
+        said = without_controls(self._stderr.text)
         more = f"; it said: {said}" if said else ""
         return without_secrets(
             self._server.secrets,
@@ -397,27 +445,6 @@ def _writer() -> Any:
     import pydantic
 
     return pydantic.TypeAdapter(dict[str, Any])
-
-
-def object_schema(schema: Any) -> dict[str, Any]:
-    """A tool's schema as chat templates and parsers read it: that of an object, whose properties
-    are schemas. What is none says nothing of the arguments."""
-    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
-    if (
-        not isinstance(properties, dict)
-        or schema.get("type", "object") != "object"
-        or not all(isinstance(one, (dict, bool)) for one in properties.values())
-        or not isinstance(schema.get("required", []), list)
-    ):
-        return {"type": "object", "properties": {}}
-
-    return ordered_schema({**schema, "type": "object", "properties": properties})
-
-
-def _invalid_params() -> int:
-    from mcp_types import INVALID_PARAMS
-
-    return int(INVALID_PARAMS)
 
 
 def _innermost(error: BaseException) -> BaseException:

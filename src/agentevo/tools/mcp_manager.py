@@ -81,6 +81,7 @@ class _Session:
     def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
+        self.num_losses = 0
         self._api = api
         self._section = section
         self._opening = asyncio.Lock()
@@ -106,6 +107,7 @@ class _Session:
             is_own = self._node is not None
             if is_own and self._is_suspect and not await _loop.run(lambda: self._api.answers(url)):
                 await self._release()
+                self.num_losses += 1
                 self._tell_restart = True
 
             if self._url is None:

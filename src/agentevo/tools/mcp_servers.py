@@ -21,14 +21,12 @@ from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.own_loop import OwnLoop
 from agentevo.tools.mcp_connection import Connection, Server, check_package
-from agentevo.tools.task_headers import task_headers
+from agentevo.tools.task_headers import attempt_variables, task_headers, task_variables
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.trace_header import trace_headers
 from agentevo.types import Task
 
 RESTARTED = "[the server was started again: what it held from earlier calls is lost]\n"
-LARGEST_TASK = 64 * 2**10
-"""Bytes of a task that a server gets in its environment."""
 
 _loop = OwnLoop("agentevo-mcp")
 
@@ -62,7 +60,7 @@ class MCPServer:
             return
 
         async with self._room:
-            server = _told(self._server, task, seed)
+            server = _of_attempt(self._server, task, seed, send_task=self._section.send_task)
             session = _Session(server, self._section)
             try:
                 self._known = await session.learn_tools(self._known)
@@ -90,6 +88,7 @@ class _Session:
     def __init__(self, server: Server, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
+        self.num_losses = 0
         self._server = server
         self._section = section
         self._connection: Connection | None = None
@@ -100,8 +99,6 @@ class _Session:
         self._failure: str | None = None
         """Why the last try to open it failed."""
         self._was_open = False
-        self._was_lost = False
-        """It held something that is gone."""
         self._tell_restart = False
 
     async def learn_tools(self, known: _Known | None) -> _Known:
@@ -141,8 +138,9 @@ class _Session:
                 self._was_open = True
 
     async def _opened(self) -> Connection:
-        if self._was_open and self._section.session == "attempt":
-            self._was_lost = self._tell_restart = True
+        if self._was_open:
+            self.num_losses += 1
+            self._tell_restart = self._section.session == "attempt"
 
         connection = self._connection = Connection(self._server)
         self._num_tries += 1
@@ -181,18 +179,10 @@ class _Session:
         return await _loop.run(self._connection.offers)
 
     async def outcome(self) -> Any:
-        """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say, because it
-        is not the one that the attempt called."""
+        """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say."""
         name = self._section.outcome
         if name is None:
             return None
-
-        await self.prepare()
-        if self._was_lost:
-            raise EnvironmentFailure(
-                f"{self._server.title} went away in the attempt: what it would say "
-                "of the state is not what the calls left"
-            )
 
         result = await self.call(name, {})
         if result.is_error:
@@ -222,16 +212,12 @@ def _read_outcome(text: str, what: str) -> Any:
     )
 
 
-def _told(server: Server, task: Task, seed: int) -> Server:
+def _of_attempt(server: Server, task: Task, seed: int, *, send_task: bool) -> Server:
     """The server as it is reached for an attempt. Raises EnvironmentFailure."""
-    if server.send_task:
-        headers = {**server.headers, **task_headers(task, seed, server.name)}
-        return replace(server, headers=headers)
-    return replace(server, env={**server.env, **_variables(task, seed)})
-
-
-def _variables(task: Task, seed: int) -> dict[str, str]:
-    """What a server that is started for an attempt is told of it."""
-    content = msgspec.json.encode(task)
-    whole = {"AGENTEVO_TASK": content.decode()} if len(content) <= LARGEST_TASK else {}
-    return {"AGENTEVO_TASK_ID": task.id, "AGENTEVO_SEED": str(seed), **whole}
+    if server.url is not None:
+        headers = task_headers(task, seed, server.name) if send_task else {}
+        return replace(server, headers={**server.headers, **headers})
+    variables = (
+        task_variables(task, seed, server.name) if send_task else attempt_variables(task, seed)
+    )
+    return replace(server, env={**server.env, **variables})

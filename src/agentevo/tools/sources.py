@@ -85,8 +85,8 @@ def _server_of(section: MCPServerSection) -> Server:
         url=section.url,
         transport=section.transport,
         headers=headers,
+        key_variable=None if section.api_key is None else REFERENCE.sub(r"\1", section.api_key),
         start_timeout_s=section.start_timeout_s,
-        send_task=section.send_task,
         shown=" ".join(words) if section.url is None else without_password(section.url),
         secrets=[*passed.values(), *([] if key is None else [key])],
     )

@@ -24,6 +24,8 @@ from agentevo.types import ToolCall
 
 STATE_CHECKS = "state_checks"
 """Key of a task's metadata, and name of the part of the reward."""
+SOLVED_BY_CALLS = "solved_by_calls"
+"""Key of a made task's metadata: the calls that solve it."""
 MAX_CHECKS = 64
 
 

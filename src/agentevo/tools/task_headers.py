@@ -1,4 +1,9 @@
-"""How a server at a URL is told of the task of an attempt: by headers of its session's requests."""
+"""How a server is told of the task of an attempt, where its entry says `send_task`: one that is
+started by its environment, one at a URL by headers of its session's requests.
+
+Whatever a server knows, the policy that talks to it may find out, so no server is told the task's
+answer, nor what its metadata says of the state that is wanted or of the calls that lead there.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,44 @@ import base64
 import msgspec
 
 from agentevo.errors import EnvironmentFailure
+from agentevo.tools.state_checks import SOLVED_BY_CALLS, STATE_CHECKS
 from agentevo.types import Task
 
 TASK_HEADER = "agentevo-task"
 """The task as JSON, in base64: headers take no other characters than ASCII's."""
 SEED_HEADER = "agentevo-seed"
-LARGEST_TASK = 24 * 2**10
+LARGEST_IN_HEADERS = 24 * 2**10
 """Bytes of JSON: servers take some tens of kibibytes of headers."""
+LARGEST_IN_VARIABLE = 64 * 2**10
+"""Bytes of JSON: Linux takes 128 KiB in one variable."""
+
+
+def task_variables(task: Task, seed: int, server: str) -> dict[str, str]:
+    """Raises EnvironmentFailure for a task that a variable can't hold."""
+    content = _content(task, LARGEST_IN_VARIABLE, server, "give it a file to read")
+    return {"AGENTEVO_TASK": content.decode(), **attempt_variables(task, seed)}
+
+
+def attempt_variables(task: Task, seed: int) -> dict[str, str]:
+    """What every server that is started knows of its attempt."""
+    return {"AGENTEVO_TASK_ID": task.id, "AGENTEVO_SEED": str(seed)}
 
 
 def task_headers(task: Task, seed: int, server: str) -> dict[str, str]:
     """Raises EnvironmentFailure for a task that headers can't hold."""
-    content = msgspec.json.encode(task)
-    if len(content) > LARGEST_TASK:
+    remedy = "use a server that is started by a `command`"
+    content = _content(task, LARGEST_IN_HEADERS, server, remedy)
+    return {TASK_HEADER: base64.b64encode(content).decode(), SEED_HEADER: str(seed)}
+
+
+def _content(task: Task, at_most: int, server: str, remedy: str) -> bytes:
+    """What is told, as JSON. Raises EnvironmentFailure for more than fits."""
+    kept_back = (STATE_CHECKS, SOLVED_BY_CALLS)
+    metadata = {key: value for key, value in task.metadata.items() if key not in kept_back}
+    content = msgspec.json.encode(msgspec.structs.replace(task, answer=None, metadata=metadata))
+    if len(content) > at_most:
         raise EnvironmentFailure(
             f"the task {task.id!r} has {len(content):,} bytes, and `send_task` of the MCP server "
-            f"{server!r} can tell of {LARGEST_TASK:,}: use a server that is started by a `command`"
+            f"{server!r} can tell of {at_most:,}: {remedy}"
         )
-    return {TASK_HEADER: base64.b64encode(content).decode(), SEED_HEADER: str(seed)}
+    return content

@@ -33,6 +33,24 @@ def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return first | {key: one for key, one in schema.items() if key not in first}
 
 
+def object_schema(schema: Any) -> dict[str, Any]:
+    """A tool's schema as chat templates and parsers read it: that of an object, whose properties
+    are schemas. What is none says nothing of the arguments."""
+    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
+    required = schema.get("required", []) if isinstance(schema, dict) else None
+    if (
+        not isinstance(properties, dict)
+        or not isinstance(required, list)
+        or schema.get("type", "object") != "object"
+        or not isinstance(schema.get("$schema", ""), str)
+        or not all(isinstance(one, (dict, bool)) for one in properties.values())
+        or not all(isinstance(one, str) for one in required)
+    ):
+        return {"type": "object", "properties": {}}
+
+    return ordered_schema({**schema, "type": "object", "properties": properties})
+
+
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tool, as the policy is told of it."""
 
@@ -96,6 +114,12 @@ class ToolSession(Protocol):
     @property
     def instructions(self) -> str:
         """What the policy reads of these tools before the task; empty where that is nothing."""
+        ...
+
+    @property
+    def num_losses(self) -> int:
+        """How often the state that calls had left was lost, such as with a server that had to be
+        started again: what is asked after that says nothing of those calls."""
         ...
 
     async def prepare(self) -> None:

@@ -9,16 +9,20 @@ What goes wrong with a call becomes its result, which says so: an unknown tool, 
 no JSON or not what the tool takes, no answer in time, a server that is gone, an exception of the
 tool's code. It costs the call and nothing else; each is counted (METRICS). The policy knows a tool
 by its own name, with "_" for what APIs and chat templates don't take in one; where two toolsets
-have one of the same name, each of these is TOOLSET__NAME.
+have one of the same name, each of these is TOOLSET__NAME. Where names of one toolset become the
+same, or hold no letter that is taken, all but one have a number (`a_b_2`, `tool_2`); one that is
+too long ends in a part of its digest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -170,9 +174,11 @@ class AttemptTools:
         show: Callable[[str, Exception], None],
         checks: Sequence[StateCheck] = (),
     ) -> None:
-        """`checks`: what the task says of the state that is to be left. Raises ConfigError for
-        tools that can't be told apart, and where there are none."""
+        """`checks`: what the task says of the state that is to be left. Raises ConfigError where
+        there are no tools."""
         self._sessions = sessions
+        self._num_losses = {id(session): session.num_losses for _, session in sessions}
+        """Before the attempt."""
         self._cache = cache
         self._show = show
         self._checks = checks
@@ -232,6 +238,9 @@ class AttemptTools:
             limit = asyncio.timeout(limit_s)
             try:
                 async with limit:
+                    if offer.toolset.has_outcome:
+                        await session.prepare()
+                        self._check_kept(offer, session)
                     found[offer.toolset.name] = await session.outcome()
             except TimeoutError as error:
                 if not limit.expired():  # it is the tool's own
@@ -247,7 +256,8 @@ class AttemptTools:
         return {name: one for name, one in found.items() if one is not None}
 
     async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
-        """The result of a call that is not the policy's, and whether a tool gave it."""
+        """The result of a call that is not the policy's, and whether a tool gave it. Raises
+        EnvironmentFailure where it says nothing of the attempt."""
         metrics = self.metrics
         condense = self.condense
         self.metrics = Counter()
@@ -259,7 +269,18 @@ class AttemptTools:
             self.metrics = metrics
             self.condense = condense
 
+        bound = self._found(call.name)
+        if bound is not None:
+            self._check_kept(bound.offer, bound.session)
         return result, was_answered
+
+    def _check_kept(self, offer: _Offer, session: ToolSession) -> None:
+        """Raises EnvironmentFailure where the state that the attempt's calls left was lost."""
+        if session.num_losses > self._num_losses[id(session)]:
+            raise EnvironmentFailure(
+                f"the server of the tools {offer.toolset.name!r} went away in the attempt, and was "
+                "started again: what it says of the state is not what the calls left"
+            )
 
     async def _answered(self, call: ToolCall) -> ToolResult:
         async with record_call("tool", call.name) as recorded:
@@ -408,21 +429,47 @@ def _error(text: str) -> ToolResult:
 
 
 def _named(tools: Sequence[_Bound]) -> dict[str, _Bound]:
-    """By the names that the policy knows. Raises ConfigError for two of one name."""
-    counts = Counter(_NOT_IN_NAMES.sub("_", one.spec.name) for one in tools)
-    named: dict[str, _Bound] = {}
+    """By the names that the policy knows, in order."""
+    owners: dict[str, set[str]] = {}
     for one in tools:
-        name = _NOT_IN_NAMES.sub("_", one.spec.name)
-        if counts[name] > 1:
-            name = f"{_NOT_IN_NAMES.sub('_', one.offer.toolset.name)}__{name}"
+        owners.setdefault(_plain_name(one.spec.name), set()).add(one.offer.toolset.name)
 
-        if name in named or len(name) > MAX_NAME:
-            why = "there are two of it" if name in named else f"longer than {MAX_NAME} characters"
-            raise ConfigError(
-                f"agent.tools: the tool {name!r} of {one.offer.toolset.name!r}: {why}; leave one "
-                "out by `exclude`, or name the entry otherwise"
-            )
+    wanted = []
+    for one in tools:
+        name = _plain_name(one.spec.name)
+        if len(owners[name]) > 1:
+            name = f"{_plain_name(one.offer.toolset.name)}__{name}"
+        wanted.append(_short_name(name))
 
-        named[name] = one
+    # Whoever is called so keeps the name, and others get another one, whichever comes first.
+    names: dict[int, str] = {}
+    taken = set[str]()
+    for number in sorted(range(len(tools)), key=lambda i: wanted[i] != tools[i].spec.name):
+        names[number] = _free_name(wanted[number], taken)
+        taken.add(names[number])
 
-    return named
+    return {names[number]: one for number, one in enumerate(tools)}
+
+
+def _plain_name(name: str) -> str:
+    """With what APIs take in a name."""
+    plain = _NOT_IN_NAMES.sub("_", name)
+    return plain if plain.strip("_-") else "tool"
+
+
+def _short_name(name: str) -> str:
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MAX_NAME - len(digest) - 1]}_{digest}"
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """The name, or with the first number that makes it another one than all that are taken."""
+    found = name
+    for number in itertools.count(2):
+        if found not in taken:
+            break
+        end = f"_{number}"
+        found = f"{name[: MAX_NAME - len(end)]}{end}"
+    return found

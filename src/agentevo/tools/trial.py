@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentevo.config.tools import ToolSection
+from agentevo.models.tool_calls.parameters import referred_schema
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
@@ -145,9 +146,7 @@ def _resolved(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
             break
-        schema = whole
-        for name in filter(None, reference.removeprefix("#").split("/")):
-            schema = schema.get(name, {}) if isinstance(schema, Mapping) else {}
+        schema = referred_schema(whole, reference)
 
     return schema if isinstance(schema, Mapping) else {}
 

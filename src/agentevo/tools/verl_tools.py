@@ -21,8 +21,7 @@ from agentevo.console import to_stderr
 from agentevo.errors import ConfigError, described
 from agentevo.parsing import ParseError, parse_yaml, read_text
 from agentevo.rewards.returned import plain_number
-from agentevo.tools.mcp_connection import object_schema
-from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec, object_schema
 from agentevo.types import Task
 
 RELEASE_S = 10.0
@@ -72,6 +71,7 @@ class _Session:
     """One attempt's instances."""
 
     instructions = ""
+    num_losses = 0
 
     def __init__(self, tools: Sequence[tuple[ToolSpec, Any]], task: Task) -> None:
         self.specs: Sequence[ToolSpec] = [spec for spec, _ in tools]

@@ -1,4 +1,5 @@
-"""Passages by their words: SQLite's FTS5, ranked by BM25."""
+"""Passages by their words: SQLite's FTS5, ranked by BM25. Of a script that puts no space between
+words every letter is one (unspaced.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import threading
 from collections.abc import Sequence
 
 from agentevo.tools.corpus import MAX_QUERY, Passage
+from agentevo.tools.unspaced import separated
 
 MAX_TERMS = 32
 """Words of a query that are looked for, and pairs of them: the rarest say most, but which those are
 is not known."""
+LETTERS_OF_A_WORD = 2
+"""Of a script without spaces."""
 _WORD = re.compile(r"\w+")
 
 
@@ -29,7 +33,7 @@ class WordIndex:
         )
         self._database.executemany(
             "INSERT INTO passages (rowid, text) VALUES (?, ?)",
-            ((number, one.contents) for number, one in enumerate(passages)),
+            ((number, separated(one.contents)) for number, one in enumerate(passages)),
         )
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:
@@ -51,7 +55,9 @@ class WordIndex:
 def _match(query: str) -> str:
     """FTS5's query for any of the words, and for any two that stand side by side: what has a name
     of several words as a whole comes before what has its words here and there."""
-    words = _WORD.findall(query[:MAX_QUERY].lower())
+    query = query[:MAX_QUERY].lower()
+    words = _WORD.findall(separated(query))
+    most = MAX_TERMS if separated(query) == query else MAX_TERMS * LETTERS_OF_A_WORD
     pairs = [f"{one} {other}" for one, other in itertools.pairwise(words)]
-    terms = [list(dict.fromkeys(some))[:MAX_TERMS] for some in (words, pairs)]
+    terms = [list(dict.fromkeys(some))[:most] for some in (words, pairs)]
     return " OR ".join(f'"{term}"' for some in terms for term in some)

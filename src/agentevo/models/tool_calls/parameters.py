@@ -1,84 +1,169 @@
-"""Parameters that a notation writes bare, between tags, as JSON by the tool's own schema."""
+"""Parameters that a notation writes bare, between tags, as JSON by the tool's own schema.
+
+    the text as JSON, where it is JSON other than a string and the schema allows that value
+    the text as a string, elsewhere
+
+A schema allows what its `type`, `enum` and `const` say, what `$ref` to a place in the same schema
+and all of `allOf` say, and what one of `anyOf` and of `oneOf` says. It allows anything where it
+says nothing, or only too deep inside.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
-MAX_CHOICES = 8
-"""Choices of a schema (anyOf, oneOf) within one another that are looked into."""
+MAX_DEPTH = 16
+"""Schemas within one another, by choices and references, that are looked into."""
+MAX_SCHEMAS = 1_000
+"""Schemas that are looked into for one value: references may lead back."""
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_ANY = frozenset({"object", "array", "integer", "number", "boolean", "null"})
+_KINDS: dict[type, str] = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
 
 
 class ParameterTypes:
-    """What types the tools' parameters may have, from schemas in OpenAI's form."""
+    """What values the tools' parameters may have, from schemas in OpenAI's form."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self._properties: dict[str, Mapping[str, Any]] = {}
+        self._schemas: dict[str, Mapping[str, Any]] = {}
         for tool in tools or ():
             function = tool.get("function", tool)
-            schema = function.get("parameters") or {}
-            properties = schema.get("properties") if isinstance(schema, Mapping) else None
-            if isinstance(properties, Mapping):
-                self._properties[str(function.get("name"))] = properties
+            schema = function.get("parameters")
+            if isinstance(schema, Mapping):
+                self._schemas[str(function.get("name"))] = schema
 
     def json_of(self, tool: str, parameter: str, value: str) -> str:
-        """The value as JSON: a string where the schema says so, and what else it says where the
-        text can be read as that. A parameter without a schema is what its text says as JSON, and
-        a string where it says nothing."""
-        types = _types(self._properties.get(tool, {}).get(parameter))
-        others = types - {"string"} if types else _ANY
+        """The value as JSON; see the module. Python's words for true, false and null are read where
+        the schema says anything."""
+        check = _Check(self._schemas.get(tool, {}), parameter)
         plain = value.strip()
-        if others:
-            word = _PYTHON_WORDS.get(plain, plain) if types else plain
-            kind = _kind(word)
-            if kind in others or (kind == "integer" and "number" in others):
-                return word
+        word = _PYTHON_WORDS.get(plain, plain)
+        if word != plain and check.allows(_NOTHING):
+            word = plain
 
-        return json_text(value)
+        read = _read(word)
+        return word if read is not None and check.allows(read) else json_text(value)
 
 
-def _types(schema: Any, depth: int = 0) -> frozenset[str]:
-    """The types that a schema allows; empty where it does not say, or only too deep inside."""
-    if not isinstance(schema, Mapping) or depth > MAX_CHOICES:
-        return frozenset()
+@dataclass(frozen=True)
+class _Value:
+    """A value of JSON with its type; of an integer of thousands of digits the type alone."""
 
+    kind: str
+    content: Any = None
+
+    def equals(self, other: Any) -> bool:
+        kind = _KINDS.get(type(other))
+        are_numbers = {kind, self.kind} <= {"integer", "number"}
+        return (kind == self.kind or are_numbers) and bool(other == self.content)
+
+
+_NOTHING = _Value("nothing")
+"""What no schema allows that says anything."""
+
+
+class _Check:
+    """Whether a tool's schema allows a value of one of its parameters."""
+
+    def __init__(self, schema: Mapping[str, Any], parameter: str) -> None:
+        self._whole = schema
+        self._parameter = parameter
+        self._num_seen = 0
+
+    def allows(self, value: _Value) -> bool:
+        self._num_seen = 0
+        return self._allows(self._whole, value, is_whole=True, depth=0)
+
+    def _allows(self, schema: Any, value: _Value, *, is_whole: bool, depth: int) -> bool:
+        """`is_whole`: the schema is that of all arguments, and the value the parameter's."""
+        self._num_seen += 1
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH or self._num_seen > MAX_SCHEMAS:
+            return True
+
+        def allows(part: Any, *, is_whole: bool = is_whole) -> bool:
+            return self._allows(part, value, is_whole=is_whole, depth=depth + 1)
+
+        if is_whole:
+            properties = schema.get("properties")
+            known = properties if isinstance(properties, Mapping) else {}
+            part = known.get(self._parameter, schema.get("additionalProperties"))
+            if not allows(part, is_whole=False):
+                return False
+        elif not _fits(schema, value):
+            return False
+
+        parts = _listed(schema, "allOf")
+        if isinstance(schema.get("$ref"), str):
+            parts = [*parts, referred_schema(self._whole, schema["$ref"])]
+
+        choices = [options for key in ("anyOf", "oneOf") if (options := _listed(schema, key))]
+        return all(map(allows, parts)) and all(any(map(allows, one)) for one in choices)
+
+
+def _fits(schema: Mapping[str, Any], value: _Value) -> bool:
+    """What a schema says itself."""
     kinds = schema.get("type")
-    types = {kinds} if isinstance(kinds, str) else set()
+    if isinstance(kinds, str):
+        kinds = [kinds]
     if isinstance(kinds, list):
-        types |= {kind for kind in kinds if isinstance(kind, str)}
+        may_be_null = schema.get("nullable") is True
+        is_one = value.kind in kinds or (value.kind == "integer" and "number" in kinds)
+        if not is_one and not (may_be_null and value.kind == "null"):
+            return False
 
-    for choice in ("anyOf", "oneOf"):
-        options = schema.get(choice)
-        for option in options if isinstance(options, list) else ():
-            types |= _types(option, depth + 1)
-
-    if schema.get("nullable") is True and types:
-        types.add("null")
-
-    return frozenset(types)
+    stated = schema.get("enum")
+    if isinstance(stated, list) and not any(map(value.equals, stated)):
+        return False
+    return "const" not in schema or value.equals(schema["const"])
 
 
-def _kind(text: str) -> str | None:
-    """The JSON type of a text, None where it is no JSON or a string."""
-    if text in ("true", "false"):
-        return "boolean"
-    if text == "null":
-        return "null"
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    given = schema.get(key)
+    return given if isinstance(given, list) else []
+
+
+def referred_schema(whole: Any, reference: str) -> Any:
+    """The schema at a place of the whole one, such as `#/$defs/Filter`; an empty one where the
+    reference leads nowhere, or out of it."""
+    if not reference.startswith("#"):
+        return {}
+
+    for part in filter(None, unquote(reference[1:]).split("/")):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(whole, list) and name.isdecimal() and int(name) < len(whole):
+            whole = whole[int(name)]
+        elif isinstance(whole, Mapping) and name in whole:
+            whole = whole[name]
+        else:
+            return {}
+
+    return whole
+
+
+def _read(text: str) -> _Value | None:
+    """A text as JSON, None where it is none, or a string."""
     if _INTEGER.fullmatch(text):
-        return "integer"
+        return _Value("integer", int(text) if len(text) < 4_000 else None)
 
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        content = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
 
-    kinds = {dict: "object", list: "array", float: "number"}
-    return kinds.get(type(value))
+    return None if isinstance(content, str) else _Value(_KINDS[type(content)], content)
 
 
 def _refuse(constant: str) -> None:

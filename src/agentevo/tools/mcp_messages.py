@@ -1,0 +1,149 @@
+"""What an MCP server says, as the SDK takes it.
+
+The SDK refuses a message for one thing in it that the protocol does not allow: with a list of tools
+all tools, and with an answer that is none its request, which waits in vain. Here a list loses what
+is odd, and an answer that can't be read is an error of its request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from agentevo.tools.tool import object_schema
+
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def read_message(text: str) -> Any:
+    """A message for the SDK's session. Of a text that is none the reason, a ValueError, which a
+    session passes over."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter
+
+    try:
+        message = jsonrpc_message_adapter.validate_json(text, by_name=False)
+    except ValueError as error:
+        return _salvaged(text) or error
+
+    return SessionMessage(_usable(message))
+
+
+def refused(request_id: int | str, reason: str) -> Any:
+    """The message that says why the answer to a request is none."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
+
+    error = ErrorData(code=PARSE_ERROR, message=f"the server's answer can't be read: {reason}")
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=request_id, error=error))
+
+
+def problem_of(error: Exception) -> str:
+    """Why the SDK does not take a result, in one line."""
+    import pydantic
+
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error).partition("\n")[0]
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+@asynccontextmanager
+async def mended(transport: AbstractAsyncContextManager[Any]) -> AsyncIterator[tuple[Any, Any]]:
+    """A transport of the SDK's whose messages are read as above."""
+    async with transport as (read_stream, write_stream):
+        yield _MendedStream(read_stream), write_stream
+
+
+class _MendedStream:
+    """See mcp.shared._stream_protocols.ReadStream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    @property
+    def last_context(self) -> Any:
+        """The context of whoever sent the last message."""
+        return getattr(self._stream, "last_context", None)
+
+    async def receive(self) -> Any:
+        return _mended(await self._stream.receive())
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def __aiter__(self) -> _MendedStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _mended(await self._stream.__anext__())
+
+    async def __aenter__(self) -> _MendedStream:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: Any) -> Any:
+        return await self._stream.__aexit__(*exception)
+
+
+def _mended(item: Any) -> Any:
+    """A message, or what stands for one that the SDK could not read."""
+    import pydantic
+
+    if isinstance(item, pydantic.ValidationError):
+        text = item.errors(include_url=False)[0]["input"]
+        return read_message(text) if isinstance(text, str) else item
+    if not isinstance(item, Exception):
+        _usable(item.message)
+    return item
+
+
+def _salvaged(text: str) -> Any:
+    """A text that is no message: without halves of surrogate pairs, or as an error of the request
+    that it would answer; None where it answers none."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter
+
+    try:
+        tree = json.loads(text)
+        whole = _HALF_OF_A_PAIR.sub("\ufffd", json.dumps(tree, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return None
+
+    try:
+        message = jsonrpc_message_adapter.validate_json(whole, by_name=False)
+    except ValueError:
+        request_id = tree.get("id") if isinstance(tree, dict) and "method" not in tree else None
+        if not isinstance(request_id, (int, str)) or isinstance(request_id, bool):
+            return None
+        return refused(request_id, "it is no response of JSON-RPC 2.0")
+
+    return SessionMessage(_usable(message))
+
+
+def _usable(message: Any) -> Any:
+    """The message; where it lists tools, these in a form that the SDK takes."""
+    result = getattr(message, "result", None)
+    if isinstance(result, dict) and isinstance(result.get("tools"), list):
+        result["tools"] = [
+            _tool(one)
+            for one in result["tools"]
+            if isinstance(one, dict) and isinstance(one.get("name"), str) and one["name"]
+        ]
+    return message
+
+
+def _tool(listed: dict[str, Any]) -> dict[str, Any]:
+    """What is used of a tool."""
+    tool = {"name": listed["name"], "inputSchema": object_schema(listed.get("inputSchema"))}
+    if isinstance(listed.get("description"), str):
+        tool["description"] = listed["description"]
+
+    result = listed.get("outputSchema")
+    if isinstance(result, dict) and result.get("type") == "object":
+        tool["outputSchema"] = object_schema(result)
+    return tool

@@ -1,0 +1,88 @@
+"""Servers whose client was killed, and servers that wait for a package."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentevo.config.mcp import MCPServerSection
+from agentevo.errors import ToolUnavailableError
+from agentevo.event_loop import run_coroutine
+from agentevo.sandbox.programs import _own_folders
+from agentevo.tools.toolbox import Toolbox
+from agentevo.types import Task
+
+pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
+SUPPORT = Path(__file__).parents[1] / "support"
+CLIENT = """
+import asyncio, sys
+from agentevo.config.mcp import MCPServerSection
+from agentevo.tools.toolbox import Toolbox
+from agentevo.types import Task
+
+async def work():
+    box = Toolbox([MCPServerSection(name="s", command=sys.argv[1], args=sys.argv[2:])])
+    async with box.open(Task(id="t"), 0):
+        print("open", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(work())
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_on_ends_with_a_client_that_was_killed(tmp_path):
+    """It is the child of a shell, as those that npx starts are."""
+    server = [sys.executable, str(SUPPORT / "odd_mcp_server.py"), "--stays", str(tmp_path)]
+    words = ["sh", "-c", '"$@"; true', "sh", *server]
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, *words], stdout=subprocess.PIPE)
+    try:
+        assert client.stdout is not None and client.stdout.readline() == b"open\n"
+        started = [
+            one
+            for one in psutil.Process(client.pid).children(recursive=True)
+            if str(tmp_path) in one.cmdline()
+        ]
+        assert len(started) >= 2
+    finally:
+        os.kill(client.pid, signal.SIGKILL)
+        client.wait()
+
+    _, alive = psutil.wait_procs(started, timeout=300)
+    assert not alive
+
+
+def test_a_program_that_waits_for_a_package_is_told_so(tmp_path):
+    program = tmp_path / "npx"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    section = MCPServerSection(
+        name="s", command=str(program), args=("-y", "some-server"), start_timeout_s=0.2
+    )
+
+    async def work():
+        async with Toolbox([section]).open(Task(id="t"), 0):
+            pass
+
+    with pytest.raises(ToolUnavailableError, match=r"npx fetches a package .* install the package"):
+        run_coroutine(work())
+
+
+def test_a_program_of_npm_is_shown_with_its_packages_and_its_interpreter(tmp_path, monkeypatch):
+    node = tmp_path / "bin" / "node"
+    package = tmp_path / "app" / "node_modules" / "server"
+    for folder in (node.parent, package, package.parent / ".bin"):
+        folder.mkdir(parents=True, exist_ok=True)
+    node.write_text("")
+    node.chmod(0o755)
+    (package / "index.js").write_text("#!/usr/bin/env node\n")
+    link = package.parent / ".bin" / "server"
+    link.symlink_to("../server/index.js")
+    monkeypatch.setenv("PATH", str(node.parent), prepend=os.pathsep)
+    assert set(_own_folders(str(link))) == {str(package.parent), str(node)}
