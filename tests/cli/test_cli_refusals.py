@@ -103,7 +103,6 @@ def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
         (["train", "small.yaml", "run.name=" + "x" * 300], "has 300 bytes"),
         (["train", "small.yaml", "run.dir=small.yaml"], "small.yaml is a file: give another"),
         (["train", "small.yaml", "run.dir=/dev/null/x"], "/dev/null is no folder"),
-        (["train", "small.yaml", "run.dir=/proc/x/y"], "run.dir=/proc/x/y can't be made"),
         (["train", "small.yaml", "run.dir=a\0b"], "has a NUL character"),
         (["train", "\udcff.yaml"], "is not UTF-8"),
         (["report", "x" * 300], "a name of 300 bytes"),
@@ -209,6 +208,12 @@ tasks: {eval: held_out.jsonl, self_play: test_refused_sums}
 rewards: [exact_match]
 trainer: {groups_per_step: 4, group_size: 4}
 """
+
+
+def test_a_folder_that_nobody_can_make_is_refused_without_a_traceback(agentevo):
+    code, _, err = agentevo("train", "small.yaml", "run.dir=/proc/x/y")
+    assert code == 2
+    assert "run.dir=/proc/x/y can't be made" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("words", [["train", "--dry-run"], ["doctor"]], ids=" ".join)

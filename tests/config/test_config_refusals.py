@@ -428,3 +428,9 @@ def test_no_pydantic_location_or_text_leaks():
     assert "int" not in str(caught.value).replace("integer", "").split()
     assert "Input should" not in str(caught.value)
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_cold_start_needs_an_environment_whose_solver_plays():
+    written = "tasks: t.jsonl\nagent: {type: single_turn}\nrewards: [exact_match]\n"
+    lines = refusal(written, "cold_start.episodes=10")
+    assert any("names no environment: set cold_start.episodes=0" in line for line in lines), lines

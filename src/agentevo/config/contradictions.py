@@ -51,6 +51,13 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
             "trainer.groups_per_step"
         )
 
+    if config.cold_start.episodes and config.environment is None:
+        problems.append(
+            f"cold_start.episodes={config.cold_start.episodes} are played by an environment's own "
+            "solver, and the recipe names no environment: set cold_start.episodes=0, and teach "
+            "from conversations with `agentevo sft` (data.train)"
+        )
+
     problems += _of_the_model(config)
     problems += name_problems(list(config.remote_models), config.model.name)
     return problems + unknown_helpers(config.remote_models, config.agent)
