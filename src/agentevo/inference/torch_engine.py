@@ -363,7 +363,8 @@ class TorchEngine:
         self, what: str, in_flight: InFlight, deadline_s: float
     ) -> AsyncIterator[None]:
         """Queued requests wait while it is open. With "finish" it opens when no request that has
-        begun is left; until then, failing or being cancelled leaves all as it was. One at a time."""
+        begun is left; until then, failing or being cancelled leaves all as it was. One at a
+        time."""
         holding = False
         try:
             try:
