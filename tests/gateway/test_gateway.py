@@ -7,6 +7,8 @@ import asyncio
 import json
 import threading
 
+import pytest
+
 from agentevo.errors import EngineUnavailableError
 from agentevo.types import Completion, Message
 
@@ -36,6 +38,29 @@ def test_a_history_that_comes_back_extends_the_recorded_tokens(gateway_of):
     known = len(turns[0].prompt_ids) + len(turns[0].completion_ids)
     assert counted["prompt_tokens_details"]["cached_tokens"] == known
     assert counted["prompt_tokens"] == known + len(turns[1].prompt_ids)
+
+
+@pytest.mark.parametrize("content", ["", None, "left"])
+def test_an_answer_that_comes_back_last_extends_its_turn(gateway_of, content):
+    """A client goes on from an answer that is empty or was cut off."""
+
+    async def talk():
+        async with gateway_of([content or "", "right", content or "", "right"]) as opened:
+            policy = opened.policy()
+            await opened.post(policy, ASK)
+            messages = [USER, {"role": "assistant", "content": content}]
+            chat = (await opened.post(policy, {**ASK, "messages": messages})).json()
+
+            first = (await opened.post(policy, {"input": [USER]}, "/responses")).json()
+            body = {"input": [USER, *first["output"]]}
+            response = (await opened.post(policy, body, "/responses")).json()
+            return chat, response, policy
+
+    chat, response, policy = run(talk())
+    assert chat["choices"][0]["message"]["content"] == "right"
+    assert response["output"][0]["content"][0]["text"] == "right"
+    assert [turn.parent for turn in policy.turns] == [None, 0, None, 2]
+    assert policy.conversation.metrics() == {}
 
 
 def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of):

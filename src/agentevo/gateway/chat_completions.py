@@ -145,6 +145,8 @@ def _plain(message: Any, number: int) -> Any:
 
     if plain.get("role") == "developer":
         plain["role"] = "system"
+    if plain.get("role") == "assistant" and plain.get("content") is None:
+        plain["content"] = ""  # how some clients keep an answer that says nothing
 
     return plain
 

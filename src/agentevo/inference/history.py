@@ -184,15 +184,17 @@ class Histories:
     """Some answer was passed on to a client."""
 
     def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> Found:
-        """The last message is a new one, whatever it says. Nothing is added."""
+        """The last message is a new one unless it is an assistant's: a client goes on from an
+        answer without a word of its own, such as from one that was cut off. Nothing is added."""
         root = self.roots.get(tools) or Node(tools)
         places = places_of(messages)
+        goes_on = bool(messages) and messages[-1].role == "assistant"
 
         answer: Node | None = None
         otherwise: _Step | None = None
         reached = [_Reached(root)]
         matched = 0
-        for number, message in enumerate(messages[:-1]):
+        for number, message in enumerate(messages if goes_on else messages[:-1]):
             first = reached[0].node
             if len(reached) == len(first.children) == 1 and first.exact(message):
                 reached[0].node = first.children[0]
