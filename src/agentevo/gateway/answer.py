@@ -71,7 +71,7 @@ class Answer:
         self._parse = (
             None
             if request.is_plain
-            else chat.parser.stream(opening=opening, tools=request.tools, calls=bool(request.tools))
+            else chat.parser.stream(opening=opening, tools=request.tools, calls=request.may_call)
         )
         self._echo = echo
         self._request = request

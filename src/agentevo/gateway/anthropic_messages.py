@@ -125,7 +125,7 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
 
     return ModelRequest(
         prompt=prompt_of(body),
-        tools=tools if tools and choice.may_call else None,
+        tools=tools or None,
         form=choice.form(schema),
         model=str(body.get("model") or "policy"),
         **more,

@@ -104,7 +104,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
-        tools=tools if tools and choice.may_call else None,
+        tools=tools or None,
         form=choice.form(schema, strict=is_strict(wanted)),
         overrides=sampling_of(
             body,

@@ -181,13 +181,11 @@ class Choice:
     """The only one that may be called."""
     parallel: bool = True
 
-    @property
-    def may_call(self) -> bool:
-        return self.kind != "none"
-
     def form(self, schema: Schema | None, *, strict: bool = False) -> AnswerForm | None:
         """What the answer has to look like; `schema`: the JSON that it is otherwise to be. None
         where it may be any text."""
+        if self.kind == "none":
+            return AnswerForm(schema=schema, calls="none", strict=strict)
         if self.kind == "required":
             return AnswerForm(calls="required", tool=self.tool, parallel=self.parallel)
         if schema is None and self.parallel:

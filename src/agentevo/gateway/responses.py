@@ -143,7 +143,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         asked=body.get("input", []),
         echoed=echoed,
         memory=memory if body.get("store") is None or boolean(body, "store") else None,
-        tools=tools if tools and choice.may_call else None,
+        tools=tools or None,
         form=choice.form(schema, strict=is_strict(wanted)),
         overrides=sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
         model=str(body.get("model") or "policy"),
