@@ -77,6 +77,7 @@ _KNOWN = {
     "background",
     "prompt_cache_retention",
     "prompt_cache_options",
+    "client_metadata",
     "return_token_ids",
     "temperature",
     "top_p",
