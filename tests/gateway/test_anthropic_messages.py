@@ -362,6 +362,34 @@ def test_what_has_no_effect_is_taken_and_the_recipe_s_distribution_stays(gateway
     assert [message.role for message in turn.messages] == ["system", "user", "assistant"]
 
 
+@pytest.mark.parametrize("path", ["/messages", "/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "word " * 2**18}],
+        [{"role": "user", "content": [{"type": "text", "text": "word " * 2**10}] * 2**8}],
+        [{"role": "user", "content": ""}] * 2**16,
+        [{"role": "assistant", "content": "x" * 2**20}, USER],
+    ],
+)
+def test_what_is_far_too_long_is_not_encoded(gateway_of, chat, monkeypatch, path, messages):
+    def encoded(*_, **__):
+        raise AssertionError("it takes seconds, and memory that stays")
+
+    async def talk():
+        async with gateway_of([]) as opened:
+            policy = opened.policy(context_length=10_000)
+            monkeypatch.setattr(chat, "_encode", encoded)
+            asks = {"messages": messages}
+            return await posted(
+                opened, policy, asks | ({} if "count" in path else {"max_tokens": 1}), path
+            )
+
+    answer = run(talk())
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+
+
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"
 
 
@@ -443,7 +471,7 @@ def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded)
     assert not recorded
 
 
-def test_counting_records_nothing_and_has_no_limit(gateway_of):
+def test_counting_records_nothing_and_goes_beyond_the_context(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"] * 2) as opened:
             policy = opened.policy("a")

@@ -362,11 +362,11 @@ def test_hints_change_nothing(gateway_of):
 def test_a_seed_below_zero_is_one_like_any_other(gateway_of):
     async def seeds(*asked):
         async with gateway_of(["left"] * 4) as opened:
+            policy = opened.policy()
             for seed in asked:
-                policy = opened.policy()
                 answer = await opened.post(policy, {**ASK, "seed": seed})
                 assert answer.status_code == 200, answer.text
-            return [sampling.seed for _, sampling in opened.engine.requests]
+            return [turn.seed for turn in policy.turns]
 
     first, same, other, lowest = run(seeds(-7, -7, -8, -(2**63)))
     assert first == same != other
