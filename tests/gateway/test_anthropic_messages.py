@@ -14,6 +14,7 @@ from chat_templates import HERMES, NAMES_RESULTS, tokenizer_with
 
 from agentevo.errors import EngineUnavailableError
 from agentevo.models.chat import ChatFormat
+from agentevo.types import Message
 
 AGENT = {**ASK, "tools": [TOOL], "system": "Be brief."}
 
@@ -302,6 +303,7 @@ REFUSED = [
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"output_config": {"task_budget": 5}}, "output_config.task_budget"),
     ({"thread": {"type": "create"}}, "threads are not supported"),
 ]
 NESTED = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, '
@@ -360,6 +362,60 @@ def test_what_has_no_effect_is_taken_and_the_recipe_s_distribution_stays(gateway
     assert [message.role for message in turn.messages] == ["system", "user", "assistant"]
 
 
+@pytest.mark.parametrize("path", ["/messages", "/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "word " * 2**18}],
+        [{"role": "user", "content": [{"type": "text", "text": "word " * 2**10}] * 2**8}],
+        [{"role": "user", "content": ""}] * 2**16,
+        [{"role": "assistant", "content": "x" * 2**20}, USER],
+    ],
+)
+def test_what_is_far_too_long_is_not_encoded(gateway_of, chat, monkeypatch, path, messages):
+    def encoded(*_, **__):
+        raise AssertionError("it takes seconds, and memory that stays")
+
+    async def talk():
+        async with gateway_of([]) as opened:
+            policy = opened.policy(context_length=10_000)
+            monkeypatch.setattr(chat, "_encode", encoded)
+            asks = {"messages": messages}
+            return await posted(
+                opened, policy, asks | ({} if "count" in path else {"max_tokens": 1}), path
+            )
+
+    answer = run(talk())
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize("form", ["block", "text"])
+def test_a_header_that_changes_with_every_request_is_no_part_of_the_prompt(gateway_of, form):
+    def system(number):
+        header = BILLING.format(number)
+        if form == "text":
+            return f"{header}\nBe brief."
+        blocks = [header, "Be ", "brief."]
+        return [{"type": "text", "text": text} for text in blocks]
+
+    async def talk():
+        async with gateway_of(["left", "right"]) as opened:
+            policy = opened.policy()
+            first = await created(opened, policy, {**ASK, "system": system(1)})
+            said = {"role": "assistant", "content": first["content"]}
+            messages = [*ASK["messages"], said, *ASK["messages"]]
+            await created(opened, policy, {**ASK, "messages": messages, "system": system(2)})
+            return policy.turns
+
+    turns = run(talk())
+    assert [turn.parent for turn in turns] == [None, 0]
+    assert turns[0].messages[0] == Message("system", "Be brief.")
+
+
 def test_failures_have_the_api_s_names_and_statuses(gateway_of):
     async def talk():
         says = [EngineUnavailableError("no engine answers")]
@@ -415,7 +471,7 @@ def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded)
     assert not recorded
 
 
-def test_counting_records_nothing_and_has_no_limit(gateway_of):
+def test_counting_records_nothing_and_goes_beyond_the_context(gateway_of):
     async def talk():
         async with gateway_of(["left", "right"] * 2) as opened:
             policy = opened.policy("a")

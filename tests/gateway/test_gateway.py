@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+from pathlib import Path
+
+import pytest
 
 from agentevo.errors import EngineUnavailableError
+from agentevo.gateway import anthropic_messages, chat_completions, completions, responses
 from agentevo.types import Completion, Message
 
 USER = {"role": "user", "content": "left or right ?"}
@@ -36,6 +41,29 @@ def test_a_history_that_comes_back_extends_the_recorded_tokens(gateway_of):
     known = len(turns[0].prompt_ids) + len(turns[0].completion_ids)
     assert counted["prompt_tokens_details"]["cached_tokens"] == known
     assert counted["prompt_tokens"] == known + len(turns[1].prompt_ids)
+
+
+@pytest.mark.parametrize("content", ["", None, "left"])
+def test_an_answer_that_comes_back_last_extends_its_turn(gateway_of, content):
+    """A client goes on from an answer that is empty or was cut off."""
+
+    async def talk():
+        async with gateway_of([content or "", "right", content or "", "right"]) as opened:
+            policy = opened.policy()
+            await opened.post(policy, ASK)
+            messages = [USER, {"role": "assistant", "content": content}]
+            chat = (await opened.post(policy, {**ASK, "messages": messages})).json()
+
+            first = (await opened.post(policy, {"input": [USER]}, "/responses")).json()
+            body = {"input": [USER, *first["output"]]}
+            response = (await opened.post(policy, body, "/responses")).json()
+            return chat, response, policy
+
+    chat, response, policy = run(talk())
+    assert chat["choices"][0]["message"]["content"] == "right"
+    assert response["output"][0]["content"][0]["text"] == "right"
+    assert [turn.parent for turn in policy.turns] == [None, 0, None, 2]
+    assert policy.conversation.metrics() == {}
 
 
 def test_it_gives_ids_logprobs_and_versions_on_request(gateway_of):
@@ -117,7 +145,14 @@ REFUSED = [
     ({"temperature": -1}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"max_tokens": 0}, "max_new_tokens"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"seed": 0.5}, "seed"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "model.chat_template"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"modalities": "text"}, "modalities"),
+    ({"return_tokens_as_token_ids": True}, "return_token_ids"),
+    ({"functions": [{"name": "f"}]}, "use tools"),
+    ({"messages": [{**USER, "images": ["x"]}]}, "images"),
     ({"stop": [1]}, "stop"),
     ({"frequency_penalty": 2.1}, "frequency_penalty"),
     ({"presence_penalty": -(10**400)}, "presence_penalty"),
@@ -288,6 +323,92 @@ def test_an_engine_that_fails_is_a_server_error_and_ends_the_attempt(gateway_of)
     answer, broken = run(talk())
     assert answer.status_code == 503
     assert isinstance(broken, EngineUnavailableError)
+
+
+HINTS = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "auto",
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "prediction": {"type": "content", "content": "right"},
+    "safety_identifier": "s",
+    "client_metadata": {"x-codex-installation-id": "c"},
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "modalities": ["text"],
+    "chat_template_kwargs": {},
+    "seed": -1,
+}
+
+
+def test_hints_change_nothing(gateway_of):
+    """Nor do a client's own keys of messages."""
+
+    async def talk(**more):
+        async with gateway_of(["left", "right"]) as opened:
+            policy = opened.policy()
+            said = (await opened.post(policy, {**ASK, **more})).json()["choices"][0]["message"]
+            messages = [{**USER, "extra": {"n": 1}}, {**said, "extra": {"model_type": "m"}}]
+            body = {**ASK, **more, "messages": [*messages, {**USER, "uuid": "x"}]}
+            answer = await opened.post(policy, body)
+            assert answer.status_code == 200, answer.text
+            return policy.turns
+
+    assert run(talk(**HINTS)) == run(talk())
+
+
+def test_a_seed_below_zero_is_one_like_any_other(gateway_of):
+    async def seeds(*asked):
+        async with gateway_of(["left"] * 4) as opened:
+            policy = opened.policy()
+            for seed in asked:
+                answer = await opened.post(policy, {**ASK, "seed": seed})
+                assert answer.status_code == 200, answer.text
+            return [turn.seed for turn in policy.turns]
+
+    first, same, other, lowest = run(seeds(-7, -7, -8, -(2**63)))
+    assert first == same != other
+    assert min(first, other, lowest) >= 0
+
+
+def test_a_model_is_found_by_its_name_and_an_unknown_route_is_refused_in_the_api_s_form(gateway_of):
+    async def talk():
+        async with gateway_of([]) as opened:
+            policy = opened.policy()
+            key = {"Authorization": f"Bearer {policy.api_key}"}
+            anthropic = {**key, "anthropic-version": "2023-06-01"}
+
+            async def got(path, headers=key):
+                answer = await opened.http.get(policy.base_url + path, headers=headers)
+                return answer.status_code, answer.json()
+
+            return [
+                await got("/models/tiny"),
+                await got("/models/org/other"),
+                await got("/embeddings"),
+                await got("/chat/completions"),
+                await got("/messages/batches"),
+                await got("/organizations", anthropic),
+            ]
+
+    model, missing, *openai, batches, other = run(talk())
+    assert model[0] == 200 and model[1]["id"] == "tiny"
+    assert missing[0] == 404 and missing[1]["error"]["code"] == "model_not_found"
+    assert [status for status, _ in openai] == [404, 405]
+    for _, body in openai:
+        assert body["error"]["type"] == "invalid_request_error" and body["error"]["message"]
+    for status, body in (batches, other):
+        assert status == 404 and body["type"] == "error"
+        assert body["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("api", [chat_completions, completions, responses, anthropic_messages])
+def test_every_field_that_is_taken_is_on_the_page(api):
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    fields = api._KNOWN - {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+    assert {f for f in fields if not re.search(rf"[`(]{f}\b", page)} == set()
 
 
 def test_models_are_listed_for_those_who_have_a_key(gateway_of):

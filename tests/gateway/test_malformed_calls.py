@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,68 @@ def loaded():
 @pytest.fixture(scope="module")
 def chat(loaded):
     return ChatFormat(loaded.tokenizer)
+
+
+def of_a_client(text):
+    """The message that a client keeps of a stream."""
+    calls = {}
+    content = ""
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                content += choice["delta"].get("content") or ""
+                for call in choice["delta"].get("tool_calls", ()):
+                    kept = calls.setdefault(call["index"], {"type": "function", "function": {}})
+                    kept |= {"id": call["id"]} if "id" in call else {}
+                    for key, piece in call["function"].items():
+                        kept["function"][key] = kept["function"].get(key, "") + piece
+    return {"role": "assistant", "content": content, "tool_calls": list(calls.values())}
+
+
+@pytest.mark.parametrize("api", ["/chat/completions", "/responses", "/messages"])
+@pytest.mark.parametrize("whole_calls", [False, True])
+def test_a_call_that_is_none_may_be_held_back(gateway_of, api, whole_calls):
+    function = TOOL["function"]
+    tools = {
+        "/chat/completions": [TOOL],
+        "/responses": [{"type": "function", **function}],
+        "/messages": [{"name": "add", "input_schema": {"type": "object"}}],
+    }
+    body = {"model": "m", "tools": tools[api], "stream": True}
+    body |= {"input": "?"} if api == "/responses" else {"messages": BODY["messages"]}
+    limit = "max_output_tokens" if api == "/responses" else "max_tokens"
+
+    async def talk():
+        async with gateway_of([f"{CUT}\n{WHOLE}"], whole_calls=whole_calls) as opened:
+            policy = opened.policy(context_length=4096)
+            return (await opened.post(policy, {**body, limit: 500}, api)).text
+
+    text = asyncio.run(talk())
+    begun = {
+        "/chat/completions": r'"id":"call_',
+        "/responses": r'"type":"response.output_item.added"[^\n]*"function_call"',
+        "/messages": r'"type":"tool_use"',
+    }
+    assert len(re.findall(begun[api], text)) == (1 if whole_calls else 2)
+
+
+def test_a_history_goes_on_where_broken_calls_are_held_back(gateway_of):
+    async def talk():
+        async with gateway_of([f"{CUT}\n{WHOLE}", "2"], whole_calls=True) as opened:
+            policy = opened.policy(context_length=4096)
+            body = {**BODY, "max_tokens": 500}
+            said = of_a_client((await opened.post(policy, {**body, "stream": True})).text)
+            (call,) = said["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+            result = {"role": "tool", "content": "1", "tool_call_id": call["id"]}
+            messages = [*BODY["messages"], said, result]
+            await opened.post(policy, {**body, "messages": messages})
+            return policy
+
+    policy = asyncio.run(talk())
+    assert [turn.parent for turn in policy.turns] == [None, 0]
+    assert policy.conversation.drift.counts == {}
 
 
 @pytest.mark.parametrize("stream", [False, True])

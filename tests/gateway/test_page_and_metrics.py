@@ -103,6 +103,7 @@ def test_the_page_has_every_route_once_and_says_who_may_ask(gateway_of):
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",
+        "/v1/models/{name}",
     }
     assert set(paths) - {path for path in paths if path.startswith("/v1")} == {
         "/s/{key}/reward",

@@ -398,7 +398,6 @@ REFUSED = [
     ({"input": [{"type": ["message"]}]}, "item 1"),
     ({"input": [{"role": "user"}]}, "no content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
-    ({"input": [{"role": "user", "content": "x", "wish": 1}]}, "wish"),
     ({"input": [{"type": "function_call", "call_id": "c"}]}, "no name"),
     ({"input": [{"type": "function_call", "call_id": 1, "name": "f"}]}, "call_id"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "encrypted_content"),

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from babbling import ASKED, CHATS, Babbling, conversation_on, trajectory
+from babbling import ASKED, CHATS, Babbling, Saying, conversation_on, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +40,8 @@ def turns_by_scanning(
     contexts: list[list[int]] = []
     turns: list[Any] = []
     for call, messages in enumerate(histories):
-        sizes = [s for s in range(len(messages) - 1, 0, -1) if tuple(messages[:s]) in conversations]
+        longest = len(messages) - (messages[-1].role != "assistant")
+        sizes = [s for s in range(longest, 0, -1) if tuple(messages[:s]) in conversations]
         parent = conversations[tuple(messages[: sizes[0]])] if sizes else None
         new = messages[sizes[0] if sizes else 0 :]
         if parent is None:
@@ -72,8 +73,10 @@ def next_history(
     turn = rng.choice(turns)
     history = [*histories[turn.index], turn.messages[-1], question]
     kind = rng.random()
-    if kind < 0.6:
+    if kind < 0.45:
         return history
+    if kind < 0.6:
+        return history[:-1]  # without a word of its own
     if kind < 0.75:
         return histories[turn.index]  # the same question again
 
@@ -190,6 +193,48 @@ def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
     prompts = {sampling.seed: prompt for prompt, sampling in engine.requests}
     whole = trajectory(conversation)
     assert all(whole.context_ids(turn.index) == prompts[turn.seed] for turn in recorded)
+
+
+@pytest.mark.parametrize("name", list(CHATS))
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_an_answer_that_comes_back_last_is_gone_on_from(name, ended, is_empty) -> None:
+    """Also where it was cut off, or says nothing."""
+    chat = CHATS[name]
+    said = [] if is_empty else [70, 71]
+    answers = [[*said, chat.end_of_turn_id] if ended else [*said, 72], [73, chat.end_of_turn_id]]
+    engine = Saying(chat, [*answers, answers[1]])
+    conversation = conversation_on(engine)
+
+    (first,) = asyncio.run(conversation.complete(ASKED[:1]))
+    history = [ASKED[0], first.messages[-1]]
+    (second,) = asyncio.run(conversation.complete(history))
+    (third,) = asyncio.run(conversation.complete([*history, second.messages[-1], ASKED[1]]))
+
+    assert [turn.parent for turn in (first, second, third)] == [None, 0, 1]
+    assert second.messages == [second.messages[-1]]
+    drawn = [*engine.requests[0][0], *answers[0]]
+    assert engine.requests[1][0][: len(drawn)] == drawn
+    if ended:
+        text = chat.tokenizer.decode(answers[0][:-1])
+        whole = chat.first_prompt([ASKED[0], Message("assistant", text)])
+        header = chat.tokenizer.decode(engine.requests[1][0][len(drawn) :])
+        assert chat.tokenizer.decode(whole).endswith(header), "as the template writes it"
+
+    drift = conversation.drift
+    assert drift.counts == {} and (drift.extended, drift.branched) == (2, 0)
+
+
+def test_an_answer_that_comes_back_last_and_edited_is_counted() -> None:
+    conversation = conversation_on(Babbling(CHAT))
+    (first,) = asyncio.run(conversation.complete(ASKED[:1]))
+    edited = Message("assistant", f"{first.messages[-1].text} and more")
+    (second,) = asyncio.run(conversation.complete([ASKED[0], edited]))
+    assert second.parent is None
+    assert conversation.drift.counts == {"content_edited": 1}
+
+    asyncio.run(conversation.complete([ASKED[1], edited]))
+    assert conversation.drift.branched == 1, "nobody said anything there"
 
 
 def test_several_answers_to_one_prompt() -> None:

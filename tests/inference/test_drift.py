@@ -185,7 +185,7 @@ def edited(kind: str, client: Client) -> tuple[list[Message], int] | None:
         messages.insert(place, Message("user", "By the way."))
     elif kind == "tool_calls_edited":
         first, *more = message.tool_calls
-        first = replace(first, arguments=first.arguments.replace("[1,", "[1.0,"))
+        first = replace(first, arguments=first.arguments.replace("[1,", "[2,"))
         messages[place] = replace(message, tool_calls=(first, *more))
     elif kind == "reasoning_edited":
         messages[place] = replace(message, reasoning="something else")
@@ -249,6 +249,53 @@ def test_branches_that_are_meant_are_no_drift(seed: int) -> None:
 
     assert conversation.drift.counts == {} and conversation.metrics() == {}
     assert conversation.drift.merge_rate in (None, 1.0)
+
+
+RECORDED = '{"a": 1.0, "b": [1, {"c": 12345678901234567890}], "d": "x", "e": true}'
+LOSSES = {
+    "JavaScript's numbers": '{"a":1,"b":[1,{"c":12345678901234567000}],"d":"x","e":true}',
+    "a key dropped": '{"b":[1,{"c":12345678901234567890}],"a":1.0,"d":"x"}',
+    "an inner key dropped": '{"a":1.0,"b":[1,{}],"d":"x","e":true}',
+    "a default": '{"a":1.0,"b":[1,{"c":12345678901234567890}],"d":"x","e":true,"f":null}',
+}
+CHANGES = {
+    "another number": RECORDED.replace("1.0", "2"),
+    "another text": RECORDED.replace('"x"', '"y"'),
+    "a number for true": RECORDED.replace("true", "1"),
+    "a list cut": RECORDED.replace('[1, {"c": 12345678901234567890}]', "[1]"),
+    "a new key": RECORDED.replace("{", '{"g": 1, ', 1),
+    "no JSON": RECORDED[:-1],
+}
+
+
+@pytest.mark.parametrize("arguments", list(LOSSES.values()), ids=list(LOSSES))
+def test_a_call_that_comes_back_with_its_id_is_the_recorded_one(arguments: str) -> None:
+    client, history = called_once()
+    named = replace(history[2], tool_calls=(ToolCall("add", arguments, "c1"),))
+    turn = client.ask([*history[:2], named, *history[3:]])
+    assert turn.parent == 0
+    assert client.conversation.drift.counts == {"joined/arguments_rewritten": 1}
+
+    other = replace(history[2], tool_calls=(ToolCall("add", arguments, "new"),))
+    assert client.ask([*history[:2], other, *history[3:]]).parent is None, "it may be another call"
+
+
+@pytest.mark.parametrize("arguments", list(CHANGES.values()), ids=list(CHANGES))
+def test_a_call_that_was_edited_is_another_one_whatever_its_id(arguments: str) -> None:
+    client, history = called_once()
+    edited = replace(history[2], tool_calls=(ToolCall("add", arguments, "c1"),))
+    assert client.ask([*history[:2], edited, *history[3:]]).parent is None
+    assert client.conversation.drift.counts == {"tool_calls_edited": 1}
+
+
+def called_once() -> tuple[Client, list[Message]]:
+    """A client after one answer with a call, and its history with the result."""
+    client = Client(0)
+    turn = client.ask()
+    said = Message("assistant", "", (ToolCall("add", RECORDED, "c1"),))
+    client.conversation.recognise(turn.index, said)
+    result = Message("tool", "2", tool_call_id="c1", name="add")
+    return client, [*client.messages, said, result]
 
 
 def test_other_tools_are_counted() -> None:

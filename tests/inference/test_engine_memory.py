@@ -16,7 +16,7 @@ from slow import slow
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
 from agentevo.inference.kv_cache import KEY_BLOCK
-from agentevo.inference.scheduler import _shared_beginnings, common_prefix
+from agentevo.inference.scheduler import GROWTH_TOKENS, _shared_beginnings, common_prefix
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
 from examples import examples
@@ -66,14 +66,15 @@ asks = st.builds(
 
 
 def real_tokens(engine: TorchEngine) -> int:
-    """What the tensors of one layer really hold: slots times places, and the shared prefixes."""
-    cache = engine.scheduler.cache
-    slots = cache.keys[0].shape[0] * cache.keys[0].shape[2] if cache.keys else 0
-    return slots + sum(
-        segment.keys[0].shape[1] * KEY_BLOCK
-        for group in engine.scheduler.segments.values()
-        for segment in group.values()
-    )
+    """What the tensors of one layer really hold: slots times places, the shared prefixes and the
+    idle sessions."""
+    scheduler = engine.scheduler
+    keys = scheduler.cache.keys[:1]
+    slots = sum(layer.shape[0] * layer.shape[2] for layer in keys)
+    segments = [s for group in scheduler.segments.values() for s in group.values()]
+    idle = [sequence.kept for sequence in scheduler.sessions.values()]
+    outside = [k.keys[0].shape[1] for k in [*segments, *idle] if k is not None]
+    return KEY_BLOCK * (slots + sum(outside))
 
 
 async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> None:
@@ -83,14 +84,11 @@ async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> No
     idle_looks = 0
     while not all(task.done() for task in mix):
         assert real_tokens(engine) <= scheduler.memory_tokens() <= budget
-        assert len({s.slot for s in scheduler._live()}) == len(scheduler._live())
-        for sequence in scheduler._live():
-            assert (
-                sequence.cached - sequence.offset
-                <= len(sequence.ids) - sequence.offset
-                <= sequence.need
-                <= scheduler.cache.capacity
-            )
+        assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
+        for sequence in scheduler.running:
+            assert sequence.cached - sequence.offset <= sequence.need <= scheduler.cache.capacity
+            drawn_since = 1  # the next step makes room for it first
+            assert len(sequence.ids) - sequence.offset <= sequence.need + drawn_since
 
         now = engine.stats()["engine/steps"]
         idle_looks = idle_looks + 1 if now == steps and scheduler.waiting else 0
@@ -160,7 +158,7 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral", *slow("llama")])
-def test_any_mix_of_requests(name, random_model, difference):
+def test_any_mix_of_requests(name, random_model, difference, monkeypatch):
     @settings(max_examples=examples(30), deadline=None, derandomize=True)
     @given(
         st.lists(asks, min_size=1, max_size=14),
@@ -168,19 +166,24 @@ def test_any_mix_of_requests(name, random_model, difference):
         st.integers(1, 6),
         st.sampled_from([16, 64, 4096]),
         st.booleans(),
+        st.sampled_from([1, 9, GROWTH_TOKENS]),
     )
-    @example([Ask(0, 2, 2, 20), Ask(0, 2, 2, 20)], 160, 4, 4096, True)
-    @example([Ask(0, 3, 2, 20), Ask(0, 3, 2, 20)], 165, 4, 4096, True)
-    @example([Ask(0, 3, 2, 20)] * 2 + [Ask(2, 2, 2, 20)] * 2, 256, 4, 4096, True)
-    @example([Ask(0, 3, 2, 20)] * 2 + [Ask(1, 2, 2, 30)] * 2, 224, 4, 16, True)
+    @example([Ask(0, 2, 2, 20), Ask(0, 2, 2, 20)], 160, 4, 4096, True, 256)
+    @example([Ask(0, 3, 2, 20), Ask(0, 3, 2, 20)], 165, 4, 4096, True, 256)
+    @example([Ask(0, 3, 2, 20)] * 2 + [Ask(2, 2, 2, 20)] * 2, 256, 4, 4096, True, 256)
+    @example([Ask(0, 3, 2, 20)] * 2 + [Ask(1, 2, 2, 30)] * 2, 224, 4, 16, True, 256)
     @example(
         [Ask(0, 5, 1, 10, session="a"), Ask(4, 5, 9, 20, session="a"), Ask(4, 3, 9, 20)],
         288,
         4,
         64,
         True,
+        256,
     )
-    def any_mix(mix, budget, max_running, prefill_tokens, sharing):
+    @example([Ask(0, 0, 2, 24), Ask(0, 0, 3, 24), Ask(0, 0, 4, 24)] * 3, 128, 6, 64, True, 1)
+    @example([Ask(0, 3, 2, 24)] * 2 + [Ask(1, 3, 9, 24)] * 2, 224, 4, 16, True, 1)
+    def any_mix(mix, budget, max_running, prefill_tokens, sharing, growth):
+        monkeypatch.setattr("agentevo.inference.scheduler.GROWTH_TOKENS", growth)
         section = EngineSection(
             kv_cache_tokens=budget,
             max_running=max_running,
@@ -210,6 +213,71 @@ def test_one_request_may_fill_the_whole_memory(random_model, difference):
         *[Ask(9, 5, 4, 32)] * 3,
     ]
     check("llama", random_model, difference, mix, engine, 256)
+
+
+def test_memory_follows_the_tokens_that_are_there(tiny_policy):
+    """Not those that might have been drawn; an idle session needs its tokens alone, however long
+    others are."""
+    engine = TorchEngine(tiny_policy(context_length=65536).model)
+    any_token = tuple(range(engine.model.config.vocab_size))
+
+    def ask(session: str, length: int, max_new_tokens: int) -> float:
+        prompt = [2 + place % 7 for place in range(length)]
+        params = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=any_token)
+        asyncio.run(engine.generate(prompt, params, session=session, deadline_s=300))
+        return engine.stats()["engine/kv_tokens"]
+
+    slot = 10 + GROWTH_TOKENS
+    assert ask("large limit", 10, 60000) <= slot + 2 * KEY_BLOCK
+    for count in range(10):
+        kept = KEY_BLOCK * (2 + count)
+        assert ask(f"short {count}", 10, 8) <= slot + KEY_BLOCK + kept
+
+    long = ask("long", 2000, 8)
+    assert ask("short again", 10, 8) < long, "the slot of a session that is idle is given back"
+    assert ask("short again", 12, 60000) <= slot + 2000 + 15 * KEY_BLOCK
+    assert ask("large limit", 12, 60000) <= slot + 2000 + 15 * KEY_BLOCK
+    assert engine.stats()["engine/session_hit_tokens"] == 20
+
+
+PRESSED = [(tokens_of(9, n), SamplingParams(max_new_tokens=60, seed=n)) for n in range(4)]
+"""Each fits 128 tokens of memory, and at first there is room for all."""
+
+
+@pytest.fixture
+def pressed(random_model, monkeypatch) -> TorchEngine:
+    monkeypatch.setattr("agentevo.inference.scheduler.GROWTH_TOKENS", 5)
+    return TorchEngine(random_model("llama").model, config=EngineSection(kv_cache_tokens=128))
+
+
+def test_who_runs_out_of_room_waits_and_goes_on(pressed, random_model, complete):
+    wide = TorchEngine(random_model("llama").model)
+    answers = complete(pressed, *zip(*PRESSED, strict=True))
+    assert answers == complete(wide, *zip(*PRESSED, strict=True))
+
+    again = pressed.stats()["engine/computed_tokens"] - wide.stats()["engine/computed_tokens"]
+    assert again > 0, "somebody was sent back, and what it had drawn was computed again"
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_new_weights_come_while_room_is_short(pressed, in_flight):
+    """What was sent back to the queue has begun: it ends on the old weights as well."""
+
+    async def swap() -> list[Completion]:
+        asks = [
+            asyncio.create_task(pressed.generate(ids, params, deadline_s=300))
+            for ids, params in PRESSED
+        ]
+        while not any(request.is_begun for request in pressed.scheduler.waiting):
+            await asyncio.sleep(0)
+
+        await pressed.publish(1, in_flight=in_flight, deadline_s=300)
+        return list(await asyncio.gather(*asks))
+
+    answers = asyncio.run(swap())
+    assert [len(answer.ids) for answer in answers] == [60] * 4
+    assert {answer.versions[0] for answer in answers} == {0}
+    assert {answer.versions[-1] for answer in answers} == {0 if in_flight == "finish" else 1}
 
 
 @pytest.mark.slow

@@ -257,8 +257,23 @@ def test_a_character_without_a_token_is_refused_by_name() -> None:
 def test_empty_conversations_are_refused() -> None:
     with pytest.raises(ModelError, match="at least one"):
         FORMATS["tiny"].first_prompt([])
-    with pytest.raises(ModelError, match="at least one"):
-        FORMATS["tiny"].continuation([], ended_with_stop=True)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_the_policy_may_speak_again_after_its_own_answer(name: str) -> None:
+    """Where the template has a place for that."""
+    chat = FORMATS[name]
+    history = [Message("user", "left?"), Message("assistant", "left")]
+    try:
+        whole = chat.first_prompt(history)
+    except ModelError:
+        with pytest.raises(ModelError):
+            chat.continuation([], ended_with_stop=False)
+        return
+
+    after = chat.continuation([], ended_with_stop=False)
+    assert whole[-len(after) :] == after
+    assert chat.continuation([], ended_with_stop=True) == after[1:]
 
 
 def test_an_unknown_role_is_refused() -> None:

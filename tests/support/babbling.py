@@ -68,6 +68,25 @@ class Babbling:
         self.released.append(session)
 
 
+class Saying(Babbling):
+    """The same, with these answers in turns."""
+
+    def __init__(self, chat: ChatFormat, answers: list[list[int]]) -> None:
+        super().__init__(chat)
+        self._answers = answers
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, **_: Any) -> Completion:
+        ids = self._answers[len(self.requests)]
+        self.requests.append((list(prompt), sampling))
+        is_ended = ids[-1] in self.chat.end_ids
+        return Completion(
+            ids=ids,
+            logprobs=[-1.0] * len(ids),
+            versions=[self.version] * len(ids),
+            finish_reason="stop" if is_ended else "length",
+        )
+
+
 def conversation_on(engine: Any, **options: Any) -> Conversation:
     settings = {"name": "a", "seed": 5, "context_length": 4096, "timeout_s": 300.0} | options
     return Conversation(engine, engine.chat, SAMPLING, **settings)

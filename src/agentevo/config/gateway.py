@@ -21,6 +21,9 @@ class GatewaySection(Section):
     """Who decides temperature, top_p, top_k and min_p: the `recipe`, whatever the agent's client
     asks; or the `client`, whose turns are context and never trained where they differ from the
     recipe's."""
+    whole_calls: bool = False
+    """Whether a stream tells a call of a tool when it is whole, and not its arguments as they are
+    drawn: then nobody hears of a call that turns out to be none, and sends its beginning back."""
     max_body_mb: float = Field(default=16.0, gt=0, le=1024)
     """Longest body of a request, in MiB."""
     requests_per_s: float = Field(default=0.0, ge=0, le=1e6)

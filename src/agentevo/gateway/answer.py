@@ -6,7 +6,7 @@ The pieces of a call's arguments are the arguments, byte for byte. What begins a
 is content, in the model's own words: the agent sees it, and so does the policy when it comes back.
 A listener may have been told its beginning by then, as a call that never becomes whole: the brace
 that may end the arguments is told when the call is whole, so what was told of another is no JSON
-that anybody could act on.
+that anybody could act on. With `whole_calls` it is told nothing of a call before.
 """
 
 from __future__ import annotations
@@ -60,10 +60,16 @@ Hear = Callable[[int, list[Piece]], None]
 
 class Answer:
     """See the module. `opening`: what the prompt said in the assistant's place; `echo`: what its
-    content begins with."""
+    content begins with; `whole_calls`: calls are told when they are whole."""
 
     def __init__(
-        self, request: ModelRequest, chat: ChatFormat, opening: str, *, echo: str = ""
+        self,
+        request: ModelRequest,
+        chat: ChatFormat,
+        opening: str,
+        *,
+        echo: str = "",
+        whole_calls: bool = False,
     ) -> None:
         given = request.overrides
         self._stops = (given and given.stop_strings) or ()
@@ -71,18 +77,19 @@ class Answer:
         self._parse = (
             None
             if request.is_plain
-            else chat.parser.stream(opening=opening, tools=request.tools, calls=bool(request.tools))
+            else chat.parser.stream(opening=opening, tools=request.tools, calls=request.may_call)
         )
         self._echo = echo
+        self._whole_calls = whole_calls
         self._request = request
         self._chat = chat
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._begun: list[ToolCall] = []
-        """Every call that a listener was told of."""
+        """Every call that has begun."""
         self._arguments: list[list[str]] = []
-        """What it was told of their arguments."""
+        """What a listener was told of their arguments."""
         self._held = ""
         """The brace that may end the arguments."""
         self.num_malformed = 0
@@ -144,6 +151,9 @@ class Answer:
     @property
     def told_message(self) -> Message:
         """As a listener will, which was told of the beginnings of broken calls as well."""
+        if self._whole_calls:
+            return self.message
+
         calls = zip(self._begun, self._arguments, strict=True)
         return self._message([ToolCall(c.name, "".join(texts), c.id) for c, texts in calls])
 
@@ -175,16 +185,20 @@ class Answer:
                 case CallStarted(index, name):
                     self._begun.append(ToolCall(name, "", f"call_{secrets.token_hex(12)}"))
                     self._arguments.append([])
-                    pieces.append(CallBegun(index, self._begun[-1]))
+                    if not self._whole_calls:
+                        pieces.append(CallBegun(index, self._begun[-1]))
                 case ArgumentsDelta(index, text):
-                    pieces += self._argued(index, text)
+                    pieces += [] if self._whole_calls else self._argued(index, text)
                 case CallFinished(index, call):
                     named = ToolCall(call.name, call.arguments, self._begun[index].id)
-                    pieces += self._argued(index, "", whole=True)
-                    pieces.append(CallFinished(index, named))
+                    if self._whole_calls:
+                        pieces += whole_call(len(self._calls), named)
+                    else:
+                        pieces += self._argued(index, "", whole=True)
+                        pieces.append(CallFinished(index, named))
                     self._calls.append(named)
                 case CallFailed(index, malformed):
-                    if index is not None:
+                    if index is not None and not self._whole_calls:
                         self._held = ""
                         pieces.append(CallBroken(index))
                     self.num_malformed += 1

@@ -15,6 +15,7 @@ the call that it answers.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,9 @@ from agentevo.types import Message, ToolCall
 
 SIGNATURE = "agentevo"
 """Of every thought: many clients keep only those that are signed. Nobody checks it."""
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""Claude Code's beginning of the system message: it differs from request to request, so each would
+be a history of its own, and it is not for the model."""
 _KNOWN = {
     "messages",
     "model",
@@ -69,6 +73,7 @@ _KNOWN = {
     "context_management",
     "user_profile_id",
 }
+_CONFIGURED = ("format", "effort")
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -125,7 +130,7 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
 
     return ModelRequest(
         prompt=prompt_of(body),
-        tools=tools if tools and choice.may_call else None,
+        tools=tools or None,
         form=choice.form(schema),
         model=str(body.get("model") or "policy"),
         **more,
@@ -134,6 +139,13 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
 
 def _check_configuration(body: Mapping[str, Any]) -> None:
     """Raises Refusal for what would have to change how the policy answers."""
+    for key, known in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
+        unknown = [
+            name for name, value in _fields(body, key).items() if name not in known and value
+        ]
+        if unknown:
+            raise Refusal(f"{key}.{unknown[0]} is not supported: leave it out")
+
     edits = _fields(body, "context_management").get("edits") or []
     for edit in edits if isinstance(edits, list) else [edits]:
         kind = edit.get("type") if isinstance(edit, Mapping) else edit
@@ -211,7 +223,7 @@ def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise BadRequestError("messages is a list with at least one message")
 
-    system = _text(body["system"], "system") if body.get("system") else ""
+    system = _text(body["system"], "system", billed=True) if body.get("system") else ""
     messages = [Message("system", system)] if system else []
     names: dict[str, str] = {}
     for number, message in enumerate(given):
@@ -286,13 +298,14 @@ def _call(block: Mapping[str, Any], where: str) -> ToolCall:
     return ToolCall(name, json.dumps(given, ensure_ascii=False), _field(block, "id", where))
 
 
-def _text(content: Any, where: str) -> str:
-    """A text, or the texts of blocks that have nothing else."""
+def _text(content: Any, where: str, *, billed: bool = False) -> str:
+    """A text, or the texts of blocks that have nothing else. `billed`: without BILLING."""
     texts: list[str] = []
     for kind, block, place in _blocks(content, where):
         if kind != "text":
             raise _no_place(kind, place)
-        texts.append(_field(block, "text", place))
+        text = _field(block, "text", place)
+        texts.append(BILLING.sub("", text) if billed else text)
     return "".join(texts)
 
 

@@ -5,7 +5,7 @@
     GET  /v1/responses/ID            an answer that is kept; DELETE forgets it
     GET  /v1/responses/ID/input_items    what it was asked (kept_responses.py)
     POST /v1/messages/count_tokens   tokens of a prompt, in the form of anthropic_messages.py
-    GET  /v1/models                  the policy's name
+    GET  /v1/models                  the policy's name; GET /v1/models/NAME whether it is one
     POST /s/KEY/reward               {"reward": 1.0}, {"rewards": {"name": 1.0}} or with "turn": 0
     GET  /health                     for anybody, as are:
     GET  /metrics                    Prometheus's (door_metrics.py)
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -34,6 +35,7 @@ import agentevo
 from agentevo import trace_header
 from agentevo.agents.capture import HEADER
 from agentevo.agents.posted_rewards import PostedReward
+from agentevo.errors import shown
 from agentevo.gateway import (
     anthropic_messages,
     chat_completions,
@@ -105,6 +107,8 @@ class Routes:
         self._hot = {api.path: self._route(api) for api in APIS}
         self.app = FastAPI(title="AgentEvo gateway", version=agentevo.__version__, openapi_url=None)
 
+        self.app.exception_handler(404)(self._no_route)
+        self.app.exception_handler(405)(self._no_route)
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             self._add_apis(prefix, on_page=prefix == "/v1")
 
@@ -137,6 +141,12 @@ class Routes:
             prefix + "/models", include_in_schema=on_page, **openapi.keyed("The models")
         )
         models(self._models)
+        self.app.add_api_route(
+            prefix + "/models/{name:path}",
+            self._model_named,
+            include_in_schema=on_page,
+            **openapi.of_model(),
+        )
 
     async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py): whoever has
@@ -282,17 +292,52 @@ class Routes:
 
     async def _models(self, request: Request) -> Response:
         try:
-            session = self._session(request)
+            names = self._model_names(self._session(request))
         except Refusal as refusal:
-            return _refused(refusal, APIS[0])
+            return _refused(refusal, _api_of(request))
+        return _json({"object": "list", "data": list(map(self._about, names))})
 
-        about = {"object": "model", "created": self._started_at, "owned_by": "agentevo"}
-        names = [
+    async def _model_named(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        try:
+            names = self._model_names(self._session(request))
+            if name not in names:
+                raise Refusal(
+                    f"there is no model {shown(name)} (there is: {', '.join(names)})",
+                    status=404,
+                    code="model_not_found",
+                    param="model",
+                )
+        except Refusal as refusal:
+            return _refused(refusal, _api_of(request))
+        return _json(self._about(name))
+
+    def _model_names(self, session: Session) -> list[str]:
+        return [
             *(list(filter(None, session.conversations)) or [self._model]),
             *filter(None, session.remote_agents),
             *(session.remote.models if session.remote else ()),
         ]
-        return _json({"object": "list", "data": [{"id": name, **about} for name in names]})
+
+    def _about(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "agentevo",
+        }
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        known = ", ".join(f"POST /v1{api.path}" for api in APIS)
+        refusal = Refusal(
+            f"there is no {request.method} {request.url.path}: use {known}; /openapi.json has all",
+            status=status,
+        )
+        answer = _refused(refusal, _api_of(request))
+        if isinstance(error, HTTPException):
+            answer.headers.update(error.headers or {})
+        return answer
 
     async def _health(self) -> Response:
         return _json({"status": "ok"})
@@ -350,6 +395,12 @@ def _place_in(scope: Scope) -> Place | None:
     """The place in a trace that a request names."""
     told = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
     return None if told is None else read_traceparent(told.decode("latin-1"))
+
+
+def _api_of(request: Request) -> Api[Any]:
+    """The one that the client speaks, where the path does not say it."""
+    speaks_anthropic = "anthropic-version" in request.headers
+    return anthropic_messages.API if speaks_anthropic else _api_at(request.url.path)
 
 
 def _api_at(path: str) -> Api[Any]:

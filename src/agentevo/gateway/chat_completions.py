@@ -36,8 +36,8 @@ from agentevo.types import Message, ToolCall
 
 DONE: Event = {}
 """The last event of a stream, which says nothing but that."""
-_IGNORED_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
-"""What OpenAI's answers have and clients send back; they must say nothing."""
+_CONTENT_KEYS = ("refusal", "annotations", "audio", "function_call", "images", "videos")
+"""What may say something that no template has a place for. All other keys are a client's own."""
 _KNOWN = {
     "messages",
     "model",
@@ -73,6 +73,7 @@ _KNOWN = {
     "prompt_cache_retention",
     "reasoning_effort",
     "verbosity",
+    "client_metadata",
     "chat_template_kwargs",
     "functions",
     "function_call",
@@ -104,7 +105,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
 
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
-        tools=tools if tools and choice.may_call else None,
+        tools=tools or None,
         form=choice.form(schema, strict=is_strict(wanted)),
         overrides=sampling_of(
             body,
@@ -132,19 +133,18 @@ def _plain(message: Any, number: int) -> Any:
     if not isinstance(message, Mapping):
         return message  # refused with its number
 
-    for key in _IGNORED_MESSAGE_KEYS:
+    for key in _CONTENT_KEYS:
         if message.get(key):
             raise BadRequestError(
                 f"message {number} has {key!r}, for which no chat template has a place: leave it "
                 "out"
             )
 
-    plain = {key: value for key, value in message.items() if key in MESSAGE_KEYS or value}
-    for key in _IGNORED_MESSAGE_KEYS:
-        plain.pop(key, None)
-
+    plain = {key: value for key, value in message.items() if key in MESSAGE_KEYS}
     if plain.get("role") == "developer":
         plain["role"] = "system"
+    if plain.get("role") == "assistant" and plain.get("content") is None:
+        plain["content"] = ""  # how some clients keep an answer that says nothing
 
     return plain
 

@@ -19,6 +19,8 @@ _PENALTIES = {
     "repetition_penalty": "repetition",
 }
 """Names of penalties -> those in types.Penalties."""
+ANY_SEED = -1
+"""vLLM's and llama.cpp's word for no seed."""
 _LARGEST = 1e6
 """Numbers beyond are out of any range."""
 
@@ -70,6 +72,11 @@ def sampling_of(
     }
     if given.get("top_k") == -1:  # vLLM's word for all tokens
         given["top_k"] = 0
+    seed = given.get("seed")
+    if seed == ANY_SEED and not isinstance(seed, bool):
+        del given["seed"]
+    elif isinstance(seed, int) and -(2**63) <= seed < 0:
+        given["seed"] = seed + 2**63
 
     limit = next((body[key] for key in max_tokens if body.get(key) is not None), None)
     if limit is not None:
@@ -120,10 +127,28 @@ def _refuse(problem: str | None, key: str) -> None:
 
 
 def no_other_service(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for older ways of OpenAI's to say what tools say."""
-    for key in ("functions", "function_call", "prediction"):
+    """Raises Refusal for what would change the prompt or the answer, and is done otherwise here."""
+    for key in ("functions", "function_call"):
         if body.get(key):
-            raise Refusal(f"{key!r} is not supported: use tools")
+            raise Refusal(f"{key!r} is not supported: use tools", param=key)
+
+    if body.get("chat_template_kwargs"):
+        raise Refusal(
+            "chat_template_kwargs is not supported: the policy is trained with the recipe's "
+            "template; leave it out, and set model.chat_template to one that says what they say",
+            param="chat_template_kwargs",
+        )
+    if body.get("modalities") not in (None, [], ["text"]):
+        raise Refusal(
+            f"modalities {shown(body['modalities'])} is not supported: the policy writes texts "
+            'alone; leave it out, or give ["text"]',
+            param="modalities",
+        )
+    if boolean(body, "return_tokens_as_token_ids"):
+        raise Refusal(
+            "return_tokens_as_token_ids is not supported: ask for return_token_ids",
+            param="return_tokens_as_token_ids",
+        )
 
 
 def schema_of(form: Any, key: str) -> Schema | None:
@@ -181,13 +206,11 @@ class Choice:
     """The only one that may be called."""
     parallel: bool = True
 
-    @property
-    def may_call(self) -> bool:
-        return self.kind != "none"
-
     def form(self, schema: Schema | None, *, strict: bool = False) -> AnswerForm | None:
         """What the answer has to look like; `schema`: the JSON that it is otherwise to be. None
         where it may be any text."""
+        if self.kind == "none":
+            return AnswerForm(schema=schema, calls="none", strict=strict)
         if self.kind == "required":
             return AnswerForm(calls="required", tool=self.tool, parallel=self.parallel)
         if schema is None and self.parallel:

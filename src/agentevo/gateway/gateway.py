@@ -102,6 +102,7 @@ class Gateway:
                 conversations,
                 self.base,
                 follows_client=follows_client,
+                whole_calls=self._section.whole_calls,
                 remote=remote,
                 remote_agents=remote_agents,
             )

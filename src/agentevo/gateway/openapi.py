@@ -53,7 +53,7 @@ BODIES: dict[str, Schema] = {
         tools=OBJECTS,
         n={"type": ["integer", "null"], "minimum": 1, "maximum": 8},
         max_tokens=COUNT,
-        seed={"type": ["integer", "null"], "minimum": 0},
+        seed={"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
         stop={"anyOf": [TEXT, {"type": ["array", "null"], "items": TEXT}]},
         logprobs=FLAG,
         top_logprobs=ALTERNATIVES,
@@ -77,7 +77,7 @@ BODIES: dict[str, Schema] = {
         echo=FLAG,
         n={"type": ["integer", "null"], "minimum": 1, "maximum": 8},
         max_tokens=COUNT,
-        seed={"type": ["integer", "null"], "minimum": 0},
+        seed={"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
         stop={"anyOf": [TEXT, {"type": ["array", "null"], "items": TEXT}]},
         logprobs=ALTERNATIVES,
         return_token_ids=FLAG,
@@ -148,6 +148,15 @@ def keyed(summary: str) -> dict[str, Any]:
         "responses": {status: {"description": _FAILURES[status]} for status in (401, 429)},
         "openapi_extra": {"security": SECURITY},
     }
+
+
+def of_model() -> dict[str, Any]:
+    """Likewise, for a model by its name."""
+    told = keyed("A model")
+    told["responses"] |= {404: {"description": "There is no such model."}}
+    name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
+    told["openapi_extra"] = told["openapi_extra"] | {"parameters": [name]}
+    return told
 
 
 def of_kept(summary: str) -> dict[str, Any]:

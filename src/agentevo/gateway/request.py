@@ -46,6 +46,11 @@ class ModelRequest:
     """Whether the answer holds token ids and versions of the weights."""
 
     @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are read out of an answer."""
+        return bool(self.tools) and (self.form is None or self.form.calls != "none")
+
+    @property
     def has_messages(self) -> bool:
         """Whether it asks in a chat."""
         return not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int)

@@ -88,13 +88,15 @@ class Session:
         base: str,
         *,
         follows_client: bool,
+        whole_calls: bool = False,
         key: str | None = None,
         remote: RemoteConversations | None = None,
         remote_agents: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`conversations`: of each agent by its name; a single one has whatever name.
         `follows_client`: the client decides the distribution that its completions are drawn
-        from, and not the recipe. `key` is drawn at random unless it is given. `remote`: of the
+        from, and not the recipe. `whole_calls`: streams tell of a call when it is whole. `key` is
+        drawn at random unless it is given. `remote`: of the
         models that a client may name in place of the policy; `remote_agents`: agents that are such
         a model's, and which; that of no name is the policy."""
         self.remote = remote
@@ -111,6 +113,7 @@ class Session:
         self.allowance = Allowance()
         """Of requests."""
         self._follows_client = follows_client
+        self._whole_calls = whole_calls
         self._under_way = 0
         self.bridge: Bridge | None = None
         """Between the gateway's loop and the attempt's, once the gateway has the session."""
@@ -197,7 +200,10 @@ class Session:
         chat = conversation.chat
         opening = "" if request.is_plain else opening_after(chat, prompt)
         echo = _text_of(prompt, chat) if request.echo else ""
-        answers = [Answer(request, chat, opening, echo=echo) for _ in range(request.n)]
+        answers = [
+            Answer(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
+            for _ in range(request.n)
+        ]
         listening = None if hear is None else Listening(answers, hear)
         completions: list[Completion] = []
 

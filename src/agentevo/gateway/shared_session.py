@@ -30,10 +30,19 @@ MAX_KEPT = 256
 
 class SharedSession(Session):
     """See the module. `new_conversation` makes an empty one. The client decides temperature and
-    filters; where it says nothing, those of the conversation hold."""
+    filters; where it says nothing, those of the conversation hold. `whole_calls`: see Session."""
 
-    def __init__(self, new_conversation: Callable[[], Conversation], base: str, key: str) -> None:
-        super().__init__({"": new_conversation()}, base, follows_client=True, key=key)
+    def __init__(
+        self,
+        new_conversation: Callable[[], Conversation],
+        base: str,
+        key: str,
+        *,
+        whole_calls: bool = False,
+    ) -> None:
+        settings: dict[str, bool] = {"follows_client": True, "whole_calls": whole_calls}
+        super().__init__({"": new_conversation()}, base, key=key, **settings)
+        self._settings = settings
         self._new_conversation = new_conversation
         self._kept: dict[bytes, Session] = {}
         """Digest of a history -> the conversation that has it; the oldest first."""
@@ -44,7 +53,7 @@ class SharedSession(Session):
         with self._one_more():
             one = self._extended(request)
             if one is None:
-                one = Session({"": self._new_conversation()}, self.base, follows_client=True)
+                one = Session({"": self._new_conversation()}, self.base, **self._settings)
 
             is_whole = False
             try:

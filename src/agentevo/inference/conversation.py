@@ -62,6 +62,8 @@ CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
 0, ids, and the log-prob of each (see TokenListener)."""
 MAX_COMPLETIONS = 1024
 """Completions that one call may ask for."""
+COUNTED_CHARACTERS = 16
+"""Per token of the model's context: longer texts are not counted. Most have 4 a token."""
 
 
 def check_count(n: int) -> None:
@@ -257,9 +259,20 @@ class Conversation:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
         """How many tokens the prompt has that `complete` would send for this history, which may be
-        longer than the model's context. Nothing is recorded, and nothing is counted as drift."""
-        found = self._histories.find(ToolSchemas.of(tools), messages)
-        added = await self._encoded(found, list(messages[found.known :]))
+        longer than the model's context. Nothing is recorded, and nothing is counted as drift.
+        Raises RequestTooLongError for what is far longer."""
+        written = ToolSchemas.of(tools)
+        found = self._histories.find(written, messages)
+        new = list(messages[found.known :])
+        characters = num_characters(new) + len(written.as_json)
+        longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
+        if characters > longest or len(new) > max(self._context_length, LONG_TEXT):
+            raise RequestTooLongError(
+                f"{len(new)} messages with {characters} characters are to be counted, far more "
+                f"than the model's context of {self._context_length} tokens: shorten them"
+            )
+
+        added = await self._encoded(found, new)
         return len(self._recorded_of(found)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
@@ -361,7 +374,7 @@ class Conversation:
         found = self._histories.find(tools, messages)
         before = self._recorded_of(found)
         new = list(messages[found.known :])
-        self._check_length(len(before), num_characters(new) + len(tools.as_json))
+        self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
         added = await self._encoded(found, new)
         parent = None if found.answer is None else found.answer.turn
         self.drift.count(found)
@@ -391,10 +404,11 @@ class Conversation:
         """Every id up to and including the turn's completion."""
         return context_of(self._turns, turn) + list(self._turns[turn].completion_ids)
 
-    def _check_length(self, known: int, added: int) -> None:
-        """Raises RequestTooLongError for so many characters, after so many tokens, that are too
-        long however well they can be encoded."""
-        tokens = known + added // self._chat.longest_token
+    def _check_length(self, known: int, added: int, messages: int = 0) -> None:
+        """Raises RequestTooLongError for so many characters in so many messages, after so many
+        tokens, that are too long however well they can be encoded: a message has a token that ends
+        it."""
+        tokens = known + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
                 f"{added} characters are added to the conversation, which are {tokens} tokens at "

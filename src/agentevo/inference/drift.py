@@ -129,7 +129,7 @@ class Drift:
         """Where a request does not extend what it brings back."""
         answers = [
             number
-            for number in range(found.num_matched, len(found.messages) - 1)
+            for number in range(found.num_matched, len(found.messages))
             if found.messages[number].role == "assistant"
         ]
         for number in reversed(answers):

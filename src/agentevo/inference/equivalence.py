@@ -5,7 +5,8 @@ lose the order of their keys, their spaces and escapes; text is stripped; reason
 moves into the content; ids of calls are left out or made anew, in a call and in its result alike.
 None of it changes what was said: such a message has the same `key_of` as the recorded one, and is
 `compatible` with it. All that decides what a tool does, or what the model has read, is in the key:
-1 and 1.0 differ.
+1 and 1.0 differ. Where an id of ours comes back with a call, the recorded call is meant even if the
+client's JSON has lost some of it (`names_calls`).
 
 What may be missing (reasoning, the name of a tool, ids) is no part of a key, since what is missing
 is like anything: `compatible` compares it where both have it.
@@ -90,6 +91,50 @@ def canonical_arguments(text: str) -> str:
         return text.strip()
 
 
+def names_calls(form: Message, came: Message) -> bool:
+    """Whether `came` has the calls of a recorded message by their ids, and of their arguments all
+    but what JSON of JavaScript and libraries for schemas lose: 1.0 becomes 1, large numbers are
+    rounded, keys that a schema lacks are dropped, and those that are missing become null."""
+    if not form.tool_calls or len(form.tool_calls) != len(came.tool_calls):
+        return False
+    return parts_of(form).content == parts_of(came).content and all(
+        call.id
+        and (call.id, call.name) == (other.id, other.name)
+        and _arguments_left(call.arguments, other.arguments)
+        for call, other in zip(form.tool_calls, came.tool_calls, strict=True)
+    )
+
+
+def _arguments_left(recorded: str, came: str) -> bool:
+    canonical = canonical_arguments(recorded), canonical_arguments(came)
+    if canonical[0] == canonical[1]:
+        return True
+    try:
+        return _is_left_of(*map(json.loads, canonical))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_left_of(recorded: Any, came: Any) -> bool:
+    match recorded, came:
+        case (bool(), _) | (_, bool()):
+            return recorded is came
+        case int() | float(), int() | float():
+            try:
+                return float(recorded) == float(came)
+            except OverflowError:
+                return bool(recorded == came)
+        case dict(), dict():
+            return all(
+                _is_left_of(recorded[key], value) if key in recorded else value is None
+                for key, value in came.items()
+            )
+        case list(), list():
+            return len(recorded) == len(came) and all(map(_is_left_of, recorded, came))
+        case _:
+            return bool(recorded == came)
+
+
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
@@ -146,7 +191,7 @@ def undone(forms: Sequence[Message], came: Message) -> list[Undone]:
     """What differs between a message that came back and the nearest form of the recorded one that
     it means."""
     key = key_of(came, -1)
-    alike = [form for form in forms if key_of(form, -1) == key]
+    alike = [form for form in forms if key_of(form, -1) == key or names_calls(form, came)]
     return min((_rewritten(form, came) for form in alike), key=len, default=[])
 
 

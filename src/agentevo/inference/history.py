@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from agentevo.inference.equivalence import compatible, key_of, places_of
+from agentevo.inference.equivalence import compatible, key_of, names_calls, places_of
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.types import Message
 
@@ -30,8 +30,8 @@ class Node:
     """One message of a history, after those of its parent. A root has none."""
 
     __slots__ = (
-        "_by_form", "_by_key", "_is_keyed", "_num_keyed", "came", "children", "forms", "is_given",
-        "is_lost", "parent", "place", "size", "tools", "turn",
+        "_by_call", "_by_form", "_by_key", "_is_keyed", "_num_keyed", "came", "children", "forms",
+        "is_given", "is_lost", "parent", "place", "size", "tools", "turn",
     )  # fmt: skip
 
     def __init__(self, tools: ToolSchemas, parent: Node | None = None) -> None:
@@ -52,6 +52,8 @@ class Node:
         self.came: Message | None = None
         """The last other form in which it came back."""
         self.children: list[Node] = []
+        self._by_call: dict[str, Node] = {}
+        """By the id of a call."""
         self._by_form: dict[Message, list[Node]] = {}
         self._by_key: dict[Hashable, list[Node]] = {}
         """Of the first `_num_keyed` children alone: most are never looked for so."""
@@ -74,6 +76,7 @@ class Node:
     def _write(self, child: Node, form: Message) -> None:
         child.forms.append(form)
         self._by_form.setdefault(form, []).append(child)
+        self._by_call |= {call.id: child for call in form.tool_calls if call.id}
         if child._is_keyed:
             self._by_key.setdefault(key_of(form, child.place), []).append(child)
 
@@ -96,7 +99,13 @@ class Node:
 
         self._num_keyed = len(self.children)
         similar = self._by_key.get(key_of(message, place), ())
-        return [child for child in dict.fromkeys(similar) if child._is_alike(message)]
+        named = (self._by_call.get(call.id) for call in message.tool_calls)
+        by_name = [
+            child
+            for child in named
+            if child is not None and any(names_calls(form, message) for form in child.forms)
+        ]
+        return [child for child in dict.fromkeys([*similar, *by_name]) if child._is_alike(message)]
 
     def means(self, message: Message, place: int, *, serves_clients: bool) -> bool:
         """Whether the message is this one. `serves_clients`: also where it is written otherwise."""
@@ -106,12 +115,14 @@ class Node:
         key = key_of(message, place)
         return (
             serves_clients
-            and any(key_of(form, self.place) == key for form in self.forms)
+            and any(
+                key_of(form, self.place) == key or names_calls(form, message) for form in self.forms
+            )
             and self._is_alike(message)
         )
 
     def _is_alike(self, message: Message) -> bool:
-        """For a message with the same key."""
+        """For a message with the same key, or the same calls by their ids."""
         return (self.turn is None or self.is_given) and compatible(self.forms, message)
 
     def path(self) -> list[Node]:
@@ -184,15 +195,17 @@ class Histories:
     """Some answer was passed on to a client."""
 
     def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> Found:
-        """The last message is a new one, whatever it says. Nothing is added."""
+        """The last message is a new one unless it is an assistant's: a client goes on from an
+        answer without a word of its own, such as from one that was cut off. Nothing is added."""
         root = self.roots.get(tools) or Node(tools)
         places = places_of(messages)
+        goes_on = bool(messages) and messages[-1].role == "assistant"
 
         answer: Node | None = None
         otherwise: _Step | None = None
         reached = [_Reached(root)]
         matched = 0
-        for number, message in enumerate(messages[:-1]):
+        for number, message in enumerate(messages if goes_on else messages[:-1]):
             first = reached[0].node
             if len(reached) == len(first.children) == 1 and first.exact(message):
                 reached[0].node = first.children[0]

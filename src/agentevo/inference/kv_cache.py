@@ -5,16 +5,17 @@ KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]; a sequence
 attention the few scratch rows behind each head's values. In a block of keys the positions lie side
 by side, in values the numbers of a head: so each is a table whose rows are to be summed, which is
 what attention does with them (`cache_attention.py`). Shared prefixes lie outside of the slots, once
-each, as `PrefixSegment`s.
+each, as `PrefixSegment`s, and so do idle sessions, as `KeysAndValues`.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
-positions; `offset` is 0 without a reference. Memory: slots x capacity + places of the segments <=
+positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
 the budget, whole blocks; `resize` compacts, so slots in use are always movable.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -41,6 +42,15 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Key-value memory of one token over all layers of a prepared model, in bytes."""
     numbers = sum(heads * (key + value) for heads, key, value in key_value_sizes(model))
     return numbers * next(model.parameters()).element_size()
+
+
+class KeysAndValues(NamedTuple):
+    """Those of consecutive tokens, outside of the slots."""
+
+    keys: list[torch.Tensor]
+    """One tensor per layer, [Hkv, blocks, D, KEY_BLOCK]."""
+    values: list[torch.Tensor]
+    """One tensor per layer, [Hkv, tokens, D]."""
 
 
 @dataclass(eq=False)
@@ -108,19 +118,16 @@ class KVCache:
         self.capacity = capacity
         return {slot: target for target, (slot, _) in enumerate(used)}
 
-    def cut_segment(self, slot: int, ids: list[int], version: int | None = None) -> PrefixSegment:
-        """A copy of the slot's first len(ids) keys and values."""
-        size = len(ids)
-        return PrefixSegment(
-            ids,
-            [k[slot, :, : num_blocks(size)].clone() for k in self.keys],
-            [v[slot, :, :size].clone() for v in self.values],
-            version,
+    def cut(self, slot: int, length: int) -> KeysAndValues:
+        """A copy of the slot's first `length` keys and values."""
+        return KeysAndValues(
+            [k[slot, :, : num_blocks(length)].clone() for k in self.keys],
+            [v[slot, :, :length].clone() for v in self.values],
         )
 
-    def paste_segment(self, slot: int, segment: PrefixSegment, length: int) -> None:
-        """Copies the first `length` tokens of the segment to the front of the slot."""
-        for layer, (k, v) in enumerate(zip(segment.keys, segment.values, strict=True)):
-            blocks = num_blocks(length)
+    def paste(self, slot: int, kept: KeysAndValues, length: int) -> None:
+        """Copies the first `length` of them to the front of the slot."""
+        blocks = num_blocks(length)
+        for layer, (k, v) in enumerate(zip(*kept, strict=True)):
             self.keys[layer][slot, :, :blocks] = k[:, :blocks]
             self.values[layer][slot, :, :length] = v[:, :length]

@@ -40,6 +40,8 @@ class Request:
     penalties: PenaltyState | None = None
     scored: list[int] | None = None
     """Given tokens whose log-probs are asked for; all but the last end `ids`. Nothing is drawn."""
+    is_begun: bool = False
+    """It has run before."""
     completion: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -81,6 +83,7 @@ class Request:
     ) -> None:
         """It is to be computed again, from `ids`, under other weights or the same. What was drawn
         stays drawn, with its `rows`; given tokens are all scored under the same weights."""
+        self.is_begun = True
         self.ids = ids
         self.drawn_rows = rows
         self.known_rows = known_rows

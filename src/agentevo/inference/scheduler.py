@@ -2,10 +2,14 @@
 prefixes and the memory budget.
 
 Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
-turns: owns its slot until the next turn, a release, or eviction). Memory never exceeds the budget:
-a request that does not fit now waits, in order; one that can never fit is refused at the door. Idle
-sessions and unused prefixes are dropped, oldest first, before anyone waits; what was dropped is
-computed again when needed.
+turns: its keys and values lie outside of the slots until the next turn, a release, or eviction). A
+slot grows with the tokens that are there, whatever the request may come to draw.
+
+Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never
+fit is refused at the door. Idle sessions and unused prefixes are dropped, oldest first, before
+anyone waits; what was dropped is computed again when needed. If a running sequence has no room to
+grow, the youngest one goes back to the head of the queue with what it has drawn. The oldest one
+always has room: it was admitted only because it fits the budget alone, to its last token.
 """
 
 from __future__ import annotations
@@ -16,7 +20,13 @@ from itertools import pairwise
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
-from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, num_blocks
+from agentevo.inference.kv_cache import (
+    KEY_BLOCK,
+    KeysAndValues,
+    KVCache,
+    PrefixSegment,
+    num_blocks,
+)
 from agentevo.inference.requests import Request
 from agentevo.inference.routing import TokenRows, drawn_rows
 from agentevo.inference.routing_memory import Known, RoutingMemory
@@ -27,6 +37,8 @@ MIN_SHARED_TOKENS = 16
 MIN_REFERRED_TOKENS = 128
 """From this length on, sequences refer to a shared prefix; a shorter one is copied into their
 slots, which costs less per step."""
+GROWTH_TOKENS = 256
+"""Room for so many tokens that are still to be drawn, at most, is made at once."""
 
 
 PrefixKey = tuple[int | None, tuple[int, ...]]
@@ -35,17 +47,20 @@ PrefixKey = tuple[int | None, tuple[int, ...]]
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens with a slot. `ids[:cached]` have keys and values; the first `offset` of them in
-    `segment`, the rest in the slot."""
+    """Tokens of a request or an idle session. `ids[:cached]` have keys and values; the first
+    `offset` of them in `segment`, the others in the slot while it runs, in `kept` while it is
+    idle."""
 
     slot: int
+    """-1 while it is idle."""
     ids: list[int]
     request: Request | None
     cached: int = 0
     segment: PrefixSegment | None = None
     offset: int = 0
     need: int = 0
-    """The number of slot places that the sequence may come to use."""
+    """The number of slot places that it has; more are made when its tokens fill them."""
+    kept: KeysAndValues | None = None
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
     """Of `ids[:cached]`, where the engine records them; of tokens behind them, those that they are
@@ -121,15 +136,22 @@ class Scheduler:
         for sequence in [s for s in self.running if s.request is not None and s.request.abandoned]:
             self.retire(sequence)
 
-    def admit(self) -> None:
-        """Moves waiting requests into slots, in order, as far as memory goes."""
-        if self.config.prefix_sharing:
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request is running, or was when it was sent back to the queue."""
+        return bool(self.running) or any(request.is_begun for request in self.waiting)
+
+    def admit(self, *, begun_only: bool = False) -> None:
+        """Moves waiting requests into slots, in order, as far as memory goes. `begun_only`: only
+        those that have run before."""
+        if self.config.prefix_sharing and not begun_only:
             self._request_prefixes()
 
         held_back: list[Request] = []
         while self.waiting and len(self.running) < self.config.max_running:
             request = self.waiting.popleft()
-            if self._prefix_coming(request):
+            is_early = not request.is_begun if begun_only else self._prefix_coming(request)
+            if is_early:
                 held_back.append(request)
             elif not self._place(request):
                 held_back.append(request)
@@ -139,19 +161,42 @@ class Scheduler:
         if not self.waiting:
             self.unshareable.clear()
 
+    def grow(self) -> None:
+        """Makes room for the tokens that were drawn, before the next step; see the module."""
+        for sequence in list(self.running):
+            if sequence not in self.running or _length(sequence) <= sequence.need:
+                continue
+
+            assert sequence.request is not None
+            sequence.need = _room_to_draw(sequence.request, sequence.ids) - sequence.offset
+            while not self._make_room(extra=0, capacity=sequence.need):
+                youngest = self.running[-1]
+                self._interrupt(youngest)
+                if youngest is sequence:
+                    break
+
     def finish(self, sequence: Sequence) -> None:
         """The request is answered: keep the sequence as an idle session, or free it."""
         request = sequence.request
-        if request is not None and request.session is not None:
-            self.running.remove(sequence)
-            sequence.request = None
-            sequence.last_used = self._tick()
-            self._evict(request.session)  # of an earlier turn that ran at the same time
-            if self.routing is not None:
-                self.routing.keep(request.session, sequence)
-            self.sessions[request.session] = sequence
-        else:
+        if request is None or request.session is None:
             self.retire(sequence)
+            return
+
+        self.running.remove(sequence)
+        sequence.request = None
+        self._evict(request.session)  # of an earlier turn that ran at the same time
+        if self.routing is not None:
+            self.routing.keep(request.session, sequence)
+
+        length = sequence.cached - sequence.offset
+        sequence.kept = self.cache.cut(sequence.slot, length)
+        sequence.slot = -1
+        if not self._make_spare(_round_up(length)):
+            self.retire(sequence)
+            return
+
+        sequence.last_used = self._tick()
+        self.sessions[request.session] = sequence
 
     def finish_prefix(self, sequence: Sequence) -> None:
         """A shared prefix is computed: file it, free the slot."""
@@ -161,8 +206,8 @@ class Scheduler:
         size = len(sequence.ids)
         key = (version, tuple(sequence.ids))
         self.retire(sequence)
-        segment = self.cache.cut_segment(sequence.slot, sequence.ids, version)
-        segment.routed = sequence.routed
+        keys, values = self.cache.cut(sequence.slot, size)
+        segment = PrefixSegment(sequence.ids, keys, values, version, routed=sequence.routed)
 
         room = _round_up(size)
         if self.memory_tokens() + room > self.kv_tokens and not self._shrink(room):
@@ -215,29 +260,40 @@ class Scheduler:
 
         self.sessions.clear()
         self.segments.clear()
-        self.unshareable.clear()
 
         for sequence in reversed(list(self.running)):
-            self.retire(sequence)
-            if sequence.request is not None and sequence.request.future is not None:
-                records = self.routing is not None
-                rows = drawn_rows(sequence, sequence.request) if records else None
-                known = sequence.routed if records else None
-                sequence.request.interrupted(sequence.ids, rows, known)
-                self.waiting.appendleft(sequence.request)
+            self._interrupt(sequence)
 
+        self.unshareable.clear()
         self.cache = KVCache()
+
+    def _interrupt(self, sequence: Sequence) -> None:
+        """Sends a running request back to the head of the queue with what it has drawn. The
+        computation of a shared prefix is given up."""
+        self.retire(sequence)
+        request = sequence.request
+        assert request is not None
+        if request.future is None:
+            self.unshareable.add((request.version, tuple(sequence.ids)))
+            return
+
+        records = self.routing is not None
+        rows = drawn_rows(sequence, request) if records else None
+        request.interrupted(sequence.ids, rows, sequence.routed if records else None)
+        self.waiting.appendleft(request)
 
     def memory_tokens(self) -> int:
         """Tokens of key-value memory in use, slots' free places included."""
-        return self.cache.num_slots * self.cache.capacity + self._segment_tokens()
+        return self.cache.num_slots * self.cache.capacity + self._tokens_outside()
 
     def _tick(self) -> int:
         self.clock += 1
         return self.clock
 
-    def _segment_tokens(self) -> int:
-        return sum(_round_up(length) * len(group) for length, group in self.segments.items())
+    def _tokens_outside(self) -> int:
+        """Those of shared prefixes and of idle sessions."""
+        shared = sum(_round_up(length) * len(group) for length, group in self.segments.items())
+        return shared + sum(_round_up(s.cached - s.offset) for s in self.sessions.values())
 
     def _match(
         self, version: int | None, ids: list[int], known: Known | None = None
@@ -314,9 +370,10 @@ class Scheduler:
             if segment is not None
             and len(segment.ids) >= MIN_REFERRED_TOKENS
             and request.future is not None
+            and self._fits_beside(segment, request)
             else 0
         )
-        need = request.max_tokens - offset
+        need = _room_to_draw(request, request.ids) - offset
 
         if segment is not None:
             segment.users += 1  # not to be evicted while room is made
@@ -345,7 +402,8 @@ class Scheduler:
                 sequence.segment = segment
                 sequence.offset = offset
             else:
-                self.cache.paste_segment(slot, segment, len(segment.ids))
+                prefix = KeysAndValues(segment.keys, segment.values)
+                self.cache.paste(slot, prefix, len(segment.ids))
 
         if known is not None:
             sequence.routed = known.rows.beginning(known.num_tokens)
@@ -363,25 +421,24 @@ class Scheduler:
         if known is not None:
             keep = known.agrees(idle.routed, keep)
 
-        if keep < idle.offset:  # it left the shared prefix: start over
-            self.retire(idle)
+        left_prefix = keep < idle.offset
+        if left_prefix or (idle.segment and not self._fits_beside(idle.segment, request)):
+            self.retire(idle)  # start over
             return self._place(request)
 
-        need = request.max_tokens - idle.offset
-        if need > self.cache.capacity:
-            self.running.append(idle)  # in use while room is made
-            grown = self._make_room(extra=0, capacity=need)
-            self.running.remove(idle)
+        need = _room_to_draw(request, request.ids) - idle.offset
+        slot = self._take_slot(need)
+        if slot is None:
+            self.sessions[request.session] = idle
+            if not self.running:  # nobody will leave: give up the cache rather than wait for ever
+                self._evict(request.session)
+                return self._place(request)
+            return False
 
-            if not grown:
-                self.sessions[request.session] = idle
-                if (
-                    not self.running
-                ):  # nobody will leave: give up the cache rather than wait for ever
-                    self._evict(request.session)
-                    return self._place(request)
-                return False
-
+        assert idle.kept is not None
+        self.cache.paste(slot, idle.kept, keep - idle.offset)
+        idle.kept = None
+        idle.slot = slot
         idle.ids = list(request.ids)
         idle.cached = keep
         idle.request = request
@@ -397,42 +454,64 @@ class Scheduler:
         """A free slot with room for `need` tokens, or None if memory is short now."""
         if not self._make_room(extra=1, capacity=need):
             return None
-        used = {s.slot for s in self._live()}
+        used = {s.slot for s in self.running}
         return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
-    def _live(self) -> list[Sequence]:
-        return [*self.running, *self.sessions.values()]
+    def _fits_beside(self, segment: PrefixSegment, request: Request) -> bool:
+        """Whether a request that refers to the segment has room to its last token, alone."""
+        size = len(segment.ids)
+        return _round_up(size) + _round_up(request.max_tokens - size) <= self.kv_tokens
 
     def _make_room(self, extra: int, capacity: int) -> bool:
         """Makes `extra` free slots of at least `capacity` places; evicts idle sessions and unused
         prefixes, oldest first, if it must."""
-        if len(self._live()) + extra <= self.cache.num_slots and capacity <= self.cache.capacity:
+        is_wide = not self.running and self.cache.capacity > 2 * _round_up(capacity)
+        has_slots = len(self.running) + extra <= self.cache.num_slots
+        if has_slots and capacity <= self.cache.capacity and not is_wide:
             return True
 
         while not self._resize(extra, capacity):
-            idle = sorted(self.sessions.items(), key=lambda item: item[1].last_used)
-            unused = sorted(
-                (s for group in self.segments.values() for s in group.values() if not s.users),
-                key=lambda s: s.last_used,
-            )
-            if unused and (not idle or unused[0].last_used < idle[0][1].last_used):
-                self._drop_segment(unused[0])
-            elif idle:
-                self._evict(idle[0][0])
-            else:
+            if not self._drop_oldest():
                 return False
 
         return True
 
-    def _shrink(self, spare: int) -> bool:
-        """Gives back free slots until `spare` tokens of the budget are unused; False if the live
-        sequences need them."""
-        live = self._live()
-        places = _round_up(max((s.need for s in live), default=1))
-        room = self.kv_tokens - self._segment_tokens() - spare
-        if len(live) * places > room:
+    def _make_spare(self, spare: int) -> bool:
+        """Leaves `spare` tokens of the budget unused; drops idle sessions and unused prefixes,
+        oldest first, if it must. False if the running sequences need them."""
+        while self.memory_tokens() + spare > self.kv_tokens and not self._shrink(spare):
+            if not self._drop_oldest():
+                return False
+
+        return True
+
+    def _drop_oldest(self) -> bool:
+        """Drops the idle session or unused prefix that was used longest ago; False if there is
+        none."""
+        idle = min(self.sessions.items(), key=lambda item: item[1].last_used, default=None)
+        unused = min(
+            (s for group in self.segments.values() for s in group.values() if not s.users),
+            key=lambda s: s.last_used,
+            default=None,
+        )
+        if unused is not None and (idle is None or unused.last_used < idle[1].last_used):
+            self._drop_segment(unused)
+        elif idle is not None:
+            self._evict(idle[0])
+        else:
             return False
-        self._move(max(len(live), min(self.cache.num_slots, room // places)), places)
+
+        return True
+
+    def _shrink(self, spare: int) -> bool:
+        """Gives back free slots until `spare` tokens of the budget are unused; False if the running
+        sequences need them."""
+        num_slots = len(self.running)
+        places = _round_up(max((s.need for s in self.running), default=1))
+        room = self.kv_tokens - self._tokens_outside() - spare
+        if num_slots * places > room:
+            return False
+        self._move(max(num_slots, min(self.cache.num_slots, room // places)), places)
         return True
 
     def _drop_segment(self, segment: PrefixSegment) -> None:
@@ -444,12 +523,11 @@ class Scheduler:
             del self.segments[len(segment.ids)]
 
     def _resize(self, extra: int, capacity: int) -> bool:
-        """New buffers for the live sequences and `extra` more, within the budget; with room to grow
-        if that fits too."""
-        live = self._live()
-        budget = self.kv_tokens - self._segment_tokens()
-        num_slots = len(live) + extra
-        least = _round_up(max([capacity, *(s.need for s in live)]))
+        """New buffers for the running sequences and `extra` more, within the budget; with room to
+        grow if that fits too."""
+        budget = self.kv_tokens - self._tokens_outside()
+        num_slots = len(self.running) + extra
+        least = _round_up(max([capacity, *(s.need for s in self.running)]))
         generous = (
             max(least, min(2 * self.cache.capacity, _round_up(least + least // 2)))
             if self.cache.capacity
@@ -467,12 +545,21 @@ class Scheduler:
         return True
 
     def _move(self, num_slots: int, capacity: int) -> None:
-        live = self._live()
         moved = self.cache.resize(
-            num_slots, capacity, [(s.slot, s.cached - s.offset) for s in live]
+            num_slots, capacity, [(s.slot, s.cached - s.offset) for s in self.running]
         )
-        for sequence in live:
+        for sequence in self.running:
             sequence.slot = moved[sequence.slot]
+
+
+def _length(sequence: Sequence) -> int:
+    """Slot places that the sequence uses in its next step, at most."""
+    return len(sequence.ids) - sequence.offset
+
+
+def _room_to_draw(request: Request, ids: list[int]) -> int:
+    """Tokens that there is room for behind these `ids` and with them."""
+    return min(request.max_tokens, len(ids) + GROWTH_TOKENS)
 
 
 def _round_up(tokens: int) -> int:

@@ -363,8 +363,9 @@ class TorchEngine:
     async def _nobody_admitted(
         self, what: str, in_flight: InFlight, deadline_s: float
     ) -> AsyncIterator[None]:
-        """Queued requests wait while it is open. With "finish" it opens when no request is running
-        any more; until then, failing or being cancelled leaves all as it was. One at a time."""
+        """Queued requests wait while it is open. With "finish" it opens when no request that has
+        begun is left; until then, failing or being cancelled leaves all as it was. One at a
+        time."""
         holding = False
         try:
             try:
@@ -372,7 +373,8 @@ class TorchEngine:
                     while self._held:
                         await asyncio.sleep(0.001)
                     holding = self._held = True
-                    while in_flight == "finish" and self.scheduler.running:
+                    # Whoever was sent back before an engine fell asleep goes on when it wakes.
+                    while in_flight == "finish" and self.scheduler.has_begun and not self.asleep:
                         await asyncio.sleep(
                             0
                         )  # the steps run on this very loop, between two sleeps
@@ -400,7 +402,7 @@ class TorchEngine:
         try:
             while True:
                 scheduler.drop_abandoned()
-                if not self._held and not self.asleep:
+                if not self.asleep:
                     self._admit()
                 if not scheduler.running:
                     break
@@ -421,7 +423,9 @@ class TorchEngine:
     @own_torch_state()
     @torch.inference_mode()
     def _admit(self) -> None:
-        self.scheduler.admit()
+        """While nobody new is admitted, those that have begun go on."""
+        self.scheduler.grow()
+        self.scheduler.admit(begun_only=self._held)
 
     @own_torch_state()
     @torch.inference_mode()

@@ -40,8 +40,9 @@ class AnswerForm:
 
     schema: Schema | None = None
     """The answer is JSON by it."""
-    calls: Literal["auto", "required"] = "auto"
-    """`required`: the answer is at least one call of a tool."""
+    calls: Literal["auto", "none", "required"] = "auto"
+    """`required`: the answer is at least one call of a tool. `none`: nothing in it is read as
+    one."""
     tool: str | None = None
     """The only tool that may be called."""
     parallel: bool = True
@@ -60,8 +61,9 @@ def grammar_of(
     """The grammar of SamplingParams for such an answer to such a prompt, empty where any text will
     do. Raises BadRequestError for what this model's family has no notation for."""
     form = form or AnswerForm()
-    strict = _enforced(form, chat, tools or ())
-    if form.schema is None and form.calls == "auto" and not strict:
+    tools = () if form.calls == "none" else tools or ()
+    strict = _enforced(form, chat, tools)
+    if form.schema is None and form.calls != "required" and not strict:
         return ""
 
     if chat.parser.name == HARMONY:
@@ -74,12 +76,12 @@ def grammar_of(
     ways = []
     if form.calls == "auto" and form.schema is None:
         ways.append("text")
-        rules += _text_with_calls(form, chat, tools or ())
-    elif form.calls == "auto":
+        rules += _text_with_calls(form, chat, tools)
+    elif form.calls != "required":
         ways.append(_json(cast("Schema", form.schema)))
 
     if form.calls == "required" or (tools and form.schema is not None):
-        calls = _calls(form, chat, tools or ())
+        calls = _calls(form, chat, tools)
         if calls:
             ways.append("calls")
             rules += calls

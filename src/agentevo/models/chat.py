@@ -121,7 +121,8 @@ class ChatFormat:
     def continuation(
         self, messages: Sequence[Message], *, ended_with_stop: bool, tools: ToolSchemas = NO_TOOLS
     ) -> list[int]:
-        """Ids to append after a completion, up to where the assistant speaks again.
+        """Ids to append after a completion, up to where the assistant speaks again; without
+        messages, at once.
 
         `ended_with_stop`: the completion's last id is one of `end_ids`; the end-of-turn token is
         then not repeated. False for one that was cut off by a limit or ended by a stop string: its
@@ -217,10 +218,8 @@ class ChatFormat:
     def _compute_continuation(
         self, messages: tuple[Message, ...], tools: ToolSchemas, ended_with_stop: bool
     ) -> list[int]:
-        if not messages:
-            raise ModelError("a continuation needs at least one new message after the assistant's")
-
-        ids = self._after_tool_calls(messages, tools) if messages[0].role == "tool" else None
+        role = messages[0].role if messages else "assistant"
+        ids = self._after_tool_calls(messages, tools) if role == "tool" else None
         if ids is None:
             answered = [_USER, Message("assistant", _FIRST), *messages]
             text = self._template.render(answered, prompt=True, tools=tools)
@@ -229,7 +228,7 @@ class ChatFormat:
                 raise ModelError(
                     _refusal(
                         "it does not end an assistant's message that is followed by one of role "
-                        f"{messages[0].role}"
+                        f"{role}"
                     )
                 )
 

@@ -95,7 +95,9 @@ async def _serve(
     try:
         await engine.begin(_step(checkpoint), deadline_s=config.engine.timeout_s)
         base = await in_thread(lambda: gateway.base)
-        gateway.add(SharedSession(new_conversation, base, door.secret.value()))
+        key = door.secret.value()
+        whole_calls = config.gateway.whole_calls
+        gateway.add(SharedSession(new_conversation, base, key, whole_calls=whole_calls))
         what = config.model.name if checkpoint is None else checkpoint
         note(f"serving {what} as {name!r} at {base}\n{door.how_to(base)}")
 
