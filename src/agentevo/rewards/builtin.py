@@ -91,8 +91,9 @@ class Contains:
 
 @reward("numeric")
 class Numeric:
-    """The last number of the stated answer is that of the task's, whatever way it is written:
-    1,234.5, 1.234,5, $3, 3/4, 50% (which is 0.5 and, where percents are asked for, 50)."""
+    """The last number of the stated answer is that of the task's, whatever way it is written
+    (numerals.py): 1,234.5, 1.234,5, 1 000, $3, 3/4, 1 1/2, 5e3, 50% (which is 0.5 and, where
+    percents are asked for, 50), and TeX's 9{,}500, \\\\frac{3}{4}, 5 \\\\times 10^3."""
 
     Config = NumberConfig
 
