@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
 _FRACTIONS = "\u00bc-\u00be\u2150-\u215e"
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b"
@@ -109,47 +111,67 @@ def typed(text: str) -> str:
     return _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
 
 
+class Numeral(NamedTuple):
+    """A number in a text."""
+
+    text: str
+    """As it is plainly written, with its sign."""
+    value: float
+    is_percent: bool
+    """Its value is then the share: 0.5 for 50%."""
+    start: int
+    end: int
+    """Its place in the plainly written text, without the sign."""
+
+    @property
+    def readings(self) -> tuple[float, ...]:
+        """What it may mean: 50% is 0.5, and 50 where percents are asked for."""
+        return (self.value, self.value * 100) if self.is_percent else (self.value,)
+
+
 def last_numeral(text: str) -> tuple[str, float] | None:
     """The last number in a text, plainly written, and its value; `50%` is 0.5. None: there is none,
     or it is a part of an expression."""
-    stated = _last(text)
-    return None if stated is None else stated[:2]
+    last = next(numerals_from_the_end(plain(text)), None)
+    return None if last is None else (last.text, last.value)
 
 
 def readings(text: str) -> tuple[float, ...]:
-    """What the last number in a text may mean: `50%` is 0.5, and 50 where percents are asked for.
-    Empty: there is none."""
-    stated = _last(text)
-    if stated is None:
-        return ()
-    _, value, is_percent = stated
-    return (value, value * 100) if is_percent else (value,)
+    """What the last number in a text may mean. Empty: there is none."""
+    last = next(numerals_from_the_end(plain(text)), None)
+    return () if last is None else last.readings
 
 
-def _last(text: str) -> tuple[str, float, bool] | None:
-    """The last number, its value, and whether it is a share in percent."""
+def plain(text: str) -> str:
+    """The text with its numbers as `numerals_from_the_end` reads them."""
     text = _INDIAN.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), typed(_ESCAPED.sub("", text)))
     text = _DECIMAL_COMMA.sub(r"\1.\2", _TEX_COMMA.sub(".", text))
-    text = _TEX_FRACTION.sub(_slashed, text)
+    return _TEX_FRACTION.sub(_slashed, text)
+
+
+def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
+    """The numbers of a plainly written text, the last one first; None for one that is a part of an
+    expression."""
     for match in reversed(list(_NUMBER.finditer(text))):
         near = text[max(0, match.start() - NEAR) : match.start()]
         if _OF_AN_EXPONENT.search(near):
             continue
 
         if _IN_AN_EXPRESSION.search(near) or _GOES_ON.match(text, match.end()):
-            return None
+            yield None
+            continue
 
         value = _value(match)
         if value is None:
             continue
 
-        is_percent = match["percent"] is not None
+        written = match[0].rstrip(".")
         minus = _MINUS.search(text, max(0, match.start() - 9), match.start())
-        if minus is None or not _is_a_sign(text, minus):
-            return match[0].rstrip("."), value, is_percent
-        return "-" + match[0].rstrip("."), -value, is_percent
+        if minus is not None and _is_a_sign(text, minus):
+            written = f"-{written}"
+            value = -value
 
-    return None
+        yield Numeral(written, value, match["percent"] is not None, match.start(), match.end())
 
 
 def _spelt(fraction: re.Match[str]) -> str:
