@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentevo.algorithms.equality import are_equal
 from agentevo.data.messages import messages_of
 from agentevo.errors import AgentEvoError, BadRequestError, ConfigError
 from agentevo.parsing import ParseError, read_text
@@ -40,7 +41,7 @@ class KnownGroup:
 
     @property
     def differs(self) -> bool:
-        return len(set(self.truths)) > 1
+        return not are_equal(self.truths)
 
 
 def read_rows(path: Path) -> list[KnownGroup]:
