@@ -9,7 +9,8 @@
                         (pip install 'agentevo[data]')
 
 A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
-reading goes on; a file that is broken as a whole is a ConfigError.
+reading goes on; a file that is broken as a whole is a ConfigError. A line ends with a line feed
+alone: other characters that end one for people, such as U+2028, stand in JSON as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,10 +28,11 @@ from typing import IO, Any, cast
 from agentevo.data.row_report import RowError
 from agentevo.errors import ConfigError
 from agentevo.extras import load_extra
-from agentevo.parsing import ParseError, check_depth, parse_json
+from agentevo.parsing import ParseError, check_depth, check_file, parse_json
 from agentevo.progress import bar
 
 _DECODER = json.JSONDecoder()
+_BAD_LINES = {"not_utf8": "is not UTF-8", "not_json": "is not JSON"}
 _KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>\w[\w.\[\]:%-]*))?"
@@ -96,15 +98,30 @@ def read_rows(source: str) -> Iterator[Row]:
         yield from _read_dataset(source, path)
 
 
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """Every line of a file of JSON lines, whatever its name is, but for empty ones. Raises
+    ConfigError for a file that can't be read, and for a line that is no JSON."""
+    check_file(path)
+    for row in _read(path, _read_lines):
+        if not isinstance(row.value, RowError):
+            yield row
+        elif row.value.reason != "empty":
+            raise ConfigError(f"{row.where}: {_BAD_LINES[row.value.reason]} ({row.value.detail})")
+
+
 def _read_file(path: Path) -> Iterator[Row]:
     kind = _kind(path)
+    if kind == ".parquet":
+        yield from _read(path, _read_parquet)
+    elif kind in (".jsonl", ".jsonl.gz"):
+        yield from _read(path, _read_lines)
+    else:
+        yield from _read(path, _read_array)
+
+
+def _read(path: Path, rows: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
     try:
-        if kind == ".parquet":
-            yield from _read_parquet(path)
-        elif kind in (".jsonl", ".jsonl.gz"):
-            yield from _read_lines(path)
-        else:
-            yield from _read_array(path)
+        yield from rows(path)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(
             f"{path} can't be read ({type(error).__name__}: {error}): write it again"

@@ -20,9 +20,10 @@ import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
 from agentevo.data.messages import MESSAGE_KEYS, messages_of
+from agentevo.data.rows import read_json_lines
 from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
 from agentevo.models.chat import ChatFormat
-from agentevo.parsing import ParseError, check_file, parse_json
+from agentevo.parsing import check_file
 from agentevo.training.pairs import Answer, Pair
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, Sample
@@ -46,17 +47,10 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     file in the recipe. Raises ConfigError."""
     try:
         check_file(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}: give a JSONL file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} can't be read ({error}): give a JSONL file") from error
 
-    pair_lines = [
-        _line(text, f"{path}:{number}", loss)
-        for number, text in enumerate(lines, start=1)
-        if text.strip()
-    ]
+    pair_lines = [_line(row.value, row.where, loss) for row in read_json_lines(path)]
     if not pair_lines:
         raise ConfigError(
             f"{key}: {path} has no lines: give one JSON object with prompt, chosen and "
@@ -71,12 +65,7 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     return pair_lines
 
 
-def _line(text: str, where: str, loss: str) -> PairLine:
-    try:
-        given = parse_json(text)
-    except ParseError as error:
-        raise ConfigError(f"{where}: is not JSON ({error}): write one object a line") from error
-
+def _line(given: Any, where: str, loss: str) -> PairLine:
     if not isinstance(given, dict):
         raise ConfigError(
             f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
