@@ -162,6 +162,19 @@ def test_a_wrong_line_is_named(line, loss, said, written):
     assert str(error.value).startswith(f"{path}:2: ")
 
 
+def test_an_answer_with_a_message_that_is_not_trained_is_refused(written):
+    context = {"role": "assistant", "content": "left", "train": False}
+    assert read_pair_file(written({**PAIR, "prompt": [*ASK, context, *ASK]}), "dpo")
+    for mark in ({"train": False}, {"weight": 0}, {"loss": False}, {"masked": True}):
+        answer = [{"role": "assistant", "content": "left", **mark}]
+        with pytest.raises(ConfigError, match=":1: chosen: message 1 is marked as one that is not"):
+            read_pair_file(written({**PAIR, "chosen": answer}), "dpo")
+
+    half = [{"role": "assistant", "content": "right", "weight": 0.5}]
+    with pytest.raises(ConfigError, match=r":1: rejected: message 1 has weight 0.5"):
+        read_pair_file(written({**PAIR, "rejected": half}), "dpo")
+
+
 def test_no_file_no_lines_no_good_answers(tmp_path, written):
     with pytest.raises(
         ConfigError, match=r"data\.pairs: .*none\.jsonl: can't be read: No such file"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
-from agentevo.data.messages import MESSAGE_KEYS, messages_of
+from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
 from agentevo.models.chat import ChatFormat
@@ -128,6 +128,17 @@ def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
             f"{where}: {key} must begin and end with a message of role assistant: give a text, "
             "or such messages"
         )
+
+    for number, message in enumerate(given[key], start=1):
+        try:
+            trained = is_trained(message, f"message {number}")
+        except BadRequestError as error:
+            raise ConfigError(f"{where}: {key}: {error}") from error
+        if trained is False and message["role"] == "assistant":
+            raise ConfigError(
+                f"{where}: {key}: message {number} is marked as one that is not trained, and an "
+                "answer is compared as a whole: put it into the prompt, or leave the mark out"
+            )
 
     return messages
 
