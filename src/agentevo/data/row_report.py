@@ -14,6 +14,7 @@ from agentevo.errors import AgentEvoError
 REASONS = {
     "not_utf8": "not UTF-8",
     "not_json": "not JSON",
+    "not_csv": "not CSV",
     "unknown_form": "not in the file's form",
     "empty": "empty",
     "wrong_roles": "wrong roles",
