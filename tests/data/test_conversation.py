@@ -116,7 +116,7 @@ BAD: list[tuple[str, Any]] = [
     ("unknown_form", [1, 2]),
     ("unknown_form", {"text": "only a text"}),
     ("unknown_form", {"messages": "not json"}),
-    ("unknown_form", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("media", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("unknown_form", {"messages": [{"role": "user", "content": 7}]}),
     ("unknown_form", {"instruction": "another form", "output": "than the file's first row"}),
     (

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentevo.data.media import check_no_media
 from agentevo.data.messages import TRAINING_KEYS, is_trained
 from agentevo.data.row_report import RowError, RowReport
 from agentevo.data.rows import read_rows
@@ -70,6 +71,7 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Ch
                 )
 
             check_text(row.value)
+            check_no_media(row.value)
             if form == "auto":
                 form = _detect(row.value)
 

@@ -188,9 +188,8 @@ def _part(part: Any, where: str) -> TextPart | ImagePart:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):
         raise BadRequestError(
-            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}} or '
-            '{"type": "image", "sha256": ..., "media_type": ...}; images go by the SHA-256 of '
-            "their file, never by URL or pixels"
+            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}}; models read text '
+            "alone here, so leave pictures and files out"
         )
 
     try:

@@ -18,6 +18,7 @@ REASONS = {
     "unknown_form": "not in the file's form",
     "empty": "empty",
     "wrong_roles": "wrong roles",
+    "media": "pictures, sounds or films, and models read text alone here",
     "bad_tool_call": "broken tool call",
     "template": "the chat template can't say it",
     "no_assistant_mask": "the chat template marks no assistant tokens",

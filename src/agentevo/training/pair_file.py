@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
+from agentevo.data.media import check_no_media
 from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
+from agentevo.data.row_report import RowError
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
 from agentevo.models.chat import ChatFormat
@@ -71,6 +73,11 @@ def _line(given: Any, where: str, loss: str) -> PairLine:
             f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
             "'rejected': ...}}"
         )
+
+    try:
+        check_no_media(given)
+    except RowError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
     prompt = _messages(given, "prompt", where)
     if not prompt or prompt[-1].role == "assistant":
