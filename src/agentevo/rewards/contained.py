@@ -44,7 +44,10 @@ def states_answer(text: str, answer: str, query: str, *, ignore_case: bool) -> b
         return _states_number(text, number, query)
 
     if ignore_case:
-        text, answer, query = text.casefold(), answer.casefold(), query.casefold()
+        text = text.casefold()
+        answer = answer.casefold()
+        query = query.casefold()
+
     return _states_words(text, answer.strip().rstrip("."), query)
 
 

@@ -81,7 +81,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _MINUS = re.compile(r"-[ \t]{0,3}[$\u20ac\u00a3\u00a5]?[ \t]{0,3}[({]?\Z")
-_BULLET = re.compile(r"^[ \t]*-[ \t]+\Z", re.MULTILINE)
+_BULLET = re.compile(r"(?:\A|\n)[ \t]*-[ \t]+\Z")
 _INSIDE = re.compile(r"[A-Za-z_.\d]")
 _OF_AN_EXPONENT = re.compile(r"[\^_]\{[^{}]*\Z")
 _IN_AN_EXPRESSION = re.compile(
@@ -152,6 +152,7 @@ def plain(text: str) -> str:
 def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
     """The numbers of a plainly written text, the last one first; None for one that is a part of an
     expression."""
+    has_lines = "\n" in text.strip()
     for match in reversed(list(_NUMBER.finditer(text))):
         near = text[max(0, match.start() - NEAR) : match.start()]
         if _OF_AN_EXPONENT.search(near):
@@ -166,8 +167,7 @@ def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
             continue
 
         written = match[0].rstrip(".")
-        minus = _MINUS.search(text, max(0, match.start() - 9), match.start())
-        if minus is not None and _is_a_sign(text, minus):
+        if _has_minus(near, has_lines):
             written = f"-{written}"
             value = -value
 
@@ -185,14 +185,13 @@ def _slashed(fraction: re.Match[str]) -> str:
     return f"{whole.rstrip()} {plain}" if whole else plain
 
 
-def _is_a_sign(text: str, minus: re.Match[str]) -> bool:
-    """Unlike a minus right behind a word or a number, as in `5-3`, and a list's dash."""
-    place = minus.start()
-    if place > 0 and _INSIDE.match(text, place - 1):
+def _has_minus(near: str, has_lines: bool) -> bool:
+    """Whether a sign ends what stands before a number, unlike a minus right behind a word or a
+    number, as in `5-3`, and a list's dash."""
+    minus = _MINUS.search(near, max(0, len(near) - 9))
+    if minus is None or (minus.start() > 0 and _INSIDE.match(near, minus.start() - 1)):
         return False
-    line = text.rfind("\n", 0, place) + 1
-    is_bullet = bool(_BULLET.match(text[line : minus.end()]))
-    return not (is_bullet and "\n" in text.strip())
+    return not (has_lines and _BULLET.search(near))
 
 
 def _value(match: re.Match[str]) -> float | None:
