@@ -14,13 +14,16 @@ import asyncio
 import contextvars
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+from agentevo.console import to_stderr
 from agentevo.signals import Interrupt
 
 T = TypeVar("T")
@@ -121,6 +124,56 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+class NoticesBlocks:
+    """Awaits a user's coroutine, and says once where it keeps the event loop to itself: whatever
+    blocks in it, such as time.sleep or a client that is not async, stops all that runs beside
+    it. A step of BLOCK_S or more counts; `TELL_S` of them together are told."""
+
+    BLOCK_S = 0.25
+    TELL_S = 1.0
+
+    def __init__(self, what: str, remedy: str) -> None:
+        """`what` keeps the loop, as the beginning of a sentence; the `remedy` ends it."""
+        self._what = what
+        self._remedy = remedy
+        self._blocked_s = 0.0
+        self._has_told = False
+
+    @types.coroutine
+    def run(self, work: Awaitable[T]) -> Generator[Any, Any, T]:
+        """What the work gives."""
+        steps: Any = work.__await__()
+        go_on: Callable[[], Any] = partial(next, steps)
+        while True:
+            began = time.perf_counter()
+            try:
+                waited_for = go_on()
+            except StopIteration as ended:
+                result: T = ended.value
+                return result
+            finally:
+                self._add(time.perf_counter() - began)
+
+            try:
+                sent = yield waited_for
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:  # noqa: BLE001 (handed on to the work)
+                go_on = partial(steps.throw, error)
+            else:
+                go_on = partial(next, steps) if sent is None else partial(steps.send, sent)
+
+    def _add(self, step_s: float) -> None:
+        self._blocked_s += step_s if step_s >= self.BLOCK_S else 0.0
+        if self._blocked_s >= self.TELL_S and not self._has_told:
+            self._has_told = True
+            to_stderr(
+                f"{self._what} has kept the event loop to itself for {self._blocked_s:.1f} s, in "
+                f"which nothing else went on: {self._remedy}"
+            )
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:

@@ -11,7 +11,7 @@ import pytest
 from fake_gateway import FakeGateway
 
 import agentevo
-from agentevo import daemon_threads
+from agentevo import daemon_threads, event_loop
 from agentevo.agents import FunctionAgent, Policy
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
@@ -52,6 +52,60 @@ def played(attempt_of):
         return run_coroutine(work())
 
     return play
+
+
+class Clock:
+    """Passes only where a test says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(event_loop.time, "perf_counter", lambda: self.now)
+
+
+def test_an_async_agent_that_blocks_the_event_loop_is_named_once(played, monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+
+    async def run(task, policy):
+        clock.now += 0.3  # time.sleep, or a client that is not async
+        await asyncio.sleep(0)
+        clock.now += 0.2
+        try:
+            await asyncio.wait_for(asyncio.Event().wait(), 0)
+        except TimeoutError:
+            clock.now += 0.8
+        return 1.0
+
+    assert played(run).reward == 1.0
+    said = capsys.readouterr().err
+    assert said.count("has kept the event loop to itself for 1.1 s") == 1
+    assert "test_function_agents.py" in said and "asyncio.to_thread" in said
+
+
+def test_an_async_agent_that_waits_is_not_named_and_may_be_cancelled(monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    ended = []
+
+    async def work(answer):
+        try:
+            clock.now += 0.2
+            return await answer
+        finally:
+            ended.append(asyncio.current_task().cancelling())
+
+    async def both():
+        notices = event_loop.NoticesBlocks("it", "so")
+        answer = asyncio.get_running_loop().create_future()
+        first = asyncio.ensure_future(notices.run(work(answer)))
+        second = asyncio.ensure_future(notices.run(work(asyncio.Event().wait())))
+        await asyncio.sleep(0)
+        clock.now += 100
+        second.cancel()
+        answer.set_result("fine")
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    fine, cancelled = asyncio.run(both())
+    assert fine == "fine" and isinstance(cancelled, asyncio.CancelledError)
+    assert sorted(ended) == [0, 1] and not capsys.readouterr().err
 
 
 def test_a_function_that_is_not_async_asks_the_policy_and_waits(played):

@@ -411,7 +411,7 @@ def test_dicts_and_messages_are_the_same_history(loaded, scripted):
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             {},
-            "message 1, part 1 is of type 'image_url': .* never by URL or pixels",
+            "message 1, part 1 is of type 'image_url': .* models read text alone",
         ),
         (
             [{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}],

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentevo.data import ChatRow, RowReport, read_conversations
+from agentevo.data import ChatRow, RowError, RowReport, read_conversations
+from agentevo.data.conversation import conversation_of
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -115,7 +116,7 @@ BAD: list[tuple[str, Any]] = [
     ("unknown_form", [1, 2]),
     ("unknown_form", {"text": "only a text"}),
     ("unknown_form", {"messages": "not json"}),
-    ("unknown_form", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("media", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("unknown_form", {"messages": [{"role": "user", "content": 7}]}),
     ("unknown_form", {"instruction": "another form", "output": "than the file's first row"}),
     (
@@ -289,3 +290,75 @@ def test_the_report_counts_and_names_the_first(tmp_path):
     report.write(tmp_path / "bad.jsonl")
     told = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
     assert [one["where"] for one in told] == [f"{path}:{n}" for n in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("mark", "trained"),
+    [
+        ({"weight": 0}, False),
+        ({"weight": 1.0}, True),
+        ({"weight": None}, True),
+        ({"train": False}, False),
+        ({"train": True}, True),
+        ({"training": False}, False),
+        ({"loss": False}, False),
+        ({"loss": 0.0}, False),
+        ({"loss_scale": 0}, False),
+        ({"loss": True, "weight": 1}, True),
+        ({"masked": True}, False),
+        ({"masked": False, "train": None}, True),
+        ({"train_detail": None}, True),
+    ],
+)
+@pytest.mark.parametrize("form", ["messages", "sharegpt"])
+def test_every_mark_of_an_untrained_answer_is_honoured(mark, trained, form):
+    """Also where it stands in every message, as it does in a table."""
+    asked = dict.fromkeys(mark)
+    if form == "messages":
+        row = {
+            "messages": [
+                {"role": "user", "content": "q", **asked},
+                {"role": "assistant", "content": "a", **mark},
+            ]
+        }
+    else:
+        row = {
+            "conversations": [
+                {"from": "human", "value": "q", **asked},
+                {"from": "gpt", "value": "a", **mark},
+            ]
+        }
+
+    question, answer = conversation_of("x", row, form).messages
+    assert question == {"role": "user", "content": "q"} | {
+        key: None for key in mark if key == "train_detail"
+    }
+    assert answer.get("weight", 1) == (1 if trained else 0)
+    assert set(answer) <= {"role", "content", "weight", "train_detail"}
+
+
+@pytest.mark.parametrize(
+    ("mark", "problem"),
+    [
+        ({"weight": 0.5}, "weight 0.5"),
+        ({"loss": 0.5}, "loss 0.5"),
+        ({"train": "no"}, "train 'no'"),
+        ({"train": False, "loss": True}, "contradict each other"),
+        ({"masked": True, "weight": 1}, "contradict each other"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail"),
+    ],
+)
+def test_a_mark_that_can_not_be_honoured_makes_a_bad_row(mark, problem):
+    said_so = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **mark}]
+    with pytest.raises(RowError, match=problem):
+        conversation_of("x", {"messages": said_so})
+
+
+@pytest.mark.parametrize("mark", [{"train": True}, {"loss": 1}, {"masked": False}])
+def test_words_of_the_user_that_are_to_be_trained_make_a_bad_row(mark):
+    said_so = [{"role": "user", "content": "q", **mark}, {"role": "assistant", "content": "a"}]
+    if "masked" in mark:  # torchtune says it of every message, and of the user's too
+        assert conversation_of("x", {"messages": said_so}).messages
+    else:
+        with pytest.raises(RowError, match="only the assistant's are"):
+            conversation_of("x", {"messages": said_so})

@@ -101,9 +101,9 @@ def test_a_folder_is_its_files_in_order(tmp_path):
 
 
 def test_what_can_be_no_source_is_refused_before_reading(tmp_path):
-    (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(ConfigError, match=r"data\.train: .*a\.csv is none of"):
-        check_source(str(tmp_path / "a.csv"), "data.train")
+    (tmp_path / "a.xlsx").write_text("a,b")
+    with pytest.raises(ConfigError, match=r"data\.train: .*a\.xlsx is none of"):
+        check_source(str(tmp_path / "a.xlsx"), "data.train")
     with pytest.raises(ConfigError, match="holds no"):
         check_source(str(tmp_path), "data.train")
     with pytest.raises(ConfigError, match=r"data\.eval: .*b\.jsonl does not exist"):
@@ -181,3 +181,41 @@ def test_devices_and_pipes_are_refused_before_they_are_opened(tmp_path):
     for source in ("/dev/zero", "/dev/null", str(pipe)):
         with pytest.raises(ConfigError, match=f"tasks: {source} is a device, pipe or socket"):
             check_source(source, "tasks")
+
+
+def test_csv_gives_the_line_on_which_each_row_begins(tmp_path):
+    path = tmp_path / "a.csv"
+    lines = ["query,answer,id", '"2 + 2, in ""words""?",four,7', '"two\nlines",,8', "", "x,y"]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*lines, "\u2028,z,9"]).encode())
+    assert told(path) == [
+        ("2", {"query": '2 + 2, in "words"?', "answer": "four", "id": "7"}),
+        ("3", {"query": "two\nlines", "id": "8"}),
+        ("5", "empty"),
+        ("6", "not_csv"),
+        ("7", {"query": "\u2028", "answer": "z", "id": "9"}),
+    ]
+
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"n\n\xff\n1\n"))
+    assert told(tmp_path / "b.csv.gz") == [("2", "not_utf8"), ("3", {"n": "1"})]
+
+    path.write_text('n,m\n"a" b,1\n2,3\n')
+    assert told(path) == [("2", "not_csv"), ("3", {"n": "2", "m": "3"})]
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ("", "columns are missing"),
+        ("a,,b", "a name of its own"),
+        ("a,a", "a name of its own"),
+        ("a;b", "apart by ';'"),
+        ("a\tb", "with commas"),
+        ('"a', "no header of CSV"),
+    ],
+)
+def test_csv_without_a_header_is_refused(tmp_path, header, problem):
+    path = tmp_path / "a.csv"
+    path.write_text(header)
+    check_source(str(path), "tasks.train")
+    with pytest.raises(ConfigError, match=problem):
+        list(read_rows(str(path)))

@@ -15,6 +15,7 @@ from agentevo.config import build_config
 from agentevo.config.judges import check_calibrated
 from agentevo.errors import ConfigError
 from agentevo.evaluation import judge_statistics as statistics
+from agentevo.evaluation.judge_data import read_rows
 
 
 def likes_long(record, number, num):
@@ -137,7 +138,7 @@ def test_a_judge_that_is_away_gives_no_report(calibrated):
             ["--rows", "{rows}", "rewards=[{name: ruler, models: [other]}]"],
             "the remote model 'other'",
         ),
-        (["--rows", "{bad}"], "line 1: it has no number `truth`"),
+        (["--rows", "{bad}"], "bad:1: it has no number `truth`"),
         (["--rows", "{one}"], "0 of 1 groups have attempts of different worth"),
         (["--rows", "{rows}", "--out", "{folder}/none/x.json"], "there is no folder"),
     ],
@@ -198,3 +199,20 @@ def test_training_by_a_judge_that_nobody_has_measured_is_refused(rewards, tmp_pa
     assert main(["train", str(recipe), *given]) == 2
     assert "rewards: ruler: nobody knows how far this judge agrees" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_are_read_as_json_lines(tmp_path):
+    """Characters that end a line for people, a mark at the beginning, and more than a megabyte."""
+    said = "a\u2028b\x85c\u2029" + "x" * 600_000
+    rows = [
+        {"task_id": "t", "query": said, "reply": said, "truth": n, "answer": "4"} for n in (0, 1)
+    ]
+    path = tmp_path / "rows.jsonl"
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (group,) = read_rows(path)
+    assert group.truths == [0.0, 1.0] and group.task.query == said
+
+    path.write_text('{"a": ')
+    with pytest.raises(ConfigError, match=r"--rows .*rows.jsonl:1: is not JSON"):
+        read_rows(path)

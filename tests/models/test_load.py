@@ -210,3 +210,17 @@ def test_cuda_without_a_gpu_is_refused(
         load_model(tiny_section.model_copy(update={"device": "cuda"}), corpus=lambda: corpus)
     auto = load_model(tiny_section.model_copy(update={"device": "auto"}), corpus=lambda: corpus)
     assert auto.model.device.type == "cpu"
+
+
+def test_a_model_that_looks_at_pictures_is_refused_as_what_it_is(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
+    folder = save_model(tiny.model, tiny.tokenizer, tmp_path / "model")
+    for part in ({"vision_config": {"depth": 2}}, {"audio_config": {"layers": 2}}):
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl", **part}))
+        with pytest.raises(ModelError, match="models read text alone here: name a model of text"):
+            reload(folder)
+
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
+    with pytest.raises(ModelError, match="save or fetch it again"):
+        reload(folder)

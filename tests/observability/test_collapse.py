@@ -104,6 +104,16 @@ def test_the_sample_run_is_left_in_peace_but_for_its_broken_gradient(
     assert [warning.code for warning in found] == ["not_finite"]
 
 
+@pytest.mark.parametrize(
+    "reason",
+    ["small-spread", "below-usual-spread", "surplus", "zero-variance", "truncated", "not-trained"],
+)
+def test_what_a_filter_of_the_recipe_leaves_out_is_nobodys_fault(reason: str) -> None:
+    """StarPO-S, which keeps a quarter of the groups, and its like."""
+    left_out = {f"rollout/dropped/{reason}": 24.0, "rollout/dropped/failed": 1.0}
+    assert not [one for one in run({range(30, 31): left_out}) if one.code == "rollouts_lost"]
+
+
 @pytest.mark.parametrize("code", SCENARIOS)
 def test_each_sign_is_seen_alone_and_in_time(code: str) -> None:
     found = run(SCENARIOS[code])

@@ -72,7 +72,8 @@ def test_what_a_local_model_can_not_answer_is_said_and_does_not_end_it(folder):
 
 
 def test_it_stands_in_for_a_server_that_is_away(folder):
-    from agentevo.rewards.judging import UnusableError, ask_in_order
+    from agentevo.rewards.judging import ask_in_order
+    from agentevo.rewards.verdicts import UnusableError
 
     def read(text):
         if text == "broken":
@@ -86,11 +87,20 @@ def test_it_stands_in_for_a_server_that_is_away(folder):
         }
         models = RemoteModels(sections)
         found = asyncio.run(
-            ask_in_order(models, list(sections), "?", read, until=float("inf"), attempt="a")
+            ask_in_order(
+                models,
+                list(sections),
+                "?",
+                read,
+                until=float("inf"),
+                attempt="a",
+                correction=str,
+                schema={"type": "integer", "enum": [0, 1]},
+            )
         )
         models.close()
 
-    assert found.model == "local" and found.value
+    assert found.model == "local" and found.value in ("0", "1"), "held to the schema"
 
 
 @pytest.mark.parametrize(

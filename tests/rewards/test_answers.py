@@ -4,6 +4,7 @@ are meant to take for ever."""
 import json
 import re
 import string
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,16 @@ from hypothesis import strategies as st
 from agentevo.rewards import patterns
 from agentevo.rewards.answers import check_place, find_answer
 from agentevo.rewards.choices import WITHOUT_TEXTS, choice_of
+from agentevo.rewards.contained import states_answer
 from agentevo.rewards.numerals import last_numeral, readings
 from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.texts import f1, repeated_share, share_of_language, squad_normalised
+from agentevo.rewards.verdicts import (
+    UnusableError,
+    objects_in,
+    scores_in_tags,
+    words_of_verdict,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,9 @@ from agentevo.rewards.texts import f1, repeated_share, share_of_language, squad_
         ("<answer>1</answer> <answer>2", "answer", "1"),
         ("</answer><answer>2", "answer", None),
         ("<answers>1</answers>", "answer", None),
+        (r"\boxed{1} and open \boxed{2", "auto", None),
+        (r"\boxed{1} and open \fbox{2", "auto", "1"),
+        (r"\boxed{1 and #### 2", "auto", None),
         ("it is 5, or $1,000.", "number", "1,000"),
         ("no number", "number", None),
         ('x {"a": 1} y {"b": {"c": [7, " z "]}} {', "json:b.c.1", "z"),
@@ -222,6 +233,29 @@ HOSTILE = [
     "A ",
     "(",
     "\x00",
+    "\\frac{",
+    "\\frac{1}{",
+    "\\frac12",
+    "\\sqrt{2}",
+    "1 000 ",
+    "1\\,000",
+    "9{,}",
+    "2^",
+    "2^{",
+    "\u00bd",
+    "\u2013",
+    "\u00b2",
+    "1 1/2 ",
+    "1,00,",
+    "3,5 ",
+    "or ",
+    "a b, ",
+    "a b or ",
+    "correct ",
+    "not correct ",
+    "not " * 3,
+    "<score>",
+    '{"a": 1}',
 ]
 
 
@@ -234,6 +268,12 @@ def test_a_hostile_text_takes_no_longer_than_another(piece):
         find_answer(text, place)
 
     readings(text)
+    states_answer(text, "38", "1 2 3", ignore_case=True)
+    states_answer(text, "a b", "c", ignore_case=True)
+    for read in (objects_in, scores_in_tags, words_of_verdict):
+        with suppress(UnusableError):
+            read(text)
+
     f1(text, "a")
     squad_normalised(text)
     repeated_share(text, 3)

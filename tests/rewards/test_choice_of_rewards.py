@@ -219,17 +219,21 @@ class Judge:
         self.answer = answer
         self.asked = []
 
-    async def generate(self, messages, *, role="", attempt=""):
+    async def generate(self, messages, *, role="", attempt="", schema=None):
         self.asked.append((messages[0]["content"], role, attempt))
         if isinstance(self.answer, Exception):
             raise self.answer
-        return SimpleNamespace(text=self.answer)
+        return SimpleNamespace(text=self.answer, finish_reason="stop")
+
+
+def verdict(score):
+    return json.dumps({"reasons": "So.", "score": score})
 
 
 def test_judges_are_asked_in_order_until_one_gives_a_score():
     away = Judge(RemoteModelError("503", 503))
-    vague = Judge("<score>good</score>")
-    fine = Judge("It says {so}: <score>0</score>, no: <score> 0.75 </score>")
+    vague = Judge(verdict("good"))
+    fine = Judge(f"It says {{so}}: {verdict(0.75)}")
     judges = {"away": away, "vague": vague, "fine": fine}
     config = named("llm_judge", models=list(judges))
     reply = said("<answer>four {braces}</answer>")
@@ -253,24 +257,24 @@ def test_why_a_score_is_what_it_is_is_kept_with_the_calls_of_its_attempt():
     ended = []
     calls = AttemptCalls(None, "a")
     calls.listen = ended.append
-    judge = Judge("So: <score>1</score>")
+    judge = Judge(verdict(1))
     scoring = Scoring([named("llm_judge"), named("exact_match")], models={"judge": judge})
     asyncio.run(scoring.score([said("4")], [False], {"a": calls}, task=task()))
     written = [one.record("r") for one in ended]
     assert {one.name: one.attributes for one in written} == {
-        "llm_judge": {"score": 1.0, "reason": "judge: So: <score>1</score>"},
+        "llm_judge": {"score": 1.0, "reason": f"judge: {verdict(1)}"},
         "exact_match": {"score": 1.0},
     }
 
 
 def test_a_judge_that_hangs_leaves_time_for_the_next():
     class Hanging:
-        async def generate(self, messages, *, role="", attempt=""):
+        async def generate(self, messages, **options):
             await asyncio.Event().wait()
 
     config = named("llm_judge", models=["hanging", "fine"], timeout_s=1.0)
     judge = make_reward(config)
-    models = {"hanging": Hanging(), "fine": Judge("<score>1</score>")}
+    models = {"hanging": Hanging(), "fine": Judge(verdict(1))}
     assert asyncio.run(judge.score(said("4"), task(), models)).value == 1.0
 
     models["fine"] = Judge("none")
@@ -278,11 +282,12 @@ def test_a_judge_that_hangs_leaves_time_for_the_next():
         asyncio.run(judge.score(said("4"), task(), models))
 
 
-@pytest.mark.parametrize("verdict", ["1.5", "-1", "nan", "", "inf", "1 of 1"])
-def test_nonsense_of_a_judge_is_no_score(verdict):
-    judge = Judge(f"<score>{verdict}</score>")
+@pytest.mark.parametrize("score", ["1.5", "-1", "nan", "", "inf", "1 of 1", True, None, 2])
+def test_nonsense_of_a_judge_is_asked_about_once_and_is_no_score(score):
+    judge = Judge(verdict(score))
     failed = scored([named("llm_judge")], [said("4")], task(), {"judge": judge})[0]
     assert failed.status == "failed" and "no judge gave a score" in failed.error
+    assert len(judge.asked) == 2
 
 
 def test_a_row_for_agentrls_judge_says_what_is_missing():
@@ -292,7 +297,7 @@ def test_a_row_for_agentrls_judge_says_what_is_missing():
     with pytest.raises(ConfigError, match=r"add remote_models.mine"):
         Scoring([named("llm_judge", models="mine")]).check([], needed=False)
 
-    judge = Judge("<score>1</score>")
+    judge = Judge(verdict(1))
     Scoring([], models={"judge": judge}).check([row], needed=True)
     assert scored([], [said("4")], row, {"judge": judge})[0].reward == 1.0
     assert Scoring([]).asks_models(row) and not Scoring([]).asks_models(task(scorer="em"))
@@ -338,7 +343,7 @@ def test_agentrls_template_and_its_words_are_read_as_they_are():
 
 
 def test_a_rubric_takes_the_place_of_an_answer():
-    judge = Judge("Polite. <score>0.5</score>")
+    judge = Judge(f"Polite. {verdict(0.5)}")
     config = named("llm_judge", rubric="Politeness counts.", uncalibrated=True)
     assert scored([config], [said("4")], task(answer=None), {"judge": judge})[0].reward == 0.5
     assert "<rubric>\nPoliteness counts.\n" in judge.asked[0][0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentevo import event_loop
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.rewards import RewardConfig, Score, make_reward, reward, rewards
@@ -200,6 +201,21 @@ def test_a_task_that_can_not_be_judged_is_no_wrong_answer(name, answer):
 def scored(configs, trajectories, task, unrewarded=None):
     missing = unrewarded or [False] * len(trajectories)
     return asyncio.run(Scoring(configs).score(trajectories, missing, {}, task=task))
+
+
+def test_an_async_reward_that_blocks_is_named(own_rewards, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(event_loop.time, "perf_counter", lambda: now[0])
+
+    @reward("blocks")
+    async def blocks(completion):
+        now[0] += 0.6
+        return 1.0
+
+    scoring = Scoring([RewardConfig(name="blocks")])
+    for _ in range(4):
+        asyncio.run(scoring.score([said("4")], [False], {}, task=task()))
+    assert capsys.readouterr().err.count("the reward 'blocks' has kept the event loop") == 1
 
 
 def test_the_tasks_own_scorer_then_the_list_then_what_was_returned(own_rewards):

@@ -23,6 +23,7 @@ from judged_attempts import ASKED, TASK, attempt, group, said, turn
 from remote_server import RemoteServer, breaks_off, chat, fails, gives, hangs
 
 from agentevo.config.remote_models import RemoteModelSection
+from agentevo.errors import AgentEvoError
 from agentevo.evaluation.judge_statistics import spearman
 from agentevo.remote_models import RemoteModels
 from agentevo.rewards.injections import INJECTIONS
@@ -73,7 +74,9 @@ def test_a_judge_that_can_rank_gives_the_true_order_whatever_the_order_of_the_at
     assert prompts[0] in prompts[2:] and len(set(prompts)) == 2, "the question is the same"
 
     one, other = ([words_of(r) for r in attempts_in(p).values()] for p in prompts[:2])
-    assert one == other[::-1] and "response_format" not in server.received[0]
+    assert one == other[::-1]
+    schema = server.received[0]["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["scores"], "servers that can hold the judge to the form"
     assert prompts[0].count(TASK.query) == 1, "what all begin with is sent once"
 
 
@@ -158,7 +161,8 @@ GOOD = {1: 0.2, 2: 0.8}
         (verdict(GOOD).replace("0.8}", "true}"), "the score of 2 is true"),
         (verdict(GOOD).replace("0.8}", '"good"}'), 'the score of 2 is "good"'),
         (verdict(GOOD).replace("0.8}", "1e999}"), "no number from 0 to 1"),
-        ('{"scores": ' * 3000, "there is no JSON object"),
+        ('{"scores": ' * 3000, "there is JSON in it that can't be read"),
+        (f"{verdict(GOOD)}, not {verdict({1: 1, 2: 0})}", "verdicts in it that differ"),
     ],
 )
 def test_an_unusable_answer_is_asked_about_once_and_then_is_no_score(answer, problem):
@@ -182,6 +186,39 @@ def test_numbers_in_quotes_and_an_earlier_draft_are_read():
     last = verdict(GOOD).replace("0.8}", '"0.8"}')
     with RemoteServer(gives(chat(f"<think>{draft}</think>\n{last}\nSee [1] and {{}}."))) as server:
         assert sorted(rewards(scored([server], group(0.1, 0.2), votes=1)).values()) == [0.2, 0.8]
+
+
+def test_an_answer_that_was_cut_off_is_asked_about_once():
+    cut = chat(verdict(GOOD))
+    cut["choices"][0]["finish_reason"] = "length"
+    with RemoteServer(gives(cut), gives(chat(verdict(GOOD)))) as server:
+        assert sorted(rewards(scored([server], group(0.1, 0.2), votes=1)).values()) == [0.2, 0.8]
+    assert "cut off" in server.received[1]["messages"][2]["content"]
+
+
+def test_a_server_without_schemas_is_asked_without_from_then_on():
+    def old_server(body, handler):
+        refused = fails(400, "unknown field: response_format")
+        (refused if "response_format" in body else ranks())(body, handler)
+
+    with RemoteServer(old_server) as server:
+        judged = rewards(scored([server], group(0.1, 0.9), votes=1, options={"max_at_once": 1}))
+        assert judged == pytest.approx({"a0": 0.1, "a1": 0.9})
+        assert ["response_format" in body for body in server.received] == [True, False]
+
+
+def test_a_refusal_that_is_not_for_the_schema_says_what_it_is_and_is_not_remembered():
+    sections = {"j": RemoteModelSection(base_url="http://127.0.0.1:1", model="m", max_tries=1)}
+    hello = [{"role": "user", "content": "?"}]
+    with RemoteServer(fails(400, "too long"), fails(400, "too long"), gives(chat("{}"))) as server:
+        sections["j"] = sections["j"].model_copy(update={"base_url": server.base_url})
+        models = RemoteModels(sections)
+        with pytest.raises(AgentEvoError, match="too long"):
+            asyncio.run(models["j"].generate(hello, schema={"type": "object"}))
+        asyncio.run(models["j"].generate(hello, schema={"type": "object"}))
+        models.close()
+
+    assert ["response_format" in body for body in server.received] == [True, False, True]
 
 
 def test_models_are_asked_in_order_and_an_outage_is_a_failure_with_its_reasons():

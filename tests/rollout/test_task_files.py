@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentevo.agents.named_by_task import check_agent_names
 from agentevo.cli.main import main
 from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError
@@ -241,8 +242,13 @@ def test_gsm8k_becomes_task_files(tmp_path, capsys):
         {"question": "x", "answer": "no mark"},
     )
     out = tmp_path / "gsm8k"
-    words = ["data", "prepare", "gsm8k", str(out), "--from", str(source), "--agent", "tool"]
-    assert main([*words, "--eval-share", "0.3"]) == 0
+    words = ["data", "prepare", "gsm8k", str(out), "--from", str(source), "--eval-share", "0.3"]
+    assert main([*words, "--agent", "tool"]) == 2
+    assert (
+        "no agent plays tasks of that name: did you mean 'tool_agent'?" in capsys.readouterr().err
+    )
+    assert not out.exists()
+    assert main([*words, "--agent", "tool_agent"]) == 0
 
     train = read(out / "train.jsonl")
     held_out = read(out / "eval.jsonl")
@@ -251,7 +257,8 @@ def test_gsm8k_becomes_task_files(tmp_path, capsys):
 
     task = task_of(train[4], TaskFields())
     assert (task.query, task.answer, task.scorer) == ("4?", "1040", "numeric")
-    assert task.metadata["agent_name"] == "tool" and "<<1+1=2>>" in task.metadata["solution"]
+    check_agent_names([task], "tool_agent")
+    assert task.metadata["agent_name"] == "tool_agent" and "<<1+1=2>>" in task.metadata["solution"]
     assert read(out / "train.jsonl.bad_rows.jsonl")[0]["where"] == f"{source}:10"
     assert "9 tasks (3 of them held out" in capsys.readouterr().out
 

@@ -162,7 +162,7 @@ class Sglang:
             asked.changed.clear()
             answer = self.answer(asked, done)
             done = len(asked.out)
-            yield f"data: {json.dumps(answer)}\n\n"
+            yield f"data: {json.dumps(answer, ensure_ascii=False)}\n\n"
 
             if asked.finish is not None:
                 yield "data: [DONE]\n\n"
@@ -187,7 +187,7 @@ class Sglang:
                 spans[-1]["end"] = place + 1
             meta["weight_versions"] = spans
 
-        return {"text": "", "output_ids": asked.out[done:], "meta_info": meta}
+        return {"text": "a\u2028b\x85", "output_ids": asked.out[done:], "meta_info": meta}
 
     async def schedule(self) -> None:
         while True:

@@ -28,6 +28,24 @@ def written(tmp_path):
     return write
 
 
+ENDS_FOR_PEOPLE = "\u2028 \u2029 \x85 \x0b \x0c \x1c end"
+
+
+def test_a_line_ends_with_a_line_feed_alone_and_a_file_may_begin_with_a_mark(tmp_path):
+    """As other programs write files, and our own exports do."""
+    path = tmp_path / "pairs.txt"
+    rows = [{**PAIR, "chosen": ENDS_FOR_PEOPLE}, PAIR]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode())
+    first, second = read_pair_file(path, "dpo")
+    assert first.chosen == [Message("assistant", ENDS_FOR_PEOPLE)]
+    assert (first.where, second.where) == (f"{path}:1", f"{path}:3")
+
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ConfigError, match=r"pairs.txt:1: is not UTF-8"):
+        read_pair_file(path, "dpo")
+
+
 def test_only_the_answer_is_trained(written, chat, loaded):
     talk = [
         *ASK,
@@ -86,7 +104,7 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
 @pytest.mark.parametrize(
     ("line", "loss", "said"),
     [
-        ("{not json", "dpo", r":2: is not JSON \(.*write one object a line"),
+        ("{not json", "dpo", r":2: is not JSON \(.*write one JSON object a line"),
         ("[1]", "dpo", ":2: is no JSON object"),
         (
             {"chosen": "a", "rejected": "b"},
@@ -144,6 +162,19 @@ def test_a_wrong_line_is_named(line, loss, said, written):
     assert str(error.value).startswith(f"{path}:2: ")
 
 
+def test_an_answer_with_a_message_that_is_not_trained_is_refused(written):
+    context = {"role": "assistant", "content": "left", "train": False}
+    assert read_pair_file(written({**PAIR, "prompt": [*ASK, context, *ASK]}), "dpo")
+    for mark in ({"train": False}, {"weight": 0}, {"loss": False}, {"masked": True}):
+        answer = [{"role": "assistant", "content": "left", **mark}]
+        with pytest.raises(ConfigError, match=":1: chosen: message 1 is marked as one that is not"):
+            read_pair_file(written({**PAIR, "chosen": answer}), "dpo")
+
+    half = [{"role": "assistant", "content": "right", "weight": 0.5}]
+    with pytest.raises(ConfigError, match=r":1: rejected: message 1 has weight 0.5"):
+        read_pair_file(written({**PAIR, "rejected": half}), "dpo")
+
+
 def test_no_file_no_lines_no_good_answers(tmp_path, written):
     with pytest.raises(
         ConfigError, match=r"data\.pairs: .*none\.jsonl: can't be read: No such file"
@@ -157,7 +188,7 @@ def test_no_file_no_lines_no_good_answers(tmp_path, written):
 
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"binary can.t be read .*invalid start byte"):
+    with pytest.raises(ConfigError, match=r"binary:1: is not UTF-8 \(byte 0"):
         read_pair_file(binary, "dpo")
 
 

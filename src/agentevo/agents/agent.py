@@ -29,6 +29,7 @@ from agentevo.config.agents import agents, is_async, takes_policy
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
 from agentevo.errors import AgentEvoError, ConfigError, NoCallError, described, shown
+from agentevo.event_loop import NoticesBlocks
 from agentevo.rewards.returned import (
     LARGEST_METRIC,
     named_parts,
@@ -73,6 +74,11 @@ class FunctionAgent:
         """Whether its attempts need the gateway."""
         self._is_async = is_async(function)
         self._function = function
+        self._notices = NoticesBlocks(
+            f"the agent {_place_of(function)}",
+            "await an async client, call what blocks by `await asyncio.to_thread(...)`, or write "
+            "`def` in the place of `async def`: each attempt then has a thread of its own",
+        )
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run. Raises NoCallError where a function with one parameter has not called the
@@ -123,7 +129,7 @@ class FunctionAgent:
 
     async def _returned(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:
-            return await self._function(task, *policy)
+            return await self._notices.run(self._function(task, *policy))
         arguments = [BlockingPolicy(one) for one in policy]
         returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from agentevo.agents.policy import Policy
 from agentevo.data.task_forms import AGENT_NAME
 from agentevo.errors import ConfigError, shown
+from agentevo.registry import nearest
 from agentevo.types import Message, Outcome, Task
 
 ONCE = ("single_turn", "single_turn_agent")
@@ -21,6 +22,21 @@ NAMES = {
     "code_agent": (*ONCE, "code_agent"),
 }
 """`agent.type` -> the names that its tasks may have; agents of other types read what they like."""
+
+
+def check_known_name(name: str) -> None:
+    """Raises ConfigError for a name that is nearly one of an agent that ships: no agent would play
+    its tasks. Any other may be that of an agent of the user's."""
+    known = sorted({*NAMES, *(name for names in NAMES.values() for name in names)})
+    if name in known:
+        return
+
+    guess = f"{name}_agent" if f"{name}_agent" in known else nearest(name, known)
+    if guess:
+        raise ConfigError(
+            f"--agent {name}: no agent plays tasks of that name: did you mean {guess!r}? There are "
+            f"{', '.join(known)}"
+        )
 
 
 def asks_once(task: Task) -> bool:

@@ -3,7 +3,8 @@
 Inputs are plain sequences with one entry per trajectory: its reward, and the id of its group
 (attempts at the same task; members may stand anywhere). Every filter returns a `Kept`: the
 positions that it keeps, and its reason for dropping each of the others. Filters look at rewards as
-the environment gave them, before any normalisation (a normalised group always has the same spread).
+the environment gave them, before any normalisation (a normalised group always has the same spread);
+those that differ by rounding alone are equal (equality.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+
+from agentevo.algorithms.equality import EQUAL, are_equal, levels
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def _kept(count: int, reasons: Mapping[int, str]) -> Kept:
 def reward_std(rewards: Sequence[float]) -> float:
     """The unbiased standard deviation (n - 1) of rewards. It is exactly 0 for equal rewards and for
     a single one, and does not depend on their order."""
-    if len(rewards) < 2 or min(rewards) == max(rewards):
+    if len(rewards) < 2 or are_equal(rewards):
         return 0.0
     scale = max(abs(reward) for reward in rewards)  # squares neither overflow nor vanish
     mean = math.fsum(reward / scale for reward in rewards) / len(rewards)
@@ -70,7 +73,7 @@ def is_informative(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ. This is DAPO's condition 0 < correct < G (arXiv
     2503.14476, eq. 11) for rewards of any kind. Those of a group of one do not: its advantage under
     a group baseline is 0 (verl keeps groups of one)."""
-    return len(rewards) > 1 and min(rewards) != max(rewards)
+    return len(rewards) > 1 and not are_equal(rewards)
 
 
 def _uninformative(rewards: Sequence[float]) -> str | None:
@@ -128,7 +131,8 @@ def starpo_s(
 
     num_kept = max(1, math.floor(keep * len(groups) + 1e-9))  # 0.29 * 100 is 28.999999999999996
     spread = [reward_std([rewards[member] for member in members]) for members in groups]
-    ranking = sorted(range(len(groups)), key=lambda index: -spread[index])  # stable
+    level = levels(spread)
+    ranking = sorted(range(len(groups)), key=lambda index: -level[index])  # stable
     reasons: dict[int, str] = {}
     for index in ranking[num_kept:]:
         reasons |= dict.fromkeys(
@@ -196,7 +200,7 @@ class RLPRStd:
             std = reward_std([rewards[member] for member in members])
             if len(members) > 1:
                 spreads.append(std)
-            if threshold is not None and std < threshold:
+            if threshold is not None and threshold - std > EQUAL * threshold:
                 reasons |= dict.fromkeys(members, f"reward std {std:.4g} below {threshold:.4g}")
 
         self._total += math.fsum(spreads)

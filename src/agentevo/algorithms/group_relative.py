@@ -6,8 +6,8 @@ Each takes the validated inputs and returns [N] float64, one entry per trajector
 
 - A trajectory without any trained token has no score: it enters no mean, no count, and gets 0.
 - A group of one has advantage 0 (except under `raw`, which has no baseline).
-- Scores that differ by no more than 1e-12 of the largest count as equal, and equal scores give
-  exactly 0, not rounding noise over epsilon.
+- Scores that differ by rounding alone count as equal (equality.py), and equal scores give exactly
+  0, not rounding noise over epsilon.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from agentevo.algorithms.equality import EQUAL
+
 if TYPE_CHECKING:
     from agentevo.algorithms.advantage_inputs import Inputs
 
@@ -26,8 +28,6 @@ WHITEN_EPSILON = 1e-8
 """Added to the variance in `whiten`, as in verl and TRL."""
 BOUND = 1e100
 """Magnitude at which inputs are cut off, so that squares and sums of them are finite in float64."""
-EQUAL = 1e-12
-"""Largest difference, as a share of the largest magnitude, at which numbers count as equal."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
     members = inputs.members
     score = inputs.score
     best = members.highest(score)
-    is_best = members.counts & (score == best)
+    tied = EQUAL * members.highest(score.abs())
+    is_best = members.counts & (best - score <= tied)
     others = Members(members.group, members.counts & ~is_best)
     alone = members.total(is_best.double()) == 1.0
     lead = torch.where(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from agentevo.algorithms.equality import EQUAL
+
 
 def value_loss(
     values: torch.Tensor,
@@ -73,5 +75,6 @@ def explained_variance(
     highest = torch.where(mask, target, -torch.inf).amax() if target.numel() else v.new_zeros(())
     lowest = torch.where(mask, target, torch.inf).amin() if target.numel() else v.new_zeros(())
     total = variance(target)
-    spread = (highest > lowest) & (total > 0)  # equal returns have variance 0, not rounding noise
+    slack = EQUAL * target.abs().amax() if target.numel() else v.new_zeros(())
+    spread = (highest - lowest > slack) & (total > 0)  # equal returns: not the noise of rounding
     return torch.where(spread, 1.0 - variance(target - v) / torch.where(spread, total, 1.0), 0.0)

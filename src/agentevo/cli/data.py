@@ -175,6 +175,7 @@ def prepare(
 ) -> None:
     """Write the task files of a known data set: train.jsonl, and the last ones as eval.jsonl; of a
     lesson demonstrations.jsonl as well, and corpus.jsonl where its tool searches one."""
+    from agentevo.agents.named_by_task import check_known_name
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
@@ -191,6 +192,9 @@ def prepare(
         raise ConfigError(
             f"data prepare {name}: there are gsm8k, reasoning_gym/DATASET and lesson/TOOL"
         )
+
+    if agent is not None:
+        check_known_name(agent)
 
     if (source is not None) != (name == "gsm8k"):
         given = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"

@@ -110,8 +110,8 @@ class AlgorithmKeys(Section):
     nearer the policy's mean entropy is to the target, and nothing above it. None weighs it always
     the same."""
     drop_zero_variance: bool = True
-    """Leave out groups whose members all have the same reward, if the advantage compares within
-    groups: it is 0 for them. Kept, they still get the KL and entropy terms."""
+    """Leave out groups whose members all have the same reward, but for rounding, if the advantage
+    compares within groups: it is 0 for them. Kept, they still get the KL and entropy terms."""
     drop_truncated: bool = False
     """Leave out attempts that a limit ended, for their reward says little (overlong filtering,
     DAPO, arXiv 2503.14476)."""

@@ -15,6 +15,7 @@ from agentevo.config.named_agents import named_agent_contradictions
 from agentevo.config.parallel import parallel_contradictions
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.remote_models import name_problems, unknown_helpers
+from agentevo.config.rewards import penalty_contradictions
 from agentevo.config.rollout import rollout_contradictions
 from agentevo.config.routing import routing_contradictions
 from agentevo.config.sections import TinyModel
@@ -31,6 +32,7 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
 
     problems += _of_the_training(config)
     problems += collect_contradictions(config)
+    problems += penalty_contradictions(config)
     problems += memory_contradictions(config)
     problems += rollout_contradictions(config)
     problems += _of_the_advantage(config)

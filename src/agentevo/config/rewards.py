@@ -4,7 +4,7 @@ names."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pydantic
 
@@ -15,6 +15,9 @@ from agentevo.errors import ConfigError
 from agentevo.registry import nearest
 from agentevo.rewards import RewardConfig, reward, rewards
 from agentevo.rewards.reward import reward_config
+
+if TYPE_CHECKING:
+    from agentevo.config import RunConfig
 
 Reward: TypeAlias = str | Mapping[str, Any] | pydantic.BaseModel | Callable[..., Any] | type
 """A reward by name, with options, or as a function or class."""
@@ -93,6 +96,21 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
                 )
 
     return tuple(configs), lines
+
+
+def penalty_contradictions(config: RunConfig) -> list[str]:
+    """Penalties of the agent's that a list of rewards leaves out, as 'what: remedy'."""
+    listed = [reward.name for reward in config.rewards]
+    if not listed or "returned" in listed:
+        return []
+
+    keys = [key for key in ("call_penalty", "code_penalty") if getattr(config.agent, key, 0)]
+    return [
+        f"agent.{key} is a part of what the agent returns, and `rewards` counts in its place: add "
+        f"`returned` to the list, as in rewards=[{', '.join([*listed, 'returned'])}], or leave "
+        f"{key} out"
+        for key in keys
+    ]
 
 
 def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:

@@ -25,10 +25,10 @@ class ConversationKeys(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
     train: tuple[str, ...] = ()
-    """Conversations for `agentevo sft`: files (.jsonl, .json, also .gz; .parquet), folders of them,
-    saved datasets, or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. Rows
-    have messages, ShareGPT's or Alpaca's form. Paths are looked for beside the recipe, then in the
-    current folder."""
+    """Conversations for `agentevo sft`: files (.jsonl, .json, .csv, also .gz; .parquet), folders of
+    them, saved datasets, or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT.
+    Rows have messages, ShareGPT's or Alpaca's form. Paths are looked for beside the recipe, then in
+    the current folder."""
     eval: tuple[str, ...] = ()
     """Held-out conversations, likewise. Default: eval_share of those that are trained on."""
     eval_share: Share = 0.05

@@ -35,9 +35,9 @@ class TaskFields(Section):
 
 
 class TasksSection(Section):
-    """Tasks from files: .jsonl, .json (also .gz), .parquet, folders of them, saved datasets, or
-    datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. `tasks: FILE` is short for
-    tasks.train. What else a row holds is the task's metadata. Paths are looked for beside the
+    """Tasks from files: .jsonl, .json, .csv (also .gz), .parquet, folders of them, saved datasets,
+    or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. `tasks: FILE` is short
+    for tasks.train. What else a row holds is the task's metadata. Paths are looked for beside the
     recipe, then in the current folder."""
 
     train: tuple[str, ...] = ()
@@ -194,7 +194,9 @@ def play_problems(
 
     if has_tasks and has_environment:
         return [
-            "tasks: the environment makes its own tasks: leave out either `tasks` or `environment`"
+            "tasks: the environment makes its own tasks: leave out either `tasks` or "
+            "`environment`. Where each row is to be an episode, leave out `environment`, and play "
+            "it in an agent of yours (docs/environments.md, Episodes from a file)"
         ]
 
     if has_tasks and kind == "environment":

@@ -6,7 +6,7 @@ Importing this loads no torch and no optional package.
 
 from agentevo.data.conversation import FORMS, ChatRow, read_conversations
 from agentevo.data.row_report import BadRow, RowError, RowReport
-from agentevo.data.rows import Row, check_source, read_rows
+from agentevo.data.rows import Row, check_source, read_json_lines, read_rows
 
 __all__ = [
     "FORMS",
@@ -17,5 +17,6 @@ __all__ = [
     "RowReport",
     "check_source",
     "read_conversations",
+    "read_json_lines",
     "read_rows",
 ]

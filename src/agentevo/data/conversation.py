@@ -19,8 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentevo.data.media import check_no_media
+from agentevo.data.messages import TRAINING_KEYS, is_trained
 from agentevo.data.row_report import RowError, RowReport
 from agentevo.data.rows import read_rows
+from agentevo.errors import BadRequestError
 from agentevo.parsing import parse_json
 
 FORMS = ("messages", "sharegpt", "alpaca")
@@ -68,6 +71,7 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Ch
                 )
 
             check_text(row.value)
+            check_no_media(row.value)
             if form == "auto":
                 form = _detect(row.value)
 
@@ -225,11 +229,27 @@ def _check_message(message: dict[str, Any], number: int) -> None:
         raise RowError("empty", f"message {number} (of role {role}) says nothing")
 
     _check_id(message.get("tool_call_id"), number)
-    if message.get("weight", 1) not in (0, 1):
+    _mark_untrained(message, number)
+
+
+def _mark_untrained(message: dict[str, Any], number: int) -> None:
+    """Leaves `weight` 0 of all keys that say whether a message is trained."""
+    try:
+        trained = is_trained(message, f"message {number}")
+    except BadRequestError as error:
+        raise RowError("unknown_form", str(error)) from error
+
+    if trained and message["role"] != "assistant" and not message.keys() & {"weight", "masked"}:
         raise RowError(
             "unknown_form",
-            f"message {number} has weight {message['weight']!r}: 0 leaves it untrained, 1 does not",
+            f"message {number} (of role {message['role']}) is marked as one that is trained, and "
+            "only the assistant's are: leave the mark out",
         )
+
+    for key in TRAINING_KEYS:
+        message.pop(key, None)
+    if trained is False and message["role"] == "assistant":
+        message["weight"] = 0
 
 
 def _check_id(name: Any, number: int) -> None:

@@ -24,6 +24,11 @@ from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which data sets, clients and templates keep what the assistant thought."""
+TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_scale", "masked")
+"""Keys by which data sets say whether a message is trained: OpenAI's fine-tuning, Axolotl (two
+names), ms-swift (two), torchtune, whose key says that it is not."""
+_SPANS = ("train_detail", "training_detail")
+"""Axolotl's keys for parts of a message that are trained or not."""
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS)
 _ROLES = get_args(Role)
 
@@ -36,6 +41,36 @@ def messages_of(values: Sequence[Any]) -> list[Message]:
             '[{"role": "user", "content": "..."}]'
         )
     return [_message(value, f"message {number}") for number, value in enumerate(values, start=1)]
+
+
+def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
+    """Whether a message of a data set says that it is trained, by its TRAINING_KEYS; null says
+    nothing. None: it does not say. Raises BadRequestError for what is neither yes nor no."""
+    spans = next((key for key in _SPANS if message.get(key)), None)
+    if spans is not None:
+        raise BadRequestError(
+            f"{where} has {spans}, and a message is trained as a whole or not at all: give train"
+        )
+
+    said: dict[str, bool] = {}
+    for key in TRAINING_KEYS:
+        value = message.get(key)
+        if value is None:
+            continue
+
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise BadRequestError(
+                f"{where} has {key} {shown(value)}: 0 or false leaves it untrained, 1 or true does "
+                "not"
+            )
+
+        said[key] = bool(value) is not (key == "masked")
+
+    if len(set(said.values())) > 1:
+        keys = ", ".join(f"{key} {message[key]!r}" for key in said)
+        raise BadRequestError(f"{where} has {keys}, which contradict each other: give one of them")
+
+    return next(iter(said.values()), None)
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:
@@ -153,9 +188,8 @@ def _part(part: Any, where: str) -> TextPart | ImagePart:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind not in ("text", "image"):
         raise BadRequestError(
-            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}} or '
-            '{"type": "image", "sha256": ..., "media_type": ...}; images go by the SHA-256 of '
-            "their file, never by URL or pixels"
+            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}}; models read text '
+            "alone here, so leave pictures and files out"
         )
 
     try:

@@ -14,9 +14,11 @@ from agentevo.errors import AgentEvoError
 REASONS = {
     "not_utf8": "not UTF-8",
     "not_json": "not JSON",
+    "not_csv": "not CSV",
     "unknown_form": "not in the file's form",
     "empty": "empty",
     "wrong_roles": "wrong roles",
+    "media": "pictures, sounds or films, and models read text alone here",
     "bad_tool_call": "broken tool call",
     "template": "the chat template can't say it",
     "no_assistant_mask": "the chat template marks no assistant tokens",

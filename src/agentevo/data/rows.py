@@ -2,6 +2,8 @@
 
     FILE.jsonl[.gz]     one JSON object a line
     FILE.json[.gz]      a JSON array of objects
+    FILE.csv[.gz]       a header and a row for each record, cells apart by commas: texts, of which
+                        empty ones are keys that the row lacks
     FILE.parquet        (pip install 'agentevo[data]')
     FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the
                         order of their names
@@ -9,17 +11,19 @@
                         (pip install 'agentevo[data]')
 
 A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
-reading goes on; a file that is broken as a whole is a ConfigError.
+reading goes on; a file that is broken as a whole is a ConfigError. A line ends with a line feed
+alone: other characters that end one for people, such as U+2028, stand in JSON as they are.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,11 +31,12 @@ from typing import IO, Any, cast
 from agentevo.data.row_report import RowError
 from agentevo.errors import ConfigError
 from agentevo.extras import load_extra
-from agentevo.parsing import ParseError, check_depth, parse_json
+from agentevo.parsing import ParseError, check_depth, check_file, parse_json
 from agentevo.progress import bar
 
 _DECODER = json.JSONDecoder()
-_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_BAD_LINES = {"not_utf8": "is not UTF-8", "not_json": "is not JSON"}
+_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>\w[\w.\[\]:%-]*))?"
 )
@@ -96,15 +101,32 @@ def read_rows(source: str) -> Iterator[Row]:
         yield from _read_dataset(source, path)
 
 
+def read_json_lines(path: Path) -> Iterator[Row]:
+    """Every line of a file of JSON lines, whatever its name is, but for empty ones. Raises
+    ConfigError for a file that can't be read, and for a line that is no JSON."""
+    check_file(path)
+    for row in _read(path, _read_lines):
+        if not isinstance(row.value, RowError):
+            yield row
+        elif row.value.reason != "empty":
+            raise ConfigError(f"{row.where}: {_BAD_LINES[row.value.reason]} ({row.value.detail})")
+
+
 def _read_file(path: Path) -> Iterator[Row]:
     kind = _kind(path)
+    if kind == ".parquet":
+        yield from _read(path, _read_parquet)
+    elif kind in (".jsonl", ".jsonl.gz"):
+        yield from _read(path, _read_lines)
+    elif kind in (".csv", ".csv.gz"):
+        yield from _read(path, _read_csv)
+    else:
+        yield from _read(path, _read_array)
+
+
+def _read(path: Path, rows: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
     try:
-        if kind == ".parquet":
-            yield from _read_parquet(path)
-        elif kind in (".jsonl", ".jsonl.gz"):
-            yield from _read_lines(path)
-        else:
-            yield from _read_array(path)
+        yield from rows(path)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(
             f"{path} can't be read ({type(error).__name__}: {error}): write it again"
@@ -206,6 +228,59 @@ def skip_blank(text: str, place: int) -> int:
     while place < len(text) and text[place] in " \t\r\n":
         place += 1
     return place
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """A byte that is not UTF-8 costs its row."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        reader = csv.reader(cast(Iterable[str], text), strict=True)
+        try:
+            names = next(reader, [])
+        except csv.Error as error:
+            raise ConfigError(f"{path}:1: is no header of CSV ({error}): mend it") from error
+
+        _check_header(names, path)
+        while True:
+            where = f"{path}:{reader.line_num + 1}"
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Row(where, RowError("not_csv", f"{error}: mend it, or write JSONL"))
+                continue
+
+            yield Row(where, _parsed_cells(names, cells))
+
+
+def _check_header(names: Sequence[str], path: Path) -> None:
+    others = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
+    if others:
+        raise ConfigError(f"{path}:1: cells are apart by {others[0]!r}: write them with commas")
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise ConfigError(
+            f"{path}:1: the columns are {', '.join(names) or 'missing'}: the first line gives each "
+            "a name of its own"
+        )
+
+
+def _parsed_cells(names: Sequence[str], cells: Sequence[str]) -> Any:
+    if not any(cells):
+        return RowError("empty", "an empty line: remove it")
+    if len(cells) != len(names):
+        return RowError(
+            "not_csv",
+            f"{len(cells)} cells for {len(names)} columns: put a text with commas or line breaks "
+            "into double quotes",
+        )
+
+    try:
+        "".join(cells).encode()
+    except UnicodeEncodeError:
+        return RowError("not_utf8", "a byte of the row is not UTF-8: convert the file to UTF-8")
+
+    return {name: cell for name, cell in zip(names, cells, strict=True) if cell}
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

@@ -15,7 +15,6 @@ the share of injections (Wilson's).
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ import numpy as np
 
 from agentevo.config.judges import below_bars, judge_digest
 from agentevo.config.remote_models import RemoteModelSection
+from agentevo.data.rows import read_json_lines
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.evaluation import judge_statistics as statistics
 from agentevo.evaluation.estimates import Estimate, mean_of
@@ -362,10 +362,10 @@ def _cost(folder: Path, models: RemoteModels) -> dict[str, float]:
     """Requests, tokens, money and seconds of a request, by the price logs."""
     rows = models.totals()
     seconds = [
-        line["seconds"]
+        line.value["seconds"]
         for path in folder.glob("*.jsonl")
-        for line in map(json.loads, path.read_text().splitlines())
-        if line["state"] == "completed"
+        for line in read_json_lines(path)
+        if line.value["state"] == "completed"
     ]
     return {
         "requests": sum(row["requests"] for row in rows),

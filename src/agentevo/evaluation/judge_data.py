@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentevo.algorithms.equality import are_equal
 from agentevo.data.messages import messages_of
+from agentevo.data.rows import Row, read_json_lines
 from agentevo.errors import AgentEvoError, BadRequestError, ConfigError
-from agentevo.parsing import ParseError, read_text
 from agentevo.store.store import Store
 from agentevo.types import REWARD_PARTS, Message, Task, Trajectory, Turn
 
@@ -40,33 +41,26 @@ class KnownGroup:
 
     @property
     def differs(self) -> bool:
-        return len(set(self.truths)) > 1
+        return not are_equal(self.truths)
 
 
 def read_rows(path: Path) -> list[KnownGroup]:
     """The groups of a file. Raises ConfigError with the line of what can't be read."""
-    try:
-        lines = read_text(path).splitlines()
-    except (ParseError, OSError) as error:
-        raise ConfigError(f"--rows {path}: {error}") from error
-
     found: dict[str, list[tuple[Mapping[str, Any], Trajectory, float]]] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(_lines(path), 1):
         if number > MAX_ROWS:
             raise ConfigError(f"--rows {path}: more than {MAX_ROWS} rows: give a part of them")
 
         try:
-            row = json.loads(line)
+            row = line.value
             if not isinstance(row, dict):
                 raise ValueError("no JSON object")
             name = str(row.get("group") or row.get("task_id") or "rows")
             group = found.setdefault(name, [])
             group.append((row, _attempt(row, name, f"row-{number}"), _truth(row)))
-        except (ValueError, RecursionError, BadRequestError) as error:
+        except (ValueError, BadRequestError) as error:
             raise ConfigError(
-                f"--rows {path}, line {number}: {error}: a row has messages (or query and reply), "
+                f"--rows {line.where}: {error}: a row has messages (or query and reply), "
                 "truth (or label), and task_id"
             ) from error
 
@@ -80,6 +74,13 @@ def read_rows(path: Path) -> list[KnownGroup]:
         groups.append(KnownGroup(task, [one for _, one, _ in rows], [t for *_, t in rows]))
 
     return groups
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    try:
+        yield from read_json_lines(path)
+    except ConfigError as error:
+        raise ConfigError(f"--rows {error}") from error
 
 
 def _truth(row: Mapping[str, Any]) -> float:

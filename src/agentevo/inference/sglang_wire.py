@@ -318,9 +318,9 @@ class SglangClient:
                     if response.status_code != 200 or not body["stream"]:
                         yield _content(await response.aread(), response.status_code, "/generate")
                         return
-                    async for line in response.aiter_lines():
-                        if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                            yield _content(line[5:].strip().encode(), 200, "/generate")
+                    async for line in _lines(response):
+                        if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                            yield _content(line[5:].strip(), 200, "/generate")
 
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -395,6 +395,18 @@ def _lost(where: str, error: Exception) -> EngineUnavailableError:
     return EngineUnavailableError(
         f"{where}: SGLang's answer is lost ({type(error).__name__}: {error}): is it running?"
     )
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of an answer as they come: a line feed ends one, and not U+2028 in a text, as
+    httpx's own reader has it."""
+    begun = bytearray()
+    async for part in response.aiter_bytes():
+        *ended, rest = part.split(b"\n")
+        for line in ended:
+            yield bytes(begun) + line
+            begun.clear()
+        begun += rest
 
 
 def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:

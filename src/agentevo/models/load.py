@@ -27,7 +27,7 @@ from transformers import (
 from agentevo.config.sections import CHAT_TEMPLATES
 from agentevo.cpu_threads import check_threads
 from agentevo.devices import find
-from agentevo.errors import ModelError
+from agentevo.errors import ConfigError, ModelError
 from agentevo.models.adapters import (
     add_adapter,
     check_quantize,
@@ -39,6 +39,7 @@ from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
 from agentevo.models.tiny import make_tiny
 from agentevo.models.token_rows import limit_to_tokens
+from agentevo.parsing import read_json_object
 
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
@@ -252,8 +253,14 @@ def _read_folder(
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # of a damaged config.json anything
+        remedy = "save or fetch it again"
+        if _looks_or_listens(folder):
+            remedy = (
+                "it looks at pictures or listens, and models read text alone here: name a model of "
+                "text"
+            )
         raise ModelError(
-            f"{key}: {folder} can't be read as {kind} ({_reason(error)}): save or fetch it again"
+            f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}"
         ) from error
 
     try:
@@ -272,6 +279,15 @@ def _read_folder(
         )
 
     return model, tokenizer
+
+
+def _looks_or_listens(folder: Path) -> bool:
+    """Whether a model's configuration has a part for pictures or sounds."""
+    try:
+        config = read_json_object(folder / "config.json")
+    except ConfigError:
+        return False
+    return any(config.get(part) for part in ("vision_config", "audio_config", "vision_tower"))
 
 
 def _placed(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

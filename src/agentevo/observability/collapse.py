@@ -29,6 +29,9 @@ ENTROPY = "actor/entropy"
 LOSS = "actor/pg_loss"
 LENGTH = "response_length/mean"
 CLIPPED = "response_length/clip_ratio"
+LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
+"""Why attempts are dropped that somebody is at fault for, unlike those that a filter of the recipe
+leaves out."""
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
@@ -252,9 +255,9 @@ class CollapseMonitor:
         total = _finite(metrics, "rollout/in") or 0.0
         prefix = "rollout/dropped/"
         lost = {
-            key.removeprefix(prefix): count
-            for key in sorted(metrics)
-            if key.startswith(prefix) and "variance" not in key and (count := _finite(metrics, key))
+            reason: count
+            for reason in sorted(LOST)
+            if (count := _finite(metrics, f"{prefix}{reason}"))
         }
         if total == 0 or sum(lost.values()) < self.limits.lost_rollouts * total:
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from agentevo.algorithms.equality import are_equal
 from agentevo.rollout.failures import count_kinds
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.workload import speed_metrics
@@ -72,7 +73,7 @@ def rollout_metrics(
         metrics |= {
             "group/num": float(len(spreads)),
             "group/reward_std/mean": fmean(spreads),
-            "group/zero_std_ratio": fmean(spread == 0 for spread in spreads),
+            "group/zero_std_ratio": fmean(map(are_equal, groups.values())),
         }
 
     return metrics

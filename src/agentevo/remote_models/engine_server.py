@@ -68,8 +68,9 @@ class EngineServer:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
         """See Server.post. A `listen` is told the answer when it is whole."""
+        request = msgspec.json.decode(body)
         asked = asyncio.run_coroutine_threadsafe(
-            self._answer(msgspec.json.decode(body), within_s), self._running_loop()
+            self._answer(request, within_s), self._running_loop()
         )
         try:
             reply = asked.result(within_s)
@@ -81,7 +82,8 @@ class EngineServer:
         except Unanswered:
             raise
         except AgentEvoError as error:
-            raise self._failure(f"gave no answer: {error}") from error
+            status = 400 if "response_format" in request else 0  # it may answer without the form
+            raise self._failure(f"gave no answer: {error}", status) from error
         except Exception as error:
             raise self._failure(f"failed: {described(error)}") from error
 
@@ -164,8 +166,8 @@ class EngineServer:
             await (await self._loaded).engine.close()
         self._loaded = None
 
-    def _failure(self, what: str) -> Unanswered:
-        return Unanswered(f"remote model {self._name} (engine) {what}", again=False)
+    def _failure(self, what: str, status: int = 0) -> Unanswered:
+        return Unanswered(f"remote model {self._name} (engine) {what}", status=status, again=False)
 
 
 def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:

@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +59,8 @@ WIRES = {
 }
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
+_REFUSED = (400, 415, 422, 501)
+"""What servers answer to a form of the answer that they don't know."""
 MARGIN_S = 2.0
 """What a call may take beyond its deadline, where a server keeps its thread busy."""
 
@@ -89,6 +91,7 @@ class RemoteModel:
         self._cache = ReplyCache(kept, limit) if kept and section.cache else None
         self._workers = Workers(section.max_at_once, f"agentevo-{name}")
         self._num_calls = 0
+        self._takes_schemas = True
 
     @property
     def within_s(self) -> float:
@@ -107,16 +110,35 @@ class RemoteModel:
         role: str = "",
         attempt: str = "",
         listen: Listen | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
         """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
         function; `form` says what the answer has to look like, its calls in place of that;
         `sampling` replaces what the recipe says; `role` and `attempt` say in the price log what it
         is for. `listen` is told what the model says as it comes, on a thread of this package's:
         what it was told is not taken back, so an answer that breaks off then is not asked again.
+        `schema` is a JSON schema to which the server holds the answer if it can; one that refuses
+        it is asked without, then and from then on.
 
         Raises BudgetExceededError, RemoteModelError where no answer comes, and BadRequestError for
         what can't be asked.
         """
+        if schema is not None:
+            return await self._by_schema(
+                schema,
+                partial(
+                    self.generate,
+                    messages,
+                    tools=tools,
+                    tool_choice=tool_choice,
+                    sampling=sampling,
+                    seed=seed,
+                    role=role,
+                    attempt=attempt,
+                    listen=listen,
+                ),
+            )
+
         if form is not None and form.calls != "auto":
             tool_choice = form.tool or form.calls
 
@@ -138,6 +160,21 @@ class RemoteModel:
         """Ends it. Calls that wait fail."""
         self._workers.close()
         self._server.close()
+
+    async def _by_schema(
+        self, schema: Mapping[str, Any], generate: Callable[..., Awaitable[RemoteReply]]
+    ) -> RemoteReply:
+        """The answer, held to the schema unless the server has refused schemas."""
+        if self._takes_schemas:
+            try:
+                return await generate(form=AnswerForm(schema=schema, strict=True))
+            except RemoteModelError as error:
+                if error.status not in _REFUSED:
+                    raise
+
+        reply = await generate()
+        self._takes_schemas = False  # where it refuses this too, the schema was not why
+        return reply
 
     def _call(
         self, asked: Asked, role: str, attempt: str, listen: Listen | None

@@ -2,7 +2,8 @@
 
 A place is written as one of
 
-    auto        the first of answer, boxed and hashes that the reply has, else the whole reply
+    auto        the first of answer, boxed and hashes that the reply has, else the whole reply; a
+                box that is begun last and not closed is no answer
     whole       the whole reply
     boxed       inside the last \\boxed{...}, else the last \\fbox{...}; braces may be nested
     hashes      after the last ####, on its line
@@ -129,11 +130,14 @@ def _after_hashes(text: str) -> str | None:
 
 
 def _in_auto(text: str) -> str | None:
-    for find in (lambda text: _in_tag(text, "answer"), _in_box, _after_hashes):
-        answer: str | None = find(text)
-        if answer is not None:
-            return answer
-    return text.strip()
+    answer = _in_tag(text, "answer")
+    if answer is not None:
+        return answer
+    if _BOX.search(text) or _FRAME.search(text):
+        return _in_box(text)  # none for one that was cut off: an earlier box was not the last word
+
+    answer = _after_hashes(text)
+    return text.strip() if answer is None else answer
 
 
 def _as_number(text: str) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 
 from pydantic import Field, field_validator
 
 from agentevo.event_loop import in_thread
 from agentevo.rewards.answers import find_answer, normalised
+from agentevo.rewards.contained import states_answer
 from agentevo.rewards.numerals import readings
 from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
@@ -67,7 +67,8 @@ class ExactMatch:
 
 @reward("contains")
 class Contains:
-    """The task's answer, or one of them, stands in the reply as whole words."""
+    """The stated answer says the task's, or one of them, and no candidates beside it: a number is
+    the last one of the reply, words stand in it as whole words, and in no list (contained.py)."""
 
     Config = TextConfig
 
@@ -76,23 +77,30 @@ class Contains:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises ValueError for a task whose answers are all empty."""
-        stated = await stated_answer(trajectory, task, self.config.place) or ""
-        text = normalised(stated, self.config.ignore_case)
-        right = [normalised(str(answer), self.config.ignore_case) for answer in right_answers(task)]
-        words = [answer for answer in right if answer]
-        if not words:
+        right = [str(answer) for answer in right_answers(task)]
+        answers = [answer for answer in right if normalised(answer, self.config.ignore_case)]
+        if not answers:
             raise ValueError(
                 f"the answer of the task {task.id!r} has no words to look for: {task.answer!r}"
             )
 
-        found = any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) for answer in words)
-        return Score(float(found))
+        stated = await stated_answer(trajectory, task, self.config.place) or ""
+        query = task.query or ""
+        return Score(
+            float(
+                any(
+                    states_answer(stated, answer, query, ignore_case=self.config.ignore_case)
+                    for answer in answers
+                )
+            )
+        )
 
 
 @reward("numeric")
 class Numeric:
-    """The last number of the stated answer is that of the task's, whatever way it is written:
-    1,234.5, 1.234,5, $3, 3/4, 50% (which is 0.5 and, where percents are asked for, 50)."""
+    """The last number of the stated answer is that of the task's, whatever way it is written
+    (numerals.py): 1,234.5, 1.234,5, 1 000, $3, 3/4, 1 1/2, 5e3, 50% (which is 0.5 and, where
+    percents are asked for, 50), and TeX's 9{,}500, \\\\frac{3}{4}, 5 \\\\times 10^3."""
 
     Config = NumberConfig
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pydantic import Field, field_validator
 
 from agentevo.errors import AgentEvoError
 from agentevo.rewards.reward import RewardConfig, ScorerModel
+from agentevo.rewards.verdicts import UnusableError, final_words
 
 T = TypeVar("T")
 ROLE = "judge"
@@ -66,10 +68,6 @@ class NoScoreError(AgentEvoError):
     """No judge gave a usable answer."""
 
 
-class UnusableError(ValueError):
-    """A judge's answer can't be used. It says why, in words that the judge can mend it by."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[T]):
     """A usable answer."""
@@ -87,12 +85,16 @@ async def ask_in_order(
     *,
     until: float,
     attempt: str,
+    correction: Callable[[str], str],
     seed: int | None = None,
-    correction: Callable[[str], str] | None = None,
+    schema: Mapping[str, Any] | None = None,
 ) -> Answered[T]:
     """The first usable answer. Each model has its share of what is left until the monotonic time
-    `until`. `read` raises UnusableError; then, where there is a `correction`, which is given what
-    is wrong, the model is asked once more. Raises NoScoreError with what each model said or did."""
+    `until`. `schema` is that of the answer, to which servers hold it that can. `read` is given what
+    a model said behind its thought, and raises UnusableError; then the model is asked once more,
+    with the `correction` of what is wrong. Raises NoScoreError with what each model said or did."""
+    chosen: dict[str, Any] = {"seed": seed, "schema": schema}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     problems = []
     for index, name in enumerate(names):
         if name not in models:
@@ -104,7 +106,10 @@ async def ask_in_order(
         try:
             async with asyncio.timeout(share_s if num_left > 1 else None):
                 value, text = await _ask(
-                    models[name], question, read, correction, attempt=attempt, seed=seed
+                    partial(models[name].generate, role=ROLE, attempt=attempt, **chosen),
+                    question,
+                    read,
+                    correction,
                 )
                 return Answered(name, value, text)
         except TimeoutError:
@@ -131,27 +136,21 @@ async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]
 
 
 async def _ask(
-    model: ScorerModel,
+    generate: Callable[..., Awaitable[Any]],
     question: str,
     read: Callable[[str], T],
-    correction: Callable[[str], str] | None,
-    *,
-    attempt: str,
-    seed: int | None,
+    correction: Callable[[str], str],
 ) -> tuple[T, str]:
-    chosen: dict[str, Any] = {} if seed is None else {"seed": seed}
     messages = [{"role": "user", "content": question}]
-    reply = await model.generate(messages, role=ROLE, attempt=attempt, **chosen)
+    reply = await generate(messages)
     try:
-        return read(reply.text), reply.text
+        return read(final_words(reply)), reply.text
     except UnusableError as error:
-        if correction is None:
-            raise
         said = reply.text[-MAX_ECHO:].strip() or "(nothing)"
         messages += [
             {"role": "assistant", "content": said},
             {"role": "user", "content": correction(str(error))},
         ]
 
-    reply = await model.generate(messages, role=ROLE, attempt=attempt, **chosen)
-    return read(reply.text), reply.text
+    reply = await generate(messages)
+    return read(final_words(reply)), reply.text

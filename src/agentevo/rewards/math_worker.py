@@ -16,6 +16,8 @@ import signal
 import sys
 from typing import Any
 
+from agentevo.rewards.numerals import typed
+
 MAX_MEMORY = 4 * 2**30
 """Bytes of address space."""
 LONGEST_S = 120
@@ -23,6 +25,8 @@ LONGEST_S = 120
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\fbox|\\begin")
 _TEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s{0,3}\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
+_MIXED = re.compile(r"(?<![\w.,}])(\d{1,9})[ \t]{1,3}(\d{1,9}/\d{1,9})(?![\w.])")
+_POWER_OF_TEN = re.compile(r"(?<![\w.,}])(\d{1,400}(?:\.\d{0,400})?)[eE]([-+]?\d{1,3})(?!\w)")
 
 
 def main() -> None:
@@ -69,6 +73,8 @@ def _parsed(text: str) -> list[Any]:
     between dollars where nothing else stands beside it."""
     from math_verify import parse
 
+    text = _MIXED.sub(r"(\1+\2)", typed(text))
+    text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
     if not _DELIMITED.search(text) and not _WORD.search(_TEX_WORDS.sub(" ", text)):
         alone: list[Any] = parse(f"${text}$", parsing_timeout=None)
         if alone:

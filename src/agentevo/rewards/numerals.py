@@ -1,64 +1,197 @@
-"""Numbers as people write them: `1,234.5`, `1.234,5`, `$3`, `-2e3`, `3/4`, `50%`.
+r"""Numbers as people and TeX write them: `1,234.5`, `1.234,5`, `1 000 000`, `9{,}500`, `1'234`,
+`$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`.
+
+A text is first written plainly (`typed`): signs as a keyboard has them, groups of digits joined. A
+number that is a part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) is none, and nothing
+before it counts in its place; nor is an exponent or index one (`12 m^2` is 12).
 
 A dash and a blank at the beginning of a line are a list's, where the text has several lines: the
-number of `- 5` is 5 there, and -5 where it is all that the text says.
+number of `- 5` is 5 there, and -5 where it is all that the text says. A comma before three digits
+groups them, another one between digits is a decimal comma, but within brackets and lists; `1.000`
+is 1.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
-_NUMBER = re.compile(
+_FRACTIONS = "\u00bc-\u00be\u2150-\u215e"
+_SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b"
+_SIGNS = str.maketrans(
+    {
+        **{code: chr(code - 0xFEE0) for code in (*range(0xFF10, 0xFF1A), 0xFF05, 0xFF0D, 0xFF0E)},
+        **dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\ufe63"), "-"),
+        "\u2044": "/",
+        "\uff0f": "/",
+        "\u066a": "%",
+        "\u066b": ".",
+        "\u066c": ",",
+        "\u2019": "'",
+    }
+)
+_DASH = re.compile(
+    r"(?<![\w)\]}])\u2013(?=[\\$\u20ac\u00a3\u00a5]{0,2}[\d.])|(?:(?<=[=(])|(?<=[=(] ))\u2013"
+)
+_FRACTION = re.compile(rf"(\d[ \t]{{0,3}})?([{_FRACTIONS}])")
+_RAISED = re.compile(rf"(?<=[\w)}}])[{_SUPERSCRIPTS}]+")
+_GROUPS = re.compile(
     r"""
-    (?<![A-Za-z_.\d])                           # not inside a word or another number
-    (?: (?P<european>[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,}))(?![.,]?\d)
-      | (?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+) )
-    (?:[eE](?P<exponent>[-+]?\d{1,3}))?
-    (?:[ \t]{0,3}/[ \t]{0,3}(?P<below>\d+(?:\.\d+)?))?
-    (?P<percent>[ \t]{0,3}\\?%)?
+    (?<![\w.,]) [1-9]\d{0,2}
+    (?P<mark> \{,\} | \\[,;:!\ ] | ,\\! | ~ | ['_ \u00a0\u2007\u2009\u202f] ) \d{3}
+    (?: (?P=mark) \d{3} )*
+    (?! (?P=mark)?\d | [ ]?/ )
     """,
     re.VERBOSE,
 )
-_MINUS = re.compile(r"[-\u2212][ \t]{0,3}[$\u20ac\u00a3]?[ \t]{0,3}\Z")
-_BULLET = re.compile(r"^[ \t]*[-\u2212][ \t]+\Z", re.MULTILINE)
+_NO_DIGIT = re.compile(r"\D")
+_INDIAN = re.compile(r"(?<![\w.,])[1-9]\d?(?:,\d\d)+,\d{3}(?![\w,])")
+_TEX_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_DECIMAL_COMMA = re.compile(
+    r"(?<![\w.,(\[{])(?<!,[ \t])(\d{1,400}),(\d\d?|\d{4,400})(?![\w,]|\.\d|[ \t]{0,3}[)\]}\\])"
+)
+_ESCAPED = re.compile(r"\\(?=[$%])")
+
+_PLAIN = r"[ \t]{0,3}([-+]?\d[\d.,]{0,400})[ \t]{0,3}"
+_TEX_FRACTION = re.compile(
+    rf"(\d[ \t]{{0,3}})?\\[dtc]?frac[ \t]{{0,3}}(?:\{{{_PLAIN}\}}|(\d))"
+    rf"[ \t]{{0,3}}(?:\{{{_PLAIN}\}}|(\d))"
+)
+_TIMES = r"\\times|\\cdot|[*\u00d7\u00b7\u22c5]"
+_RAISED_TO = (
+    r"[ \t]{{0,3}}(?:\^|\*\*)[ \t]{{0,3}}"
+    r"(?:\{{[ \t]{{0,3}}(?P<{0}_braced>[-+]?\d{{1,3}})[ \t]{{0,3}}\}}"
+    r"|\((?P<{0}_bracketed>[-+]?\d{{1,3}})\)|(?P<{0}_bare>[-+]?\d{{1,3}}))(?![\d.]*\d)"
+)
+_NUMBER = re.compile(
+    rf"""
+    (?<![A-Za-z_.\d^])(?<![\^_]\{{)(?<!\^[-+])(?<!\^\{{[-+]) # not in a word, a number, an exponent
+    (?: (?P<whole>\d{{1,9}}(?:,\d{{3}}){{0,9}})[ \t]{{1,3}}(?=\d{{1,9}}/\d) )?
+    (?: (?P<european>[1-9]\d{{0,2}}(?:(?:\.\d{{3}})+,\d+|(?:\.\d{{3}}){{2,}}))(?![.,]?\d)
+      | (?P<digits>\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d+\.?\d*|\.\d+) )
+    (?:[eE](?P<exponent>[-+]?\d{{1,3}})
+      |[ \t]{{0,3}}(?:{_TIMES}|[xX])[ \t]{{0,3}}10{_RAISED_TO.format("ten")}
+      |{_RAISED_TO.format("power")})?
+    (?:[ \t]{{0,3}}/[ \t]{{0,3}}(?P<below>\d+(?:\.\d+)?))?
+    (?P<percent>[ \t]{{0,3}}(?:%|per[ ]?cent\b))?
+    """,
+    re.VERBOSE,
+)
+_MINUS = re.compile(r"-[ \t]{0,3}[$\u20ac\u00a3\u00a5]?[ \t]{0,3}[({]?\Z")
+_BULLET = re.compile(r"(?:\A|\n)[ \t]*-[ \t]+\Z")
 _INSIDE = re.compile(r"[A-Za-z_.\d]")
+_OF_AN_EXPONENT = re.compile(r"[\^_]\{[^{}]*\Z")
+_IN_AN_EXPRESSION = re.compile(
+    r"(?: (?:\\sqrt|\\[dt]?binom|\u221a|\bsqrt\()[^A-Za-z=\n]*"
+    r"  | \\[dtc]?frac[ ]{0,3}(?:\{[^{}=]*\}[ ]{0,3})?\{?[^{}=]*"
+    rf"  | (?:\\pi|\u03c0)[ ]{{0,3}}(?:{_TIMES}|/)?[ ]{{0,3}} )\Z",
+    re.VERBOSE,
+)
+_GOES_ON = re.compile(
+    rf"[ \t]{{0,3}}(?:\^|\*\*(?=[\w({{])|_(?=[\d{{])|(?:{_TIMES})?[ \t]{{0,3}}"
+    r"(?:\\pi(?![a-z])|\u03c0|\\sqrt|\u221a|sqrt\(|\\[dtc]?frac|\\log|\\ln))"
+)
+NEAR = 80
+"""Characters before a number in which it may turn out to be a part of an expression."""
 LONGEST = 400
 """Digits of a number: longer ones leave the range of a float."""
 
 
-def last_numeral(text: str) -> tuple[str, float] | None:
-    """The last number in a text as it is written, and its value; `50%` is 0.5. None: there is
-    none."""
-    for match in reversed(list(_NUMBER.finditer(text))):
-        value = _value(match)
-        if value is None:
-            continue
-        minus = _MINUS.search(text, max(0, match.start() - 8), match.start())
-        if minus is None or not _is_a_sign(text, minus):
-            return match[0].rstrip("."), value
-        return text[minus.start() : match.end()].rstrip("."), -value
+def typed(text: str) -> str:
+    r"""The text with its numbers as a keyboard writes them: full-width digits, dashes that are
+    minus signs, one-character fractions, raised digits (`^{2}`), and digits in groups, which are
+    joined (`1\,000`, `1 000`, `9{,}500`)."""
+    text = _DASH.sub("-", text.translate(_SIGNS))
+    text = _FRACTION.sub(_spelt, text)
+    text = _RAISED.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
+    text = text.replace("\u2212", "-")  # of a raised minus
+    return _GROUPS.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), text)
 
-    return None
+
+class Numeral(NamedTuple):
+    """A number in a text."""
+
+    text: str
+    """As it is plainly written, with its sign."""
+    value: float
+    is_percent: bool
+    """Its value is then the share: 0.5 for 50%."""
+    start: int
+    end: int
+    """Its place in the plainly written text, without the sign."""
+
+    @property
+    def readings(self) -> tuple[float, ...]:
+        """What it may mean: 50% is 0.5, and 50 where percents are asked for."""
+        return (self.value, self.value * 100) if self.is_percent else (self.value,)
+
+
+def last_numeral(text: str) -> tuple[str, float] | None:
+    """The last number in a text, plainly written, and its value; `50%` is 0.5. None: there is none,
+    or it is a part of an expression."""
+    last = next(numerals_from_the_end(plain(text)), None)
+    return None if last is None else (last.text, last.value)
 
 
 def readings(text: str) -> tuple[float, ...]:
-    """What the last number in a text may mean: `50%` is 0.5, and 50 where percents are asked for.
-    Empty: there is none."""
-    stated = last_numeral(text)
-    if stated is None:
-        return ()
-    return (stated[1], stated[1] * 100) if stated[0].endswith("%") else (stated[1],)
+    """What the last number in a text may mean. Empty: there is none."""
+    last = next(numerals_from_the_end(plain(text)), None)
+    return () if last is None else last.readings
 
 
-def _is_a_sign(text: str, minus: re.Match[str]) -> bool:
-    """Unlike a minus right behind a word or a number, as in `5-3`, and a list's dash."""
-    place = minus.start()
-    if place > 0 and _INSIDE.match(text, place - 1):
+def plain(text: str) -> str:
+    """The text with its numbers as `numerals_from_the_end` reads them."""
+    text = _INDIAN.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), typed(_ESCAPED.sub("", text)))
+    text = _DECIMAL_COMMA.sub(r"\1.\2", _TEX_COMMA.sub(".", text))
+    return _TEX_FRACTION.sub(_slashed, text)
+
+
+def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
+    """The numbers of a plainly written text, the last one first; None for one that is a part of an
+    expression."""
+    has_lines = "\n" in text.strip()
+    for match in reversed(list(_NUMBER.finditer(text))):
+        near = text[max(0, match.start() - NEAR) : match.start()]
+        if _OF_AN_EXPONENT.search(near):
+            continue
+
+        if _IN_AN_EXPRESSION.search(near) or _GOES_ON.match(text, match.end()):
+            yield None
+            continue
+
+        value = _value(match)
+        if value is None:
+            continue
+
+        written = match[0].rstrip(".")
+        if _has_minus(near, has_lines):
+            written = f"-{written}"
+            value = -value
+
+        yield Numeral(written, value, match["percent"] is not None, match.start(), match.end())
+
+
+def _spelt(fraction: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", fraction[2]).partition("\u2044")
+    return f"{fraction[1].rstrip()} {above}/{below}" if fraction[1] else f"{above}/{below}"
+
+
+def _slashed(fraction: re.Match[str]) -> str:
+    whole, above, digit_above, below, digit_below = fraction.groups()
+    plain = f"{above or digit_above}/{below or digit_below}"
+    return f"{whole.rstrip()} {plain}" if whole else plain
+
+
+def _has_minus(near: str, has_lines: bool) -> bool:
+    """Whether a sign ends what stands before a number, unlike a minus right behind a word or a
+    number, as in `5-3`, and a list's dash."""
+    minus = _MINUS.search(near, max(0, len(near) - 9))
+    if minus is None or (minus.start() > 0 and _INSIDE.match(near, minus.start() - 1)):
         return False
-    line = text.rfind("\n", 0, place) + 1
-    is_bullet = bool(_BULLET.match(text[line : minus.end()]))
-    return not (is_bullet and "\n" in text.strip())
+    return not (has_lines and _BULLET.search(near))
 
 
 def _value(match: re.Match[str]) -> float | None:
@@ -70,13 +203,21 @@ def _value(match: re.Match[str]) -> float | None:
         return None
 
     value = Fraction(digits.replace(",", "").rstrip("."))
-    value *= Fraction(10) ** int(match["exponent"] or 0)
-
+    ten = match["exponent"] or _exponent(match, "ten")
+    power = _exponent(match, "power")
     divisor = Fraction(below)
-    if divisor == 0:
+    if divisor == 0 or (value == 0 and (power or "").startswith("-")):
         return None
 
     try:
-        return float(value / divisor / (100 if match["percent"] else 1))
+        if power is not None:
+            value = Fraction(float(value) ** int(power))
+        value *= Fraction(10) ** int(ten or 0)
+        value = value / divisor + int((match["whole"] or "0").replace(",", ""))
+        return float(value / (100 if match["percent"] else 1))
     except OverflowError:
         return None
+
+
+def _exponent(match: re.Match[str], of: str) -> str | None:
+    return match[f"{of}_braced"] or match[f"{of}_bracketed"] or match[f"{of}_bare"]

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from agentevo.errors import storable
-from agentevo.rewards.answers import jsons_in
 from agentevo.rewards.group_judge import (
     MAX_EXPLANATION,
     GroupJudgeOptions,
@@ -29,9 +28,10 @@ from agentevo.rewards.group_judge import (
     records_of,
     shown_attempts,
 )
-from agentevo.rewards.judging import UnusableError, all_or_first_error, ask_in_order
+from agentevo.rewards.judging import all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import Shown
+from agentevo.rewards.verdicts import UnusableError, agreed, objects_in, whole_object
 from agentevo.seeds import derive_seed
 from agentevo.types import Task, Trajectory
 
@@ -50,8 +50,12 @@ object, and with nothing behind it:
 where better is 1 or 2, or 0 if neither is."""
 _CORRECTION = (
     'That can\'t be used: {problem}. Answer again with one JSON object: {{"explanation": "one '
-    'sentence", "better": 1}}, where better is 1, 2, or 0.'
+    'sentence", "better": 1}}, where better is 1, 2, or 0, and with nothing else.'
 )
+_SCHEMA = whole_object(
+    {"explanation": {"type": "string"}, "better": {"type": "integer", "enum": [0, 1, 2]}}
+)
+_NO_VERDICT = 'there is no JSON object in which "better" is 1, 2 or 0, or another one beside it'
 
 
 class PairwiseConfig(GroupJudgeOptions):
@@ -162,6 +166,7 @@ class Pairwise:
                 attempt=attempt,
                 seed=derive_seed("pair", *order, self.config.seed, task.id),
                 correction=lambda problem: _CORRECTION.format(problem=problem),
+                schema=_SCHEMA,
             )
             for order in ((first, second), (second, first))
         ]
@@ -198,15 +203,15 @@ def question(config: PairwiseConfig, shown: Shown, task: Task, order: tuple[int,
 
 def _better_in(text: str) -> tuple[float, str]:
     """What the first attempt has won in a judge's answer, and why. Raises UnusableError."""
-    found = None
-    for value in jsons_in(text):
-        if isinstance(value, dict) and "better" in value:
-            found = value
-
-    better = None if found is None else found["better"]
-    won = {"1": 1.0, "2": 0.0, "0": 0.5}.get("" if isinstance(better, bool) else str(better))
-    if found is None or won is None:
-        raise UnusableError('there is no JSON object in which "better" is 1, 2 or 0')
-
-    words = found.get("explanation") or ""
+    verdicts = objects_in(text)
+    won = agreed(map(_won, verdicts), _NO_VERDICT)
+    words = verdicts[0].get("explanation") or ""
     return won, storable(" ".join(str(words).split()), MAX_EXPLANATION)
+
+
+def _won(verdict: object) -> float:
+    better = verdict.get("better") if isinstance(verdict, dict) else None
+    won = {"1": 1.0, "2": 0.0, "0": 0.5}.get("" if isinstance(better, bool) else str(better))
+    if won is None:
+        raise UnusableError(_NO_VERDICT)
+    return won

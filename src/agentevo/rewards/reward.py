@@ -141,9 +141,12 @@ class ScorerModel(Protocol):
         role: str = "",
         attempt: str = "",
         seed: int | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The reply, whose `text` is what the model said. `role` and `attempt` say in the price log
-        what the call is for; `seed` is the server's, where it takes one."""
+        """The reply, whose `text` is what the model said, and whose `finish_reason` is `length`
+        where it was cut off. `role` and `attempt` say in the price log what the call is for; `seed`
+        is the server's, where it takes one; `schema` is the JSON schema of the answer, to which the
+        server holds it where it can."""
         ...
 
 

@@ -23,12 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from pydantic import Field
 
 from agentevo.errors import storable
-from agentevo.rewards.answers import jsons_in
 from agentevo.rewards.group_judge import (
     MAX_EXPLANATION,
     GroupJudgeOptions,
@@ -36,9 +34,10 @@ from agentevo.rewards.group_judge import (
     records_of,
     shown_attempts,
 )
-from agentevo.rewards.judging import Answered, UnusableError, all_or_first_error, ask_in_order
+from agentevo.rewards.judging import Answered, all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import Shown
+from agentevo.rewards.verdicts import UnusableError, agreed, number_of, objects_in, whole_object
 from agentevo.seeds import derive_seed
 from agentevo.types import Task, Trajectory
 
@@ -56,9 +55,16 @@ JSON object, and with nothing behind it:
 {{"scores": [{{"id": 1, "explanation": "one sentence", "score": 0.0}}, ...]}}
 with exactly one entry for each number from 1 to {num}."""
 _CORRECTION = (
-    "That can't be used: {problem}. Answer again with one JSON object, as asked, with exactly one "
-    "entry for each number from 1 to {num} and each score from 0 to 1."
+    "That can't be used: {problem}. Answer again with one JSON object, as asked, and with nothing "
+    "else: exactly one entry for each number from 1 to {num}, and each score from 0 to 1."
 )
+_ENTRY = {
+    "id": {"type": "integer"},
+    "explanation": {"type": "string"},
+    "score": {"type": "number"},
+}
+_SCHEMA = whole_object({"scores": {"type": "array", "items": whole_object(_ENTRY)}})
+_NO_SCORES = 'there is no JSON object with a list "scores" in it, or another one beside it'
 
 
 class RulerConfig(GroupJudgeOptions):
@@ -162,6 +168,7 @@ class Ruler:
             attempt=attempt,
             seed=seed,
             correction=lambda problem: _CORRECTION.format(problem=problem, num=num),
+            schema=_SCHEMA,
         )
         by_place = dict(zip(order, answered.value, strict=True))
         return Vote(answered.model, order, tuple(by_place[place] for place in range(num)))
@@ -198,10 +205,16 @@ def question(config: RulerConfig, shown: Shown, task: Task, order: Sequence[int]
 
 def marks_in(text: str, num: int) -> list[Mark]:
     """The scores of the attempts 1 to `num` in a judge's answer, in that order. Raises
-    UnusableError for an answer that has none, not all, or others."""
-    entries = _entries(text)
-    if entries is None:
-        raise UnusableError('there is no JSON object with a list "scores" in it')
+    UnusableError for an answer that has none, not all, others, or several that differ."""
+    verdicts = [_marks(value, num) for value in objects_in(text)]
+    agreed(([mark.score for mark in marks] for marks in verdicts), _NO_SCORES)
+    return verdicts[0]
+
+
+def _marks(verdict: object, num: int) -> list[Mark]:
+    entries = verdict.get("scores") if isinstance(verdict, dict) else verdict
+    if not isinstance(entries, list):
+        raise UnusableError(_NO_SCORES)
 
     found: dict[int, Mark] = {}
     twice = list[int]()
@@ -218,7 +231,7 @@ def marks_in(text: str, num: int) -> list[Mark]:
             twice.append(number)
             continue
 
-        score = _number(entry.get("score"))
+        score = number_of(entry.get("score"))
         if score is None or not 0 <= score <= 1:
             said = json.dumps(entry.get("score"), ensure_ascii=False, default=str)[:40]
             wrong.append(f"the score of {number} is {said}, which is no number from 0 to 1")
@@ -243,33 +256,6 @@ def marks_in(text: str, num: int) -> list[Mark]:
     return [found[number] for number in range(1, num + 1)]
 
 
-def _entries(text: str) -> list[Any] | None:
-    """The last list of scores of an answer."""
-    found = None
-    for value in jsons_in(text):
-        entries = value.get("scores") if isinstance(value, dict) else value
-        if isinstance(entries, list) and entries and isinstance(entries[0], dict):
-            found = entries
-    return found
-
-
 def _whole(value: object) -> int | None:
-    number = _number(value)
+    number = number_of(value)
     return int(number) if number is not None and number == int(number) else None
-
-
-def _number(value: object) -> float | None:
-    """A number, also one that is written as a text, as small models do; None for all else."""
-    if isinstance(value, str) and len(value) < 40:
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None

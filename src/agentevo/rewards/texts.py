@@ -10,8 +10,9 @@ from collections import Counter
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
-_WORDS = re.compile(rf"[{_EAST_ASIAN}]|[^\W{_EAST_ASIAN}]+")
+EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
+"""Letters of scripts that set no words apart, as the inside of a class of a regular expression."""
+_WORDS = re.compile(rf"[{EAST_ASIAN}]|[^\W{EAST_ASIAN}]+")
 SCRIPTS = {
     "en": ("LATIN",),
     "zh": ("CJK",),

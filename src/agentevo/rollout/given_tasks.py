@@ -23,6 +23,7 @@ from agentevo.config.self_play import PROPOSES
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
 from agentevo.data.conversation import check_text
+from agentevo.data.media import check_no_media
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
@@ -141,6 +142,7 @@ def task_of(
         raise RowError("unknown_form", f"a {type(row).__name__}: a task is an object with keys")
 
     check_text(row)
+    check_no_media(row)
     for key, meaning in RESERVED_KEYS.items():
         if key in row:
             raise RowError(

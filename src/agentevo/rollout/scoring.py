@@ -28,7 +28,7 @@ from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.config.sandbox import SandboxSection
 from agentevo.copies import copy_of_task, copy_of_trajectory
 from agentevo.errors import AgentEvoError, ConfigError, OverreachError, described
-from agentevo.event_loop import TaskScope
+from agentevo.event_loop import NoticesBlocks, TaskScope
 from agentevo.rewards import RewardConfig, Score, make_reward
 from agentevo.rewards.returned import plain_number
 from agentevo.rewards.reward import (
@@ -95,6 +95,11 @@ class NamedReward:
         self._item = make_reward(config)
         self._sandboxes = self._make_sandboxes()
         self._pace = Pace()
+        self._notices = NoticesBlocks(
+            f"the reward {config.title!r}",
+            "await an async client, call what blocks by `await asyncio.to_thread(...)`, or write a "
+            "function without `async`: each call then has a thread of its own",
+        )
 
     def _make_sandboxes(self) -> Sandboxes | None:
         """For a scorer whose `score` asks for sandboxes; its `sandbox` says which."""
@@ -260,7 +265,7 @@ class NamedReward:
         cancelled is left alone."""
         limit = self.config.timeout_s
         scope = TaskScope()
-        working = scope.start(_guarded(work))
+        working = scope.start(_guarded(lambda: self._notices.run(work())))
         late = False
         try:
             await asyncio.wait([working], timeout=limit)

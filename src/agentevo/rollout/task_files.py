@@ -78,15 +78,19 @@ def _gsm8k_task(row: Any, number: int, agent: str | None) -> Task:
 
     question, solution = texts
     work, mark, stated = solution.rpartition("####")
-    value = last_numeral(stated) if mark else None
-    if value is None:
+    found = last_numeral(stated) if mark else None
+    if found is None:
         raise RowError("unknown_form", "the answer of GSM8K ends with #### and a number")
 
     metadata = {"solution": work.strip(), "data_source": "openai/gsm8k"}
     if agent is not None:
         metadata[AGENT_NAME] = agent
 
-    answer = value[0].replace(",", "")
+    written, value = found
+    answer = written
+    if not written.endswith("%"):
+        answer = str(int(value)) if value.is_integer() else repr(value)
+
     name = f"gsm8k-{number}"
     return Task(id=name, query=question, answer=answer, scorer=GSM8K_SCORER, metadata=metadata)
 

@@ -7,13 +7,13 @@ which every attempt has failed is in the reserve as well, without a rate.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentevo.data.rows import read_json_lines
 from agentevo.errors import ConfigError
 from agentevo.evaluation.evaluate import Evaluation, check_attempts, evaluate
 from agentevo.evaluation.results import ResultsFolder
@@ -107,7 +107,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """Of a file that may be there."""
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [row.value for row in read_json_lines(file)]
 
 
 def _solved(

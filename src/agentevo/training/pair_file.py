@@ -19,10 +19,13 @@ from typing import Any
 import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
-from agentevo.data.messages import MESSAGE_KEYS, messages_of
+from agentevo.data.media import check_no_media
+from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
+from agentevo.data.row_report import RowError
+from agentevo.data.rows import read_json_lines
 from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
 from agentevo.models.chat import ChatFormat
-from agentevo.parsing import ParseError, check_file, parse_json
+from agentevo.parsing import check_file
 from agentevo.training.pairs import Answer, Pair
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, Sample
@@ -46,17 +49,10 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     file in the recipe. Raises ConfigError."""
     try:
         check_file(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}: give a JSONL file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} can't be read ({error}): give a JSONL file") from error
 
-    pair_lines = [
-        _line(text, f"{path}:{number}", loss)
-        for number, text in enumerate(lines, start=1)
-        if text.strip()
-    ]
+    pair_lines = [_line(row.value, row.where, loss) for row in read_json_lines(path)]
     if not pair_lines:
         raise ConfigError(
             f"{key}: {path} has no lines: give one JSON object with prompt, chosen and "
@@ -71,17 +67,17 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     return pair_lines
 
 
-def _line(text: str, where: str, loss: str) -> PairLine:
-    try:
-        given = parse_json(text)
-    except ParseError as error:
-        raise ConfigError(f"{where}: is not JSON ({error}): write one object a line") from error
-
+def _line(given: Any, where: str, loss: str) -> PairLine:
     if not isinstance(given, dict):
         raise ConfigError(
             f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
             "'rejected': ...}}"
         )
+
+    try:
+        check_no_media(given)
+    except RowError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
     prompt = _messages(given, "prompt", where)
     if not prompt or prompt[-1].role == "assistant":
@@ -139,6 +135,17 @@ def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
             f"{where}: {key} must begin and end with a message of role assistant: give a text, "
             "or such messages"
         )
+
+    for number, message in enumerate(given[key], start=1):
+        try:
+            trained = is_trained(message, f"message {number}")
+        except BadRequestError as error:
+            raise ConfigError(f"{where}: {key}: {error}") from error
+        if trained is False and message["role"] == "assistant":
+            raise ConfigError(
+                f"{where}: {key}: message {number} is marked as one that is not trained, and an "
+                "answer is compared as a whole: put it into the prompt, or leave the mark out"
+            )
 
     return messages
 

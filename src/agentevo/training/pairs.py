@@ -3,8 +3,9 @@
     loss         what a group gives
     kto          every attempt alone, desirable if it succeeded: the binary signal of the paper
     rft          its best successful attempts, none twice
-    others       pairs of attempts: best against worst, or every two whose rewards differ; or,
-                 for each attempt, the solver's conversation on the same task as the chosen answer
+    others       pairs of attempts: best against worst, or every two whose rewards differ by more
+                 than rounding (algorithms/equality.py); or, for each attempt, the solver's
+                 conversation on the same task as the chosen answer
 
 An answer is all that was said in an attempt: the trained tokens of its rows, several where the
 trajectory branches or starts anew.
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
+from agentevo.algorithms.equality import EQUAL, levels
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import AlgorithmSection
 from agentevo.seeds import derive_seed
@@ -99,7 +101,9 @@ def make_pairs(
 
     pairs: list[Pair] = []
     for members in groups.values():
-        members.sort(key=lambda t: (-t.reward, t.attempt, t.id))
+        ranks = zip(levels([t.reward for t in members]), members, strict=True)
+        level = {t.id: rank for rank, t in ranks}
+        members.sort(key=lambda t: (-level[t.id], t.attempt, t.id))
         if algorithm.loss == "kto":
             pairs += [_single(t, desirable=t.success) for t in members]
         elif algorithm.loss == "rft":
@@ -119,9 +123,10 @@ def win_probabilities(rewards: Sequence[float]) -> list[float]:
     """Chance of each attempt to beat one that the policy draws, estimated on its group: the share
     of the group's attempts, itself included, that earned less, an equal reward counting one half.
     Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
+    level = levels(rewards)
     return [
-        sum((reward > other) + 0.5 * (reward == other) for other in rewards) / len(rewards)
-        for reward in rewards
+        sum((mine > other) + 0.5 * (mine == other) for other in level) / len(level)
+        for mine in level
     ]
 
 
@@ -172,12 +177,10 @@ def _ends(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
 
 def _everyone(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
     """Every two, those that differ most first."""
-    return iter(
-        sorted(
-            combinations(range(len(members)), 2),
-            key=lambda two: members[two[1]].reward - members[two[0]].reward,
-        )
-    )
+    places = list(combinations(range(len(members)), 2))
+    gaps = levels([members[better].reward - members[worse].reward for better, worse in places])
+    order = sorted(range(len(places)), key=lambda place: -gaps[place])
+    return (places[place] for place in order)
 
 
 def _compared(
@@ -190,12 +193,14 @@ def _compared(
     at all."""
     answers = [answer_of(t) for t in members]
     chances = win_probabilities([t.reward for t in members])
+    level = levels([t.reward for t in members])
+    slack = EQUAL * max(abs(t.reward) for t in members)
     pairs: list[Pair] = []
     for better, worse in candidates:
         gap = members[better].reward - members[worse].reward
         if (
-            gap > 0
-            and gap >= margin
+            level[better] > level[worse]
+            and margin - gap <= slack
             and not answers[better].says(answers[worse])
             and (limit is None or len(pairs) < limit)
         ):

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentevo.data.messages import REASONING_KEYS
+from agentevo.data.messages import REASONING_KEYS, is_trained
 from agentevo.data.row_report import RowError
+from agentevo.errors import BadRequestError
 
 ROLES = {
     "system": "system",
@@ -63,12 +64,20 @@ def message(value: Any) -> dict[str, Any]:
         ),
         ("name", value.get("name")),
         ("reasoning_content", thought),
-        ("weight", value.get("weight")),
+        ("weight", _weight(value) if role == "assistant" else None),
     ):
-        if item is not None and (key != "weight" or role == "assistant"):
+        if item is not None:
             said[key] = item
 
     return said
+
+
+def _weight(message: Mapping[str, Any]) -> int | None:
+    """0 for an answer that is marked as one that is not trained. Raises RowError."""
+    try:
+        return 0 if is_trained(message, "an answer") is False else None
+    except BadRequestError as error:
+        raise RowError("unknown_form", str(error)) from error
 
 
 def text_of(content: Any) -> str:

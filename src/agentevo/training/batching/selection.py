@@ -101,7 +101,7 @@ def _with_others(
     for t in trajectories:
         if len(rewards[t.group_id]) == 1:
             dropped[t.id] = "group-of-one"
-        elif drop_zero_variance and len(set(rewards[t.group_id])) == 1:
+        elif drop_zero_variance and not is_informative(rewards[t.group_id]):
             dropped[t.id] = "zero-variance"
         else:
             kept.append(t)

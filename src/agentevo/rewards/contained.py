@@ -1,0 +1,173 @@
+"""Whether a reply in free words states a given answer, and no candidates beside it.
+
+    number   the last number of the reply is it, and no list of numbers ends there; the question's
+             numbers are passed over, unless the answer is one of them
+    words    they stand in the reply as whole words, not in a list, with no more than MOST_WORDS
+             different words that neither the answer nor the question has
+
+Whoever is paid by this is trained to be paid: who names many candidates earns nothing. Candidates
+in words that are strung together without any sign between them are noticed by their number alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+from agentevo.rewards.numerals import Numeral, numerals_from_the_end, plain
+from agentevo.rewards.texts import EAST_ASIAN, words_of
+
+MOST_WORDS = 40
+TOLERANCE = 1e-6
+"""Largest difference of equal numbers, as a share of the right one (of 1 for 0)."""
+_ALTERNATIVES = r"\bor\b|[/|\u3001\u6216]|\u8fd8\u662f"
+_TOGETHER = r"\band\b|&|[\u548c\u4e0e\u53ca]"
+_MARKS = " \t\r()[]{}*_`\"'\u201c\u201d\u300c\u300d"
+_NUMBERS_APART = re.compile(
+    rf"(?P<choice>{_ALTERNATIVES}|{_TOGETHER})|[\s,;()\[\]\uff0c\uff1b-]", re.IGNORECASE
+)
+_ITEMS_APART = re.compile(
+    rf"({_ALTERNATIVES}|{_TOGETHER})|[,;:\n.!?\uff0c\uff1b\uff1a\u3002\uff01\uff1f]",
+    re.IGNORECASE,
+)
+_ALTERNATIVE = re.compile(_ALTERNATIVES, re.IGNORECASE)
+_BULLET = re.compile(r"\A\s*(?:[-*\u2022]|\d{1,3}[.)])\s+")
+_MASK = "\0"
+"""Stands for the answer in a text."""
+
+
+def states_answer(text: str, answer: str, query: str, *, ignore_case: bool) -> bool:
+    """Whether a reply to the query states the answer; see the module."""
+    number = _number_alone(answer)
+    if number is not None:
+        return _states_number(text, number, query)
+
+    if ignore_case:
+        text = text.casefold()
+        answer = answer.casefold()
+        query = query.casefold()
+
+    return _states_words(text, answer.strip().rstrip("."), query)
+
+
+def _number_alone(answer: str) -> Numeral | None:
+    """The number that is all that an answer says."""
+    text = plain(answer)
+    number = next(numerals_from_the_end(text), None)
+    if number is None:
+        return None
+    beside = text[: number.start] + text[number.end :]
+    return None if beside.strip(_MARKS + "-+.$\u20ac\u00a3\u00a5") else number
+
+
+def _states_number(text: str, right: Numeral, query: str) -> bool:
+    text = plain(text)
+    numerals = list(numerals_from_the_end(text))
+    asked = [one for one in numerals_from_the_end(plain(query)) if one is not None]
+    if not any(_equal(one, right) for one in asked):
+        candidates = [
+            one for one in numerals if one is None or not any(_equal(one, two) for two in asked)
+        ]
+    else:
+        candidates = numerals
+
+    stated = candidates[0] if candidates else None
+    if stated is None or not _equal(stated, right):
+        return False
+
+    place = numerals.index(stated)
+    return not _ends_a_list(text, numerals[place:])
+
+
+def _equal(stated: Numeral, right: Numeral) -> bool:
+    return any(
+        abs(one - two) <= TOLERANCE * (abs(two) or 1.0)
+        for one in stated.readings
+        for two in right.readings
+    )
+
+
+def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
+    """Whether the first of the numbers, which come from the end of a text, is the last of a list:
+    of two with a word such as `or` between them, or of three."""
+    num_members = 1
+    for later, earlier in pairwise(numerals):
+        if later is None or earlier is None:
+            break
+
+        gap = text[earlier.end : later.start]
+        if len(gap) > 20 or _NUMBERS_APART.sub("", gap):
+            break
+
+        num_members += 1
+        is_choice = any(match["choice"] for match in _NUMBERS_APART.finditer(gap))
+        if is_choice or num_members == 3:
+            return True
+
+    return False
+
+
+def _states_words(text: str, answer: str, query: str) -> bool:
+    masked, num_found = _whole_words(answer).subn(_MASK, text.replace(_MASK, " "))
+    known = {*words_of(answer), *words_of(query)}
+    too_many = len(set(words_of(masked)) - known) > MOST_WORDS
+    return num_found > 0 and not too_many and not _is_listed(masked, len(words_of(answer)))
+
+
+def _whole_words(answer: str) -> re.Pattern[str]:
+    """Chinese and Japanese set no words apart; a letter of another script beside an answer in such
+    letters makes it a part of a word."""
+    letter = rf"[^\W{EAST_ASIAN}]"
+    words = r"\s+".join(map(re.escape, answer.split()))
+    is_east_asian = [bool(re.match(f"[{EAST_ASIAN}]", end)) for end in (answer[0], answer[-1])]
+    begin = "" if is_east_asian[0] else rf"(?<!{letter})(?<!\d[.,])"
+    end = "" if is_east_asian[1] else rf"(?!{letter})"
+    return re.compile(f"{begin}{words}{end}")
+
+
+def _is_listed(masked: str, num_words: int) -> bool:
+    """Whether the answer is a member of a list: an alternative to something, joined by `and` to
+    something as short, or between commas, lines or full stops with two as short."""
+    items: list[str] = []
+    joints: list[str] = []  # what stands between an item and the next; empty for a comma
+    parts = _ITEMS_APART.split(masked)
+    joint = ""
+    for item, separator in zip(parts[::2], [*parts[1::2], None], strict=True):
+        bare = _BULLET.sub("", item).strip(_MARKS)
+        if bare:
+            joints += [joint] if items else []
+            items.append(bare)
+            joint = ""
+        joint = joint or (separator or "")
+
+    def is_short(item: str, more: int) -> bool:
+        return _MASK not in item and len(words_of(item)) <= num_words + more
+
+    for place, item in enumerate(items):
+        if _MASK not in item:
+            continue
+
+        sides = []
+        if item.endswith(_MASK):
+            sides.append((joints[place : place + 2], items[place + 1 : place + 3]))
+        if item.startswith(_MASK):
+            first = max(0, place - 2)
+            sides.append((joints[first:place][::-1], items[first:place][::-1]))
+
+        num_siblings = 0
+        for side_joints, others in sides:
+            if side_joints and _ALTERNATIVE.match(side_joints[0]):
+                return True
+            if side_joints and side_joints[0] and is_short(others[0], 2):
+                return True
+
+            for other in others:
+                if not is_short(other, 1):
+                    break
+                num_siblings += 1
+
+        if num_siblings >= 2:
+            return True
+
+    return False
