@@ -40,9 +40,9 @@ class SharedSession(Session):
         *,
         whole_calls: bool = False,
     ) -> None:
-        settings: dict[str, bool] = {"follows_client": True, "whole_calls": whole_calls}
-        super().__init__({"": new_conversation()}, base, key=key, **settings)
-        self._settings = settings
+        super().__init__(
+            {"": new_conversation()}, base, follows_client=True, whole_calls=whole_calls, key=key
+        )
         self._new_conversation = new_conversation
         self._kept: dict[bytes, Session] = {}
         """Digest of a history -> the conversation that has it; the oldest first."""
@@ -53,7 +53,12 @@ class SharedSession(Session):
         with self._one_more():
             one = self._extended(request)
             if one is None:
-                one = Session({"": self._new_conversation()}, self.base, **self._settings)
+                one = Session(
+                    {"": self._new_conversation()},
+                    self.base,
+                    follows_client=True,
+                    whole_calls=self._whole_calls,
+                )
 
             is_whole = False
             try:
