@@ -7,10 +7,11 @@ never drawn: engine and trainer compute the softmax over the tokens alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def limit_to_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
