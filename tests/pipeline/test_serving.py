@@ -288,7 +288,11 @@ def test_a_model_that_a_stage_made_judges_in_a_later_one(tmp_path: Path) -> None
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
 
     asked = {"base_url": "${stages.judge.url}", "model": "judge", "api_key": "${stages.judge.key}"}
-    judged = {"name": "llm_judge", "models": ["judge"], "uncalibrated": True}
+    judged = {
+        "name": "llm_judge",
+        "models": ["judge"],
+        "judge_prompt_template": "{question} {response} <score>?",
+    }
     tiny = {"tokenizer": "byte", "hidden_size": 32, "num_layers": 1, "context_length": 8192}
     stages = {
         "teach": {
