@@ -20,7 +20,8 @@ from agentevo.errors import ConfigError, UnknownNameError
 
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that `name` most likely meant, or None."""
-    similar = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    same = [candidate for candidate in known if candidate.lower() == name.lower()]
+    similar = same or difflib.get_close_matches(name, known, n=5, cutoff=0.5)
     swapped = [
         candidate for candidate in similar if sorted(candidate) == sorted(name)
     ]  # letters in another order: nearer than a wrong letter

@@ -1,51 +1,28 @@
-"""A key of another system is answered with ours, by the pairs on docs/coming_from.md."""
+"""A key of another system is answered with ours, with why it is not needed, or with that there is
+none; a value that means something else there is asked about (peer_keys.md)."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from agentevo.config import build_config, config_keys
-from agentevo.config.peer_keys import PEER_KEYS
+from agentevo.config.peer_keys import peer_keys, peer_values, translations
+from agentevo.config.recipe import RunConfig
 from agentevo.errors import ConfigError, UnknownNameError
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
-THEIRS = re.compile(r"`([a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)*)(?:=[^`]*)?`")
-OURS = re.compile(
-    r"`((?!agentevo\.|policy\.|\w+\.jsonl|\w+\.html)[a-z_]+(?:\.[a-z_0-9]+)+(?:=[^`]*)?)`"
-)
+DOORS = {"environment": {"type": "test_doors"}}
 
 
-def pairs_on_the_page():
-    """System -> its key -> ours. A row with as many keys of theirs as of ours pairs them in order;
-    in another row each of theirs stands for all of ours."""
-    pairs = {}
-    for section in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
-        system, *lines = section.splitlines()
-        for left, right in (line.strip("| ").split(" | ") for line in lines if line[:2] == "| "):
-            theirs = THEIRS.findall(left)
-            ours = OURS.findall(right)
-            if len(theirs) != len(ours):
-                ours = [", ".join(ours)] * len(theirs)
-            for key, stands_for in zip(theirs, ours, strict=True):
-                if stands_for not in ("", key):
-                    pairs.setdefault(system, {}).setdefault(key, stands_for)
-
-    return pairs
-
-
-def test_the_page_and_the_refusals_have_the_same_pairs():
-    assert pairs_on_the_page() == PEER_KEYS
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as error:
+        build_config(DOORS, overrides)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
         ("trainer.num_generations=4", "TRL's num_generations is trainer.group_size here"),
-        (
-            "per_device_train_batch_size=1",
-            "TRL's per_device_train_batch_size is trainer.micro_batch_tokens here",
-        ),
         (
             "actor_rollout_ref.rollout.n=4",
             "verl's actor_rollout_ref.rollout.n is trainer.group_size here",
@@ -57,29 +34,168 @@ def test_the_page_and_the_refusals_have_the_same_pairs():
             "verl's actor.optim.lr is trainer.learning_rate here",
         ),
         (
-            "rollout.trace.backend=mlflow",
-            "verl's rollout.trace.backend is tracing.backend=mlflow here",
-        ),
-        (
             "actor_rollout_ref.rollout.trace={token2text: true}",
             "verl's rollout.trace.token2text is tracing.token2text here",
         ),
-        ("data.train_batch_size=8", "verl's data.train_batch_size is trainer.groups_per_step here"),
         ("critic.optim.lr=1e-6", "verl's critic.optim.lr is critic.learning_rate here"),
         (
             "es_manager.train.env_groups=8",
             "RAGEN's es_manager.train.env_groups is trainer.groups_per_step here",
         ),
-        ("trainer.temperature=1", "did you mean sampling.temperature?"),
-        ("trainer.group_sizes=4", "did you mean trainer.group_size?"),
+        ("actor_rollout_ref.rollout.n_agent=5", "rollout.n_agent is trainer.group_size here"),
+        ("gconfig.n_samples=4", "AReaL's gconfig.n_samples is trainer.group_size here"),
+        ("pretrain=x", "OpenRLHF's pretrain is model.name here"),
+        ("save_interval=100", "what others call save_interval is checkpoint.every here"),
+        ("actor.foo=1", "unknown key"),
+        ("trainer.temperature=1", "unknown key; did you mean sampling.temperature?"),
+        ("trainer.group_sizes=4", "unknown key; did you mean trainer.group_size?"),
+        ("trainer.learning-rate=1", "unknown key; did you mean trainer.learning_rate?"),
+        ("trainer.optimizer=adamw", "unknown key; did you mean memory.optimizer?"),
+        ("modle=x", "unknown key; did you mean model?"),
     ],
 )
 def test_a_key_of_another_system_is_answered_with_ours(override, hint):
-    with pytest.raises(ConfigError) as refusal:
-        build_config({"environment": {"type": "test_doors"}}, [override])
-    assert str(refusal.value).endswith(f"unknown key; {hint}")
+    assert refusal(override).endswith(hint)
 
 
-def test_explain_answers_likewise():
-    with pytest.raises(UnknownNameError, match=r"TRL's num_generations is trainer.group_size here"):
-        config_keys().explain("num_generations")
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.ppo_mini_batch_size=64", "trainer.minibatches here: theirs is a size in prompts"),
+        ("trainer.ppo_mini_batch_size=64", "data.train_batch_size / ppo_mini_batch_size"),
+        ("training={ppo_batch_size: 64}", "train_batch_size / ppo_batch_size"),
+        ("trainer.total_epochs=15", "trainer.steps here: theirs counts passes over the data"),
+        ("num_train_epochs=3", "trainer.steps here: theirs counts passes over the data"),
+        ("generation_batch_size=64", "theirs counts completions, ours tasks"),
+        ("warmup_ratio=0.1", "trainer.warmup_steps here: theirs is a share of all steps"),
+        ("ref_model_mixup_alpha=0.6", "1 - alpha"),
+        ("epsilon=0.2", "TRL's epsilon is algorithm.clip_low here"),
+        ("beta=0.04", "algorithm.kl_coef here: in GRPO and RLOO; DPO's beta is algorithm.beta"),
+        ("episodes=1000", "trainer.steps here: a step plays trainer.groups_per_step x"),
+        ("agent.max_steps=5", "is agent.max_turns here"),
+        ("environment.max_steps=5", "is environment.max_actions here"),
+    ],
+)
+def test_a_count_is_told_from_a_size_and_a_word_from_its_other_meaning(override, words):
+    assert words in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.return_raw_chat=True", "verl's data.return_raw_chat is not needed here: prompts"),
+        ("actor_rollout_ref.rollout.mode=async", "verl's rollout.mode is not needed here"),
+        ("actor_rollout_ref.rollout.name=vllm", "verl's rollout.name is engine.type here"),
+        ("allocation_mode=sglang:d4+fsdp:d4", "AReaL's allocation_mode is trainer.parallel here"),
+        ("actor.state_masking=true", "Search-R1's actor.state_masking is not needed here"),
+        ("trainer.nnodes=2", "agentevo launch --set trainer_nodes=2"),
+        ("ptx_coef=0.05", "OpenRLHF's ptx_coef has no counterpart here"),
+        ("actor.megatron.recompute_method=full", "verl's actor.megatron.* has no counterpart"),
+        ("training.foo=1", "RAGEN's training.* has no counterpart here"),
+        ("distributed=true", "torchrun --nproc-per-node"),
+    ],
+)
+def test_what_is_not_needed_and_what_is_not_there_is_said(override, words):
+    assert words in refusal(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["actor.foo=1", "tool.timeout=1", "trainer.nodes=2", "retrieval.url=x", "sampling.frequency=1"],
+)
+def test_a_far_guess_is_not_made(override):
+    assert refusal(override).endswith("unknown key")
+
+
+def test_two_systems_that_mean_different_things_are_both_named():
+    text = refusal("train_batch_size=256")
+    assert "verl's data.train_batch_size is trainer.groups_per_step here" in text
+    assert "OpenRLHF's train_batch_size is trainer.minibatches here" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("num_generations", "trainer.group_size"),
+        ("bf16", "model.dtype=bfloat16"),
+        ("load_in_4bit", "model.lora.quantize=4bit"),
+        ("push_to_hub", "has no counterpart here"),
+        ("early_stopping", "checkpoint.keep_last"),
+        ("gradient_checkpointing", "memory.checkpointing=full"),
+        ("report_to", "tracking.backends"),
+        ("num_train_epochs", "trainer.steps"),
+        ("tensor_parallel_size", "trainer.parallel.tensor"),
+        ("device_map", "model.device"),
+        ("fsdp", "trainer.parallel.shard"),
+        ("attn_implementation", "not needed"),
+        ("lora_r", "model.lora.rank"),
+        ("torch_dtype", "model.dtype"),
+        ("optim", "memory.optimizer"),
+        ("output_dir", "run.dir"),
+        ("logging_steps", "not needed"),
+        ("gpu_memory_utilization", "engine.kv_cache_gb"),
+        ("adv_estimator", "algorithm.advantage"),
+        ("clip_ratio_high", "algorithm.clip_high"),
+        ("kl_loss_coef", "algorithm.kl_coef"),
+    ],
+)
+def test_explain_leads_from_a_word_of_others_to_ours(word, ours):
+    with pytest.raises(UnknownNameError, match=rf"(?s){re.escape(word)}.*{re.escape(ours)}"):
+        config_keys().explain(word)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.epsilon=0.2", "TRL and AgentRL call epsilon, is algorithm.clip_low and"),
+        ("algorithm.epsilon='0.1'", "algorithm.clip_low and algorithm.clip_high"),
+        ("trainer.micro_batch_tokens=4", "it counts tokens, where verl's"),
+        ("trainer.warmup_steps=0.1", "it counts steps"),
+        ("sampling.top_k=-1", "0 keeps all tokens here"),
+        ("evaluation.every=-1", "0 evaluates only before and after"),
+        ("checkpoint.every=-1", "0 saves only at the end"),
+        ("agent.format_penalty=-0.1", "it is subtracted"),
+        ("rollout.staleness=0.1", "verl's staleness_threshold is a share"),
+        ("model.dtype=bf16", "it is bfloat16 here"),
+        ("model.dtype=fp16", "there is no float16 here"),
+        ("memory.checkpointing=true", "it is full here"),
+        ("algorithm.kl=low_var_kl", "k3 is what verl calls so"),
+        ("algorithm.policy_loss=vanilla", "ppo_clip"),
+        ("trainer.parallel=fsdp2", "trainer.parallel.shard=N"),
+        ("algorithm.name=GSPO", "did you mean gspo?"),
+        ("trainer.minibatches=64", "verl's ppo_mini_batch_size, a size"),
+        ("algorithm={clip_low: 0.8, clip_high: 1.2}", "set clip_low=0.2 clip_high=0.2"),
+    ],
+)
+def test_a_value_that_means_something_else_elsewhere_is_asked_about(override, words):
+    assert words in refusal(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.epsilon=1e-4", "algorithm={clip_low: 0.2, clip_high: 5}", "checkpoint.every=0"],
+)
+def test_a_value_that_makes_sense_here_is_taken(override):
+    build_config(DOORS, [override])
+
+
+def test_every_system_has_its_table_and_no_key_of_it_twice():
+    systems = {peer.system for peer in peer_keys()}
+    assert {"TRL", "verl", "OpenRLHF", "RAGEN", "AReaL", "AgentRL", "transformers"} <= systems
+    keys = [(peer.system, peer.key) for peer in peer_keys()]
+    assert len(set(keys)) == len(keys)
+    for peer in peer_keys():
+        assert peer.key == peer.key.lower()
+        probe = peer.key.removesuffix("*") + "x" * peer.key.endswith("*")
+        assert translations(probe), peer.key
+
+
+def test_our_keys_in_remarks_exist_and_values_are_of_our_keys():
+    known = set(config_keys().names())
+    theirs = {peer.key for peer in peer_keys()}
+    sections = "|".join(RunConfig.model_fields)
+    for remark in [peer.remark for peer in peer_keys()] + [value.remark for value in peer_values()]:
+        for key in re.findall(rf"\b(?:{sections})(?:\.[a-z][a-z_0-9]*)+", remark):
+            assert key in known or key in theirs, remark
+
+    assert {value.key for value in peer_values()} <= known

@@ -13,7 +13,14 @@ from agentevo.config.sweep import load_sweep
 from agentevo.pipeline import load_pipeline, packaged_pipelines
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("recipes/*/README.md"),
+        *ROOT.glob("src/agentevo/config/*.md"),
+    ]
+)
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -56,15 +63,17 @@ def test_named_files_exist(name):
         assert any((place / path).is_file() for place in places), f"{name}: {path} does not exist"
 
 
-def keys_here(row):
-    """Our keys in a row of docs/coming_from.md, in its last column: (key, `=value` or nothing)."""
-    for key, value in KEY.findall(row.rstrip("| ").rpartition("|")[2]):
+def keys_here(text):
+    """Our keys in a text of a page, as (key, `=value` or nothing)."""
+    for key, value in KEY.findall(text):
         if not key.startswith(("agentevo.", "policy.")) and not key.endswith((".jsonl", ".html")):
             yield key, value
 
 
 def test_the_keys_that_peers_settings_become_exist():
-    rows = [line for line in read("docs/coming_from.md").splitlines() if line.startswith("| ")]
+    page = "src/agentevo/config/peer_keys.md"
+    rows = [line.rstrip("| ").rpartition("|")[2] for line in table_rows("docs/coming_from.md")]
+    rows += [line.split("|")[2] for line in table_rows(page)]
     known = config_keys()
     num_keys = 0
     for row in rows:
@@ -79,7 +88,11 @@ def test_the_keys_that_peers_settings_become_exist():
             if order:
                 load_config("coins", [key + value for key, value in order])
 
-    assert num_keys > 100
+    assert num_keys > 300
+
+
+def table_rows(name):
+    return [line for line in read(name).splitlines() if line.startswith("| ")]
 
 
 def test_the_calls_from_the_command_to_the_loss_are_there():

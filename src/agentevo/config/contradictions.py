@@ -50,7 +50,8 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
             f"trainer.minibatches={config.trainer.minibatches} is more than "
             f"trainer.groups_per_step={config.trainer.groups_per_step}: "
             "a group is never split, so set trainer.minibatches no higher than "
-            "trainer.groups_per_step"
+            "trainer.groups_per_step (it is their number; of verl's ppo_mini_batch_size, a size, "
+            "it is trainer.groups_per_step / ppo_mini_batch_size)"
         )
 
     if config.cold_start.episodes and config.environment is None:

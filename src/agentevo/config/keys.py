@@ -33,7 +33,7 @@ from agentevo.config.field_words import (
     unit_of,
     with_article,
 )
-from agentevo.config.peer_keys import in_our_words
+from agentevo.config.peer_keys import in_our_words, is_whole_key, translations
 from agentevo.errors import UnknownNameError
 from agentevo.registry import nearest
 
@@ -143,10 +143,13 @@ class ConfigKeys:
         `chosen` says which type each polymorphic section has; `section` whether the value given was
         a mapping, which makes sections likelier."""
         best = self._nearest(key, chosen or {}, section)
-        translation = in_our_words(key)
-        is_ours = best is not None and (_leaf(best) == _leaf(key) or best == f"{key}s")
-        if translation is not None and not is_ours:
-            return f"; {translation}"
+        peers = translations(key)
+        is_our_name = best is not None and (
+            _leaf(best) == _as_written_here(_leaf(key)) or best == f"{key}s"
+        )
+        leads_there = any(best in peer.our_keys for peer in peers)
+        if peers and not (is_our_name and (leads_there or not is_whole_key(key, peers))):
+            return f"; {'; '.join(peer.sentence for peer in peers)}"
         return f"; did you mean {best}?" if best else ""
 
     def _nearest(self, key: str, chosen: Mapping[str, str], section: bool | None) -> str | None:
@@ -163,13 +166,16 @@ class ConfigKeys:
                 continue
 
             likely = section is None or section == (explanation.type == "section")
-            closeness = _closeness(key, name) + (0.1 if likely else 0.0)
-            score = (closeness, -name.count("."))  # of equals the one that is less deep
-            if score > best_score:
+            closeness = _closeness(key, name)
+            if closeness == 0.0:
+                continue
+
+            score = (closeness + (0.1 if likely else 0.0), -name.count("."))
+            if score > best_score:  # of equals the one that is less deep
                 best = name
                 best_score = score
 
-        return best if best_score[0] >= 0.6 else None
+        return best
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
         """One pydantic error as `key: what is wrong; what is allowed`, without the place where the
@@ -364,25 +370,35 @@ def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 
 def _closeness(key: str, name: str) -> float:
-    """0 (unlike) to 1 (equal): mostly the last name, for a right name in a wrong section, and
-    partly what stands before it."""
+    """0 (unlike) to 1.2 (equal): mostly the last name, for a right name in a wrong section, and
+    partly what stands before it. A last name that is no slip of the keyboard, and does not begin
+    as the known one in its own section, is unlike: a far guess is worse than none."""
     wanted_parent = _parent(key)
-    wanted_leaf = _leaf(key)
+    wanted_leaf = _as_written_here(_leaf(key))
     known_parent = _parent(name)
     known_leaf = _leaf(name)
     leaves = _ratio(wanted_leaf, known_leaf)
-    if leaves < 0.6:
+    begins_alike = wanted_parent == known_parent and (
+        known_leaf.startswith(f"{wanted_leaf}_") or wanted_leaf.startswith(f"{known_leaf}_")
+    )
+    is_slip = leaves > 0.8 or sorted(wanted_leaf) == sorted(known_leaf)
+    if not (is_slip or begins_alike):
         return 0.0
 
-    return 0.7 * leaves + 0.3 * (
-        1.0 if wanted_parent == known_parent else 0.9 * _ratio(wanted_parent, known_parent)
+    return (
+        0.7 * leaves
+        + (0.2 if leaves == 1.0 else 0.0)
+        + 0.3
+        * (1.0 if wanted_parent == known_parent else 0.9 * _ratio(wanted_parent, known_parent))
     )
 
 
 def _ratio(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(
-        None, first.replace("-", "_").lower(), second.lower(), autojunk=False
-    ).ratio()
+    return difflib.SequenceMatcher(None, first.lower(), second.lower(), autojunk=False).ratio()
+
+
+def _as_written_here(key: str) -> str:
+    return key.replace("-", "_").lower()
 
 
 def _leaf(key: str) -> str:

@@ -3,6 +3,7 @@ the sections' own checks, and the same for sections of other packages and of use
 
 - true or false where a number or a text belongs, which pydantic would take for 1, 0 or "True"
 - numbers that are not finite, or beyond NUMBERS where the key names no bound of its own
+- what is right elsewhere, or means something else there (peer_keys.md)
 - texts that no file, database or tokenizer can hold, and paths that no file system can
 """
 
@@ -13,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
+from agentevo.config.field_words import as_yaml
 from agentevo.config.keys import ConfigKeys
+from agentevo.config.peer_keys import value_in_our_words
 from agentevo.paths import name_problem
 
 NUMBERS = 1e9
@@ -33,7 +36,10 @@ def refused_values(
 
         for place, item in _items(key, value):
             problem = _problem(key, item, keys)
-            if problem is _NOT_OF_THE_KIND:
+            remark = value_in_our_words(key, item)
+            if remark is not None:
+                lines.append(f"{place}: got {as_yaml(item)}; {remark}")
+            elif problem is _NOT_OF_THE_KIND:
                 lines.append(keys.wrong_value(key, item, chosen=chosen, place=place))
             elif problem:
                 lines.append(f"{place}: {problem}")
