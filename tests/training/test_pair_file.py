@@ -162,6 +162,13 @@ def test_a_wrong_line_is_named(line, loss, said, written):
     assert str(error.value).startswith(f"{path}:2: ")
 
 
+def test_half_of_a_surrogate_pair_is_named_by_its_line(written):
+    """JSON can write it, and no tokenizer takes it."""
+    path = written(PAIR, {**PAIR, "chosen": "left \ud83d"})
+    with pytest.raises(ConfigError, match=r"pairs.jsonl:2: .*half of a surrogate pair"):
+        read_pair_file(path, "dpo")
+
+
 def test_an_answer_with_a_message_that_is_not_trained_is_refused(written):
     context = {"role": "assistant", "content": "left", "train": False}
     assert read_pair_file(written({**PAIR, "prompt": [*ASK, context, *ASK]}), "dpo")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
+from agentevo.data.conversation import check_text
 from agentevo.data.media import check_no_media
 from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.row_report import RowError
@@ -75,6 +76,7 @@ def _line(given: Any, where: str, loss: str) -> PairLine:
         )
 
     try:
+        check_text(given)
         check_no_media(given)
     except RowError as error:
         raise ConfigError(f"{where}: {error}") from error
