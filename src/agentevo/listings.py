@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 Row = tuple[str, str]
@@ -83,8 +84,8 @@ def models() -> list[Row]:
 
 
 def recipes() -> list[Row]:
-    """Packaged recipes; the line is the first comment of each file, and how many runs it is if it
-    is a sweep."""
+    """Packaged recipes; the line is the first paragraph of each file's comment, and how many runs
+    it is if it is a sweep."""
     from agentevo.config.sources import packaged_recipes
     from agentevo.config.sweep import load_sweep
 
@@ -105,7 +106,7 @@ def recipes() -> list[Row]:
 
 
 def pipelines() -> list[Row]:
-    """Packaged pipelines; the line is the first comment of each file."""
+    """Packaged pipelines; the line is the first paragraph of each file's comment."""
     from agentevo.pipeline import packaged_pipelines
 
     return [(name, _first_comment(path)) for name, path in packaged_pipelines().items()]
@@ -204,8 +205,10 @@ KINDS: Mapping[str, str] = {
 
 
 def _first_comment(path: Path) -> str:
-    first = path.read_text(encoding="utf-8").lstrip().splitlines()[:1]
-    return first[0].lstrip("# ") if first and first[0].startswith("#") else ""
+    """The first paragraph of the comment that a file begins with."""
+    lines = path.read_text(encoding="utf-8").lstrip().splitlines()
+    comment = (line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return " ".join(takewhile(bool, comment))
 
 
 def _first_paragraph(text: str) -> str:

@@ -67,6 +67,12 @@ def test_explain_says_meaning_type_default_and_unit(agentevo):
     assert "type     whole number, at least 1\n  default  64\n  unit     tokens" in out
 
 
+def test_show_changed_prints_what_is_set_alone(agentevo):
+    out = agentevo("config", "show", "small.yaml", "trainer.steps=3", "--changed").out
+    assert yaml.safe_load(out)["trainer"] == {"steps": 3}
+    assert "store" not in yaml.safe_load(out)
+
+
 def test_explain_lists_a_section_and_all_sections(agentevo):
     assert (
         "\n  trainer.group_size\n      Attempts per task"

@@ -1,10 +1,16 @@
 """`explain`: every key has a meaning, a type, a default and, where it counts or measures something,
 a unit."""
 
+import re
+
 import pytest
 
+from agentevo.catalogue.describe import ENTRIES, describe
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, resolve_preference
+from agentevo.catalogue.presets import PRESETS, resolve_preset
 from agentevo.config import config_keys
 from agentevo.errors import UnknownNameError
+from agentevo.listings import LISTS
 
 
 @pytest.mark.parametrize("key", config_keys().names())
@@ -126,3 +132,25 @@ def test_an_unknown_key_is_answered_with_the_nearest(key, meant):
 def test_a_key_like_nothing_is_not_guessed():
     with pytest.raises(UnknownNameError, match="lists the sections"):
         config_keys().explain("qqq")
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
+def test_a_preset_is_explained_with_the_formulas_of_its_parts(name):
+    text = "\n".join(describe(name))
+    for kind, part in (
+        [("preference_loss", resolve_preference(name, {}).loss)]
+        if name in PREFERENCE_PRESETS
+        else [
+            (kind, getattr(resolve_preset(name, {}), kind))
+            for kind in ("advantage", "policy_loss", "aggregation")
+        ]
+    ):
+        assert text.count(f"algorithm.{kind}={part}\n") == 1
+        assert f"  formula      {ENTRIES[kind][part].formula}" in text
+        assert f"  source       {ENTRIES[kind][part].source}" in text
+
+
+@pytest.mark.parametrize("kind", ["recipes", "pipelines"])
+def test_a_listed_recipe_is_described_in_whole_sentences(kind):
+    for name, text in LISTS[kind]():
+        assert re.search(r"[.)]$", text), f"{name}: {text}"

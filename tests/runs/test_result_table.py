@@ -129,6 +129,42 @@ def test_only_runs_of_one_setting_share_a_row(tmp_path):
     ]
 
 
+def names(folders, **how):
+    return [line[0] for line in cells(markdown(make_rows(read_results(folders), **how)))[2:]]
+
+
+def test_rows_of_one_name_are_told_apart(tmp_path):
+    """By the keys in which they differ; runs that differ in nothing by seed, else by folder."""
+    low = finished(tmp_path / "a")
+    high = finished(tmp_path / "b", learning_rate=0.2)
+    other = finished(tmp_path / "c", name="ppo", learning_rate=0.3)
+    assert names([low, high, other]) == [
+        "grpo (trainer.learning_rate=0.1)",
+        "grpo (trainer.learning_rate=0.2)",
+        "ppo",
+    ]
+
+    again = finished(tmp_path / "d", seed=1)
+    assert names([low, again], each=True) == ["grpo", "grpo"], "their seeds tell them apart"
+    copy = finished(tmp_path / "e")
+    assert names([low, copy], each=True) == [f"grpo ({low})", f"grpo ({copy})"]
+
+
+def test_rows_that_differ_in_many_keys_are_told_apart_by_their_folders(tmp_path):
+    first = finished(tmp_path / "a")
+    second = finished(tmp_path / "b")
+    tree = yaml.safe_load((second / "config.yaml").read_text())
+    tree["agent"] = {"type": "tool_agent", "max_turns": 3, "final": "reply", "max_tokens": 10}
+    (second / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert names([first, second]) == [f"grpo ({first})", f"grpo ({second})"]
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path):
+    run = finished(tmp_path / "a")
+    (row,) = make_rows(read_results([run, tmp_path / "a" / ".." / "a"]))
+    assert row.seeds == "0"
+
+
 def test_a_figure_that_a_run_lacks_is_left_empty(tmp_path):
     results = read_results(
         [finished(tmp_path / "a", sampled=None), finished(tmp_path / "b", seed=1)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from agentevo.catalogue import Entry, Hyperparameter, by_name
 
-_EPSILON = Hyperparameter("epsilon", 1e-6, "added to the divisor", low=0.0, high=1.0)
+_EPSILON = Hyperparameter("epsilon", 1e-6, "added to the divisor", low=0.0, high=0.01)
 _SCALE = Hyperparameter("scale_by_std", True, "divide by the standard deviation of the group")
 _GAMMA = Hyperparameter("gamma", 1.0, "discount per trained token", low=0.0, high=1.0)
 _LAM = Hyperparameter(

@@ -38,12 +38,28 @@ SOURCES = {
 
 
 def describe(name: str) -> list[str]:
-    """A text for the preset of that name and for each entry of that name; empty for an unknown
-    name."""
-    texts = [_preset(PRESETS[name])] if name in PRESETS else []
-    texts += [_preference_preset(PREFERENCE_PRESETS[name])] if name in PREFERENCE_PRESETS else []
+    """A text for the preset of that name, for each entry of that name, and for each entry that the
+    preset is made of; empty for an unknown name."""
+    texts = []
+    parts: dict[str, str] = {}
+    if name in PRESETS:
+        algorithm = resolve_preset(name, {})
+        texts.append(_preset(PRESETS[name]))
+        parts = {
+            "advantage": algorithm.advantage,
+            "policy_loss": algorithm.policy_loss,
+            "aggregation": algorithm.aggregation,
+        }
+
+    if name in PREFERENCE_PRESETS:
+        texts.append(_preference_preset(PREFERENCE_PRESETS[name]))
+        parts["preference_loss"] = resolve_preference(name, {}).loss
+
     return texts + [
-        _entry(kind, entries[name]) for kind, entries in ENTRIES.items() if name in entries
+        _entry(kind, entries[shown])
+        for kind, entries in ENTRIES.items()
+        for shown in dict.fromkeys([name, parts.get(kind, "")])
+        if shown in entries
     ]
 
 

@@ -77,13 +77,19 @@ def get_model(
 
 
 @config_commands.command("show")
-def show_config(recipe: Recipe, overrides: Overrides = None) -> None:
+def show_config(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only what differs from the defaults.")
+    ] = False,
+) -> None:
     """Print the whole resolved configuration as YAML."""
-    from agentevo.config import load_config, to_yaml
+    from agentevo.config import changed_to_yaml, load_config, to_yaml
 
     config = load_config(recipe, overrides or [])
     warn_of_kept_keys(recipe, overrides or [])
-    print(to_yaml(config), end="")
+    print(changed_to_yaml(config) if changed else to_yaml(config), end="")
 
 
 @config_commands.command("from-agentrl")

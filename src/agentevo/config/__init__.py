@@ -10,6 +10,7 @@ from agentevo.config.profile import ProfileSection
 from agentevo.config.recipe import (
     RunConfig,
     build_config,
+    changed_to_yaml,
     config_keys,
     key_variants,
     load_config,
@@ -55,6 +56,7 @@ __all__ = [
     "TinyModel",
     "TrainerSection",
     "build_config",
+    "changed_to_yaml",
     "check_sft",
     "config_keys",
     "key_variants",

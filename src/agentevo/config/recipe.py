@@ -377,6 +377,37 @@ def to_yaml(config: RunConfig) -> str:
     return dump_yaml(escaped(tree))
 
 
+def changed_to_yaml(config: RunConfig) -> str:
+    """Of the resolved tree what differs from the defaults, those of the preset and of the chosen
+    environment and agent among them; loading it gives the same config."""
+    whole = to_tree(config)
+    changed = escaped(config.model_dump(mode="json", exclude_defaults=True))
+    changed["algorithm"] = whole["algorithm"]
+    if whole["algorithm"] == {"name": AlgorithmSection().name}:
+        del changed["algorithm"]
+
+    for section in section_variants():
+        if section in changed:
+            changed[section] = {"type": whole[section]["type"], **changed[section]}
+
+    return dump_yaml(_with_names(changed, whole))
+
+
+def _with_names(changed: Any, whole: Any) -> Any:
+    """`changed` with the name or type of each entry of a list, which tells what the entry is."""
+    if isinstance(changed, dict):
+        return {key: _with_names(value, whole[key]) for key, value in changed.items()}
+    if not isinstance(changed, list):
+        return changed
+
+    return [
+        {key: all_of_it[key] for key in ("name", "type") if key in all_of_it} | entry
+        if isinstance(entry, dict)
+        else entry
+        for entry, all_of_it in zip(changed, whole, strict=True)
+    ]
+
+
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A tree as `to_yaml` wrote it, completed by the defaults of keys that it lacks because it was
     written before they existed."""

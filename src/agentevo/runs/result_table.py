@@ -36,6 +36,9 @@ NOT_COMPARABLE = (
     "after can't be compared."
 )
 
+SHOWN_KEYS = 3
+"""Most keys that tell rows of one name apart; of runs that differ in more the folder does."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -82,6 +85,10 @@ class Row:
     def first(self) -> Result:
         return self.results[0]
 
+    @property
+    def seeds(self) -> str:
+        return ", ".join(str(result.seed) for result in self.results)
+
     def figure(self, value: Callable[[Result], float | None]) -> Figure | None:
         """Over the runs; None if any has no such value."""
         values = [figure for result in self.results if (figure := value(result)) is not None]
@@ -93,13 +100,14 @@ class Row:
 
 
 def read_results(folders: Iterable[Path]) -> list[Result]:
-    """Results in the order of the folders; within a sweep by variant and seed. Raises `ConfigError`
-    for a folder without a finished run."""
-    return [
-        result
-        for folder in folders
-        for result in (_read_sweep(folder) if is_sweep_folder(folder) else [_read_run(folder)])
-    ]
+    """Results in the order of the folders, each run once; within a sweep by variant and seed.
+    Raises `ConfigError` for a folder without a finished run."""
+    results: dict[Path, Result] = {}
+    for folder in folders:
+        for result in _read_sweep(folder) if is_sweep_folder(folder) else [_read_run(folder)]:
+            results.setdefault(result.folder.resolve(), result)
+
+    return list(results.values())
 
 
 def make_rows(results: Sequence[Result], *, each: bool = False) -> list[Row]:
@@ -113,12 +121,14 @@ def make_rows(results: Sequence[Result], *, each: bool = False) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table and its legend; without a column for the environment where all have the same."""
+    """The table and its legend; without a column for the environment where all have the same. Rows
+    of one name are told apart by the keys in which they differ, or by their folders."""
+    labels = dict(zip([row.first.folder for row in rows], _labels(rows), strict=True))
     environments = len({row.first.environment for row in rows}) > 1
     columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("run", lambda row: row.first.name),
+        ("run", lambda row: labels[row.first.folder]),
         *([("environment", lambda row: row.first.environment or "")] if environments else []),
-        ("seeds", lambda row: ", ".join(str(result.seed) for result in row.results)),
+        ("seeds", lambda row: row.seeds),
         ("before RL", lambda row: _percent(row.figure(lambda result: result.before), spread=False)),
         ("after", lambda row: _percent(row.figure(lambda result: result.after))),
         (
@@ -151,6 +161,30 @@ def markdown(rows: Sequence[Row]) -> str:
     ]
     legend = [LEGEND] + [NOT_COMPARABLE] * any(row.mark for row in rows)
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *legend, ""])
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """What each row is called: no two are called the same and have the same seeds."""
+    names = [row.first.name for row in rows]
+    labels = []
+    for row in rows:
+        same = [dict(other.first.setting) for other in rows if other.first.name == row.first.name]
+        keys = sorted(
+            key
+            for key in set().union(*same)
+            if len({setting.get(key, "none") for setting in same}) > 1
+        )
+        setting = dict(row.first.setting)
+        texts = [f"{key}={setting.get(key, 'none').strip(chr(39))}" for key in keys]
+        if len(keys) > SHOWN_KEYS:
+            texts = [str(row.first.folder)]
+        labels.append(f"{row.first.name} ({', '.join(texts)})" if texts else row.first.name)
+
+    called = [(label, row.seeds) for label, row in zip(labels, rows, strict=True)]
+    return [
+        label if called.count((label, row.seeds)) == 1 else f"{name} ({row.first.folder})"
+        for name, label, row in zip(names, labels, rows, strict=True)
+    ]
 
 
 def _gain(result: Result) -> float | None:
