@@ -273,8 +273,8 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             "place: choose kl_in=loss"
         )
 
-    low = section.clip_low
-    high = section.clip_high
+    low = getattr(section, "clip_low", None)  # keys of the catalogue
+    high = getattr(section, "clip_high", None)
     if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
         problems.append(
             f"algorithm.clip_low={low:g} with clip_high={high:g} are bounds of the ratio, as "

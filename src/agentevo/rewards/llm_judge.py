@@ -17,7 +17,7 @@ from agentevo.rewards.stated import AnswerConfig, stated_answer
 from agentevo.rewards.transcripts import clipped, escaped, fenced, mark_of
 from agentevo.rewards.verdicts import (
     UnusableError,
-    agreed,
+    find_agreement,
     number_of,
     objects_in,
     scores_in_tags,
@@ -201,11 +201,15 @@ def question(config: JudgeConfig, task: Task, stated: str) -> str:
 
 def _json_score(text: str) -> float:
     verdicts = [one.get("score") if isinstance(one, dict) else None for one in objects_in(text)]
-    return agreed(map(_score, verdicts), f'there is no JSON object with a "score": {text[-200:]!r}')
+    return find_agreement(
+        map(_score, verdicts), f'there is no JSON object with a "score": {text[-200:]!r}'
+    )
 
 
 def _tagged_score(text: str) -> float:
-    return agreed(map(_score, scores_in_tags(text)), f"there is no <score>: {text[-200:]!r}")
+    return find_agreement(
+        map(_score, scores_in_tags(text)), f"there is no <score>: {text[-200:]!r}"
+    )
 
 
 def _score(stated: object) -> float:
@@ -216,7 +220,9 @@ def _score(stated: object) -> float:
 
 
 def _word_in(text: str) -> float:
-    return float(agreed(words_of_verdict(text), f"neither correct nor incorrect: {text[-200:]!r}"))
+    return float(
+        find_agreement(words_of_verdict(text), f"neither correct nor incorrect: {text[-200:]!r}")
+    )
 
 
 _READERS: Mapping[str, Callable[[str], float]] = {

@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import Any
 
-from agentevo.rewards.numerals import typed
+from agentevo.rewards.numerals import write_plainly
 
 MAX_MEMORY = 4 * 2**30
 """Bytes of address space."""
@@ -73,7 +73,7 @@ def _parsed(text: str) -> list[Any]:
     between dollars where nothing else stands beside it."""
     from math_verify import parse
 
-    text = _MIXED.sub(r"(\1+\2)", typed(text))
+    text = _MIXED.sub(r"(\1+\2)", write_plainly(text))
     text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
     if not _DELIMITED.search(text) and not _WORD.search(_TEX_WORDS.sub(" ", text)):
         alone: list[Any] = parse(f"${text}$", parsing_timeout=None)

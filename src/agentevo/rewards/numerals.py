@@ -1,9 +1,9 @@
 r"""Numbers as people and TeX write them: `1,234.5`, `1.234,5`, `1 000 000`, `9{,}500`, `1'234`,
 `$3`, `-2e3`, `5 \times 10^3`, `2^{10}`, `3/4`, `\frac{3}{4}`, `1 1/2`, `50%`.
 
-A text is first written plainly (`typed`): signs as a keyboard has them, groups of digits joined. A
-number that is a part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) is none, and nothing
-before it counts in its place; nor is an exponent or index one (`12 m^2` is 12).
+A text is first written plainly (`write_plainly`): signs as a keyboard has them, groups of digits
+joined. A number that is a part of an expression (`2\sqrt{3}`, `\frac{x}{2}`, `3\pi`) is none, and
+nothing before it counts in its place; nor is an exponent or index one (`12 m^2` is 12).
 
 A dash and a blank at the beginning of a line are a list's, where the text has several lines: the
 number of `- 5` is 5 there, and -5 where it is all that the text says. A comma before three digits
@@ -100,7 +100,7 @@ LONGEST = 400
 """Digits of a number: longer ones leave the range of a float."""
 
 
-def typed(text: str) -> str:
+def write_plainly(text: str) -> str:
     r"""The text with its numbers as a keyboard writes them: full-width digits, dashes that are
     minus signs, one-character fractions, raised digits (`^{2}`), and digits in groups, which are
     joined (`1\,000`, `1 000`, `9{,}500`)."""
@@ -144,9 +144,11 @@ def readings(text: str) -> tuple[float, ...]:
 
 def plain(text: str) -> str:
     """The text with its numbers as `numerals_from_the_end` reads them."""
-    text = _INDIAN.sub(lambda groups: _NO_DIGIT.sub("", groups[0]), typed(_ESCAPED.sub("", text)))
+    text = _INDIAN.sub(
+        lambda groups: _NO_DIGIT.sub("", groups[0]), write_plainly(_ESCAPED.sub("", text))
+    )
     text = _DECIMAL_COMMA.sub(r"\1.\2", _TEX_COMMA.sub(".", text))
-    return _TEX_FRACTION.sub(_slashed, text)
+    return _TEX_FRACTION.sub(_write_slash, text)
 
 
 def numerals_from_the_end(text: str) -> Iterator[Numeral | None]:
@@ -179,7 +181,7 @@ def _spelt(fraction: re.Match[str]) -> str:
     return f"{fraction[1].rstrip()} {above}/{below}" if fraction[1] else f"{above}/{below}"
 
 
-def _slashed(fraction: re.Match[str]) -> str:
+def _write_slash(fraction: re.Match[str]) -> str:
     whole, above, digit_above, below, digit_below = fraction.groups()
     plain = f"{above or digit_above}/{below or digit_below}"
     return f"{whole.rstrip()} {plain}" if whole else plain

@@ -31,7 +31,7 @@ from agentevo.rewards.group_judge import (
 from agentevo.rewards.judging import all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import Shown
-from agentevo.rewards.verdicts import UnusableError, agreed, objects_in, whole_object
+from agentevo.rewards.verdicts import UnusableError, find_agreement, objects_in, whole_object
 from agentevo.seeds import derive_seed
 from agentevo.types import Task, Trajectory
 
@@ -204,7 +204,7 @@ def question(config: PairwiseConfig, shown: Shown, task: Task, order: tuple[int,
 def _better_in(text: str) -> tuple[float, str]:
     """What the first attempt has won in a judge's answer, and why. Raises UnusableError."""
     verdicts = objects_in(text)
-    won = agreed(map(_won, verdicts), _NO_VERDICT)
+    won = find_agreement(map(_won, verdicts), _NO_VERDICT)
     words = verdicts[0].get("explanation") or ""
     return won, storable(" ".join(str(words).split()), MAX_EXPLANATION)
 

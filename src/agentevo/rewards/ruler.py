@@ -37,7 +37,13 @@ from agentevo.rewards.group_judge import (
 from agentevo.rewards.judging import Answered, all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
 from agentevo.rewards.transcripts import Shown
-from agentevo.rewards.verdicts import UnusableError, agreed, number_of, objects_in, whole_object
+from agentevo.rewards.verdicts import (
+    UnusableError,
+    find_agreement,
+    number_of,
+    objects_in,
+    whole_object,
+)
 from agentevo.seeds import derive_seed
 from agentevo.types import Task, Trajectory
 
@@ -207,7 +213,7 @@ def marks_in(text: str, num: int) -> list[Mark]:
     """The scores of the attempts 1 to `num` in a judge's answer, in that order. Raises
     UnusableError for an answer that has none, not all, others, or several that differ."""
     verdicts = [_marks(value, num) for value in objects_in(text)]
-    agreed(([mark.score for mark in marks] for marks in verdicts), _NO_SCORES)
+    find_agreement(([mark.score for mark in marks] for marks in verdicts), _NO_SCORES)
     return verdicts[0]
 
 

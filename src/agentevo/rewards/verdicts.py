@@ -116,7 +116,7 @@ def objects_in(text: str) -> list[Any]:
     return values
 
 
-def agreed(verdicts: Iterable[T], nothing: str) -> T:
+def find_agreement(verdicts: Iterable[T], nothing: str) -> T:
     """The verdict, which may stand in an answer more than once. Raises UnusableError for none, with
     `nothing` as the reason, and for verdicts that differ."""
     every = list(verdicts)

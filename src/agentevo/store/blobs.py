@@ -137,7 +137,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
     try:
         packed, noise, *more = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
-            _unpacked(packed, LARGEST)
+            _unpack(packed, LARGEST)
         )
         routed = _unpack_routed(more[3], len(heads)) if len(more) > 3 else [None] * len(heads)
     except _BROKEN as error:
@@ -193,7 +193,7 @@ def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
     """Likewise."""
     try:
         _, _, *said = _parts(blob)
-        return _REMOTE.decode(_unpacked(said[0], LARGEST)) if said and said[0] else []
+        return _REMOTE.decode(_unpack(said[0], LARGEST)) if said and said[0] else []
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -202,7 +202,7 @@ def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Likewise."""
     try:
         _, _, *more = _parts(blob)
-        return _FILES.decode(_unpacked(more[1], LARGEST)) if len(more) > 1 and more[1] else {}
+        return _FILES.decode(_unpack(more[1], LARGEST)) if len(more) > 1 and more[1] else {}
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -211,7 +211,7 @@ def unpack_texts(blob: bytes) -> dict[str, str]:
     """Likewise."""
     try:
         _, _, *more = _parts(blob)
-        return _TEXTS.decode(_unpacked(more[2], LARGEST)) if len(more) > 2 and more[2] else {}
+        return _TEXTS.decode(_unpack(more[2], LARGEST)) if len(more) > 2 and more[2] else {}
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -242,7 +242,7 @@ def _by_layer(routed: RoutedExperts) -> bytes:
 
 def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
     """Raises what is in _BROKEN."""
-    shapes, data = _DECODER.decode(_unpacked(part, LARGEST_ROUTED))
+    shapes, data = _DECODER.decode(_unpack(part, LARGEST_ROUTED))
     found: list[RoutedExperts | None] = []
     start = 0
     for shape in shapes:
@@ -271,7 +271,7 @@ def _parts(blob: bytes) -> list[bytes]:
     return parts
 
 
-def _unpacked(part: bytes, largest: int) -> bytes:
+def _unpack(part: bytes, largest: int) -> bytes:
     """Of a part that was damaged on purpose a megabyte may stand for a gigabyte."""
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(part, largest)

@@ -21,7 +21,7 @@ from typing import Any
 from agentevo.console import without_controls
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
 from agentevo.extras import load_extra
-from agentevo.tools.mcp_messages import mended, problem_of
+from agentevo.tools.mcp_messages import mend_messages, problem_of
 from agentevo.tools.mcp_offers import (
     MAX_PAGES,
     RESOURCE_TOOLS,
@@ -262,7 +262,7 @@ class Connection:
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return mended(
+            return mend_messages(
                 sse_client(str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S)
             )
 
@@ -273,7 +273,7 @@ class Connection:
         limits = httpx2.Timeout(CONNECT_S, read=READ_S)
         client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
         client.event_hooks["response"].append(self._note_status)
-        return mended(
+        return mend_messages(
             streamable_http_client(
                 str(server.url),
                 http_client=await stack.enter_async_context(client),

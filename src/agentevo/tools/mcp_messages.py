@@ -27,12 +27,12 @@ def read_message(text: str) -> Any:
     try:
         message = jsonrpc_message_adapter.validate_json(text, by_name=False)
     except ValueError as error:
-        return _salvaged(text) or error
+        return _salvage(text) or error
 
     return SessionMessage(_usable(message))
 
 
-def refused(request_id: int | str, reason: str) -> Any:
+def make_refusal(request_id: int | str, reason: str) -> Any:
     """The message that says why the answer to a request is none."""
     from mcp.shared.message import SessionMessage
     from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
@@ -53,7 +53,9 @@ def problem_of(error: Exception) -> str:
 
 
 @asynccontextmanager
-async def mended(transport: AbstractAsyncContextManager[Any]) -> AsyncIterator[tuple[Any, Any]]:
+async def mend_messages(
+    transport: AbstractAsyncContextManager[Any],
+) -> AsyncIterator[tuple[Any, Any]]:
     """A transport of the SDK's whose messages are read as above."""
     async with transport as (read_stream, write_stream):
         yield _MendedStream(read_stream), write_stream
@@ -71,7 +73,7 @@ class _MendedStream:
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
-        return _mended(await self._stream.receive())
+        return _mend_item(await self._stream.receive())
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -80,7 +82,7 @@ class _MendedStream:
         return self
 
     async def __anext__(self) -> Any:
-        return _mended(await self._stream.__anext__())
+        return _mend_item(await self._stream.__anext__())
 
     async def __aenter__(self) -> _MendedStream:
         await self._stream.__aenter__()
@@ -90,7 +92,7 @@ class _MendedStream:
         return await self._stream.__aexit__(*exception)
 
 
-def _mended(item: Any) -> Any:
+def _mend_item(item: Any) -> Any:
     """A message, or what stands for one that the SDK could not read."""
     import pydantic
 
@@ -102,7 +104,7 @@ def _mended(item: Any) -> Any:
     return item
 
 
-def _salvaged(text: str) -> Any:
+def _salvage(text: str) -> Any:
     """A text that is no message: without halves of surrogate pairs, or as an error of the request
     that it would answer; None where it answers none."""
     from mcp.shared.message import SessionMessage
@@ -120,7 +122,7 @@ def _salvaged(text: str) -> Any:
         request_id = tree.get("id") if isinstance(tree, dict) and "method" not in tree else None
         if not isinstance(request_id, (int, str)) or isinstance(request_id, bool):
             return None
-        return refused(request_id, "it is no response of JSON-RPC 2.0")
+        return make_refusal(request_id, "it is no response of JSON-RPC 2.0")
 
     return SessionMessage(_usable(message))
 

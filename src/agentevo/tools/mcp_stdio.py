@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agentevo.tools.mcp_messages import read_message, refused
+from agentevo.tools.mcp_messages import make_refusal, read_message
 from agentevo.tools.orphans import forget_group, watch_group
 
 MAX_MESSAGE = 64 * 2**20
@@ -108,7 +108,7 @@ def _message(line: bytearray, length: int) -> Any:
     if length > MAX_MESSAGE:
         match = _FIRST_ID.match(line) or _LAST_ID.search(line, len(line) - ENDS)
         reason = f"it has more than {MAX_MESSAGE:,} bytes"
-        return refused(int(match[1]), reason) if match is not None else ValueError(reason)
+        return make_refusal(int(match[1]), reason) if match is not None else ValueError(reason)
 
     text = line.decode(errors="replace").strip()
     return read_message(text) if text else None

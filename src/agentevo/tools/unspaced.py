@@ -19,7 +19,7 @@ WORD_LETTER = rf"[^\W{UNSPACED}]"
 _LETTER = re.compile(f"[{UNSPACED}]")
 
 
-def separated(text: str) -> str:
+def separate(text: str) -> str:
     """The text with spaces around each letter of a script without them."""
     return _LETTER.sub(" \\g<0> ", text)
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from agentevo.tools.corpus import MAX_QUERY, Passage
-from agentevo.tools.unspaced import separated
+from agentevo.tools.unspaced import separate
 
 MAX_TERMS = 32
 """Words of a query that are looked for, and pairs of them: the rarest say most, but which those are
@@ -33,7 +33,7 @@ class WordIndex:
         )
         self._database.executemany(
             "INSERT INTO passages (rowid, text) VALUES (?, ?)",
-            ((number, separated(one.contents)) for number, one in enumerate(passages)),
+            ((number, separate(one.contents)) for number, one in enumerate(passages)),
         )
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:
@@ -56,8 +56,8 @@ def _match(query: str) -> str:
     """FTS5's query for any of the words, and for any two that stand side by side: what has a name
     of several words as a whole comes before what has its words here and there."""
     query = query[:MAX_QUERY].lower()
-    words = _WORD.findall(separated(query))
-    most = MAX_TERMS if separated(query) == query else MAX_TERMS * LETTERS_OF_A_WORD
+    words = _WORD.findall(separate(query))
+    most = MAX_TERMS if separate(query) == query else MAX_TERMS * LETTERS_OF_A_WORD
     pairs = [f"{one} {other}" for one, other in itertools.pairwise(words)]
     terms = [list(dict.fromkeys(some))[:most] for some in (words, pairs)]
     return " OR ".join(f'"{term}"' for some in terms for term in some)

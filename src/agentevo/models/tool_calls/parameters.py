@@ -48,7 +48,7 @@ class ParameterTypes:
     def json_of(self, tool: str, parameter: str, value: str) -> str:
         """The value as JSON; see the module. Python's words for true, false and null are read where
         the schema says anything."""
-        check = _Check(self._schemas.get(tool, {}), parameter)
+        check = _ValueCheck(self._schemas.get(tool, {}), parameter)
         plain = value.strip()
         word = _PYTHON_WORDS.get(plain, plain)
         if word != plain and check.allows(_NOTHING):
@@ -75,7 +75,7 @@ _NOTHING = _Value("nothing")
 """What no schema allows that says anything."""
 
 
-class _Check:
+class _ValueCheck:
     """Whether a tool's schema allows a value of one of its parameters."""
 
     def __init__(self, schema: Mapping[str, Any], parameter: str) -> None:
@@ -105,11 +105,11 @@ class _Check:
         elif not _fits(schema, value):
             return False
 
-        parts = _listed(schema, "allOf")
+        parts = _parts_of(schema, "allOf")
         if isinstance(schema.get("$ref"), str):
             parts = [*parts, referred_schema(self._whole, schema["$ref"])]
 
-        choices = [options for key in ("anyOf", "oneOf") if (options := _listed(schema, key))]
+        choices = [options for key in ("anyOf", "oneOf") if (options := _parts_of(schema, key))]
         return all(map(allows, parts)) and all(any(map(allows, one)) for one in choices)
 
 
@@ -130,7 +130,7 @@ def _fits(schema: Mapping[str, Any], value: _Value) -> bool:
     return "const" not in schema or value.equals(schema["const"])
 
 
-def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+def _parts_of(schema: Mapping[str, Any], key: str) -> list[Any]:
     given = schema.get(key)
     return given if isinstance(given, list) else []
 
