@@ -51,7 +51,7 @@ def test_no_key_and_no_password_is_written_and_their_variables_are_told(capsys):
         assert secret not in said.out + said.err
     for variable in ("STORE_PASSWORD", "READER_API_KEY", "READER_2_API_KEY", "JUDGE_API_KEY"):
         assert f"${{env:{variable}}}" in said.out and variable in said.err
-    assert "note: --tp_size 4: models are not split over devices here" in said.err
+    assert "note: --tp_size 4: trainer.parallel.tensor splits the model" in said.err
 
 
 def test_switches_and_defaults_are_those_of_agentrl():

@@ -82,9 +82,13 @@ _NO_PART = {
         ),
         "",
     ),
+    "tp_size": "trainer.parallel.tensor splits the model, under torchrun (docs/parallel.md)",
+    "pp_size": "trainer.parallel.pipeline splits the model, under torchrun (docs/parallel.md)",
+    "ep_size": "trainer.parallel.expert splits the model, under torchrun (docs/parallel.md)",
+    "cp_size": "trainer.parallel.context splits sequences, under torchrun (docs/parallel.md)",
     **dict.fromkeys(
-        ("tp_size", "pp_size", "ep_size", "cp_size", "inf_tp_size", "inf_ep_size"),
-        "models are not split over devices here",
+        ("inf_tp_size", "inf_ep_size"),
+        "engine.options splits the engine's model, with engine.type=vllm or sglang",
     ),
     "max_tokens": "no sample is too long to be trained: memory is bounded by "
     "trainer.micro_batch_tokens",
@@ -93,14 +97,15 @@ _NO_PART = {
     "resample_error_records": "an attempt that fails is no score here, and is replaced",
     "sync_sampling": "rollout.staleness says how old tokens may be; 0, the default, is sync",
     "retrained_interval": "each attempt is trained on once",
-    "out_of_date_decay": "rollout.staleness bounds the age of tokens",
+    "out_of_date_decay": "algorithm.importance_age_power lets weights decay with age, and "
+    "rollout.staleness bounds it",
     "min_turns": "no attempt is left out for its turns",
     "efficient_rewarding": "it changes no advantage there either",
     "reserve_context_error_count": "attempts cut off are trained, or left out by "
     "algorithm.drop_truncated",
     "enable_repetition_compress": "agent.max_repeats ends such an attempt",
     "drop_zero_advantage": "tokens without an advantage have no gradient anyway",
-    "activation_offloading": "memory.checkpointing saves memory here",
+    "activation_offloading": "memory.offload_activations=true, on a GPU",
     "adv_scaling": "it scales the loss, which AdamW undoes but for max_grad_norm",
 }
 """Flag -> why nothing stands for it; an empty reason is the machinery's, not worth a remark."""

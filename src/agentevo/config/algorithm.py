@@ -273,9 +273,10 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             "place: choose kl_in=loss"
         )
 
-    low = getattr(section, "clip_low", None)  # keys of the catalogue
-    high = getattr(section, "clip_high", None)
-    if low is not None and high is not None and 0.5 <= low < 1 < high <= 1.5:
+    hyper = section._hyper()
+    low = hyper.get("clip_low", 0.0)
+    high = hyper.get("clip_high", 0.0)
+    if 0.5 <= low < 1 < high <= 1.5:
         problems.append(
             f"algorithm.clip_low={low:g} with clip_high={high:g} are bounds of the ratio, as "
             "Tinker's clip_low_threshold and clip_high_threshold; here they are distances from 1: "
