@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from servers import MongoDB, PostgreSQL, unused_name
 from sqlalchemy import event, text
+from sqlalchemy.exc import DBAPIError
 
-from agentevo.errors import DeadlineExceededError, StoreError
+from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
 from agentevo.store import leases, mongo_rows, open_store, tables
 from agentevo.store.mongodb import MongoDBStore
 from agentevo.store.postgresql import PostgreSQLStore
@@ -126,6 +127,27 @@ def test_a_postgresql_schema_of_a_newer_version_is_refused(postgresql: PostgreSQ
             match=f"has version 99, this AgentEvo knows {tables.SCHEMA_VERSION}: upgrade with",
         ):
             await open_store(url)
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_that_a_dying_server_left_half_open_is_a_database_that_is_away(
+    postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncpg says only that its own state is impossible; calling again is right."""
+    asyncpg = pytest.importorskip("asyncpg")
+
+    async def scenario() -> None:
+        async with await open_store(postgresql.url(unused_name())) as store:
+
+            async def broken(*arguments: Any) -> None:
+                error = asyncpg.exceptions.InternalClientError("cannot switch to state 11")
+                raise DBAPIError("SELECT 1", (), Exception("translated")) from error
+
+            monkeypatch.setattr(PostgreSQLStore, "_lock", broken)
+            monkeypatch.setattr(store, "_away_s", 0.0)
+            with pytest.raises(StoreUnavailableError, match="the database can't be used now"):
+                await store.add_tasks([Task(id="a")])
 
     asyncio.run(scenario())
 

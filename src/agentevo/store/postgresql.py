@@ -213,6 +213,7 @@ class PostgreSQLStore(SQLStore):
             _sqlstate(error).startswith(_GONE)
             or error.connection_invalidated
             or isinstance(error, InterfaceError)
+            or _is_client_broken(error)
         )
 
     def _is_passing(self, error: BaseException) -> bool:
@@ -220,6 +221,7 @@ class PostgreSQLStore(SQLStore):
         if not isinstance(error, DBAPIError):  # no connection could be made
             return self._is_open
         lost = error.connection_invalidated or isinstance(error, InterfaceError)
+        lost = lost or _is_client_broken(error)
         return _sqlstate(error).startswith(_PASSING) or (lost and self._is_open)
 
     async def size_bytes(self) -> int:
@@ -235,6 +237,17 @@ class PostgreSQLStore(SQLStore):
             isolation_level="AUTOCOMMIT"
         ).connect() as connection:
             await connection.execute(text(f"VACUUM (ANALYZE) {', '.join(_TABLES)}"))
+
+
+def _is_client_broken(error: DBAPIError) -> bool:
+    """Whether a connection that a server left half-open is in a state that asyncpg does not know:
+    "cannot switch to state 11; another operation (2) is in progress"."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause).__name__ == "InternalClientError":
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _parse(url: str) -> tuple[URL, str]:
