@@ -175,7 +175,7 @@ async def demonstrations(
             id=row["id"],
             query=row["query"],
             answer=row["answer"],
-            metadata={"boxes": row["boxes"]},
+            metadata={"boxes": row["boxes"], "treasure": row["treasure"]},
         )
         conversation = TaughtConversation(chat, task, opens, says)
         async with room, asyncio.timeout(120):
