@@ -186,7 +186,9 @@ def test_a_process_that_dies_ends_all_and_the_run_goes_on(key, single, tmp_path)
         if death.startswith("raise"):
             first = "process 1 of 2: ValueError: words of its own"
             others = "process 1 of 2 failed"
-            assert said.index(first) < said.index(others), said
+            assert first in said, said
+            # The launcher may end the other process before that has said it.
+            assert others not in said or said.index(first) < said.index(others), said
             assert "words of its own" in (folder / "logs" / "rank-1.log").read_text()
         else:
             assert "is gone without a word" in said, said
