@@ -15,7 +15,7 @@ from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.attention import prepare
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.models.save import save_model
-from agentevo.models.token_rows import num_token_rows, of_tokens
+from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import allowed_logits, token_logprobs
 from agentevo.types import Sample
@@ -54,7 +54,7 @@ def test_what_is_drawn_is_a_token_and_the_trainer_computes_its_log_prob(padded):
         mask = [False] * len(prompt) + [True] * len(answer.ids)
         sample = Sample.given("t", "g", [*prompt, *answer.ids], mask, asked.temperature)
         batch = pack([sample], torch.device("cpu"))
-        logits = of_tokens(padded.model, padded.model(**batch.inputs).logits[0])
+        logits = token_logits(padded.model, padded.model(**batch.inputs).logits[0])
         exact = torch.log_softmax(logits.double(), -1)[batch.rows, batch.targets].float()
         trained, _ = token_logprobs(padded.model, batch)
         torch.testing.assert_close(torch.tensor(answer.logprobs), exact, rtol=1e-5, atol=1e-5)

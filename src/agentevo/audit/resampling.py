@@ -27,7 +27,7 @@ from agentevo.inference.sampling import draw, filter_logits, keep_allowed, penal
 from agentevo.models.grammar import Grammars
 from agentevo.models.load import LoadedModel
 from agentevo.models.routers import OWN, Replay, Routers, routers_of
-from agentevo.models.token_rows import of_tokens
+from agentevo.models.token_rows import token_logits
 from agentevo.penalties import Changes, TokenPenalties
 from agentevo.routed_experts import joined
 from agentevo.training.batching.packing import pack
@@ -199,7 +199,7 @@ def _logits(
         rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
         batch = batch.routed(Replay(torch.as_tensor(rows, device=device)))
 
-    return of_tokens(model, all_logits(model, batch))[batch.rows].float()
+    return token_logits(model, all_logits(model, batch))[batch.rows].float()
 
 
 def version_rows(

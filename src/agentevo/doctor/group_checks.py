@@ -36,7 +36,7 @@ from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.sampling import filter_logits
 from agentevo.inference.transports import local_transport
 from agentevo.models.attention import NAME
-from agentevo.models.token_rows import of_tokens
+from agentevo.models.token_rows import token_logits
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
@@ -184,7 +184,7 @@ def max_logprob_difference(
                     [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
                 )
                 outputs = model(input_ids=ids[None], use_cache=False)
-                logits = of_tokens(model, outputs.logits[0]).float()  # [positions, tokens]
+                logits = token_logits(model, outputs.logits[0]).float()  # [positions, tokens]
                 for turn in _path(trajectory, leaf):
                     if turn.index not in seen:
                         seen.add(turn.index)

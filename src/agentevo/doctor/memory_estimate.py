@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from agentevo.config import MemorySection
 from agentevo.models.compiled import is_compiled
 from agentevo.models.linear import available
+from agentevo.models.token_rows import causal_model
 from agentevo.training.kernels.cells import CELL_BYTES, OTHER_CELL_BYTES
 from agentevo.training.kernels.linear_logprobs import KEPT_BYTES
-from agentevo.training.kernels.output_layer import causal_model
 
 FLOAT = 4
 LIBRARIES = 28 * 2**20

@@ -55,7 +55,7 @@ from agentevo.models.invariance import company_matters
 from agentevo.models.linear import drop_packed
 from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
-from agentevo.models.token_rows import num_token_rows, of_tokens
+from agentevo.models.token_rows import num_token_rows, token_logits
 from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
@@ -459,7 +459,7 @@ class TorchEngine:
             plan=batch.plan,
             logits_to_keep=batch.logit_rows,
         )
-        logits = of_tokens(self.model, outputs.logits[0])  # [sampled + scored, tokens]
+        logits = token_logits(self.model, outputs.logits[0])  # [sampled + scored, tokens]
 
         if recording is not None:
             record(batch, recording)

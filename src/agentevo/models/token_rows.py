@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def limit_to_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Notes the number of ids up to the tokenizer's last token: the later ones are never drawn."""
     rows = int(model.config.get_text_config().vocab_size)
-    _inner(model).num_token_rows = min(num_tokens(tokenizer), rows)
+    causal_model(model).num_token_rows = min(num_tokens(tokenizer), rows)
 
 
 def num_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -29,15 +29,15 @@ def num_token_rows(model: PreTrainedModel) -> int:
     """How many ids, from 0 on, can be drawn; the whole vocabulary unless `limit_to_tokens` has
     noted fewer."""
     rows = int(model.config.get_text_config().vocab_size)
-    return int(getattr(_inner(model), "num_token_rows", rows))
+    return int(getattr(causal_model(model), "num_token_rows", rows))
 
 
-def of_tokens(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+def token_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
     """The logits [..., V] of the ids that can be drawn, a view."""
     return logits[..., : num_token_rows(model)]
 
 
-def _inner(model: PreTrainedModel) -> Any:
+def causal_model(model: PreTrainedModel) -> Any:
     """The transformers model inside of adapters."""
     inner: Any = model
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

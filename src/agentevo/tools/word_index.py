@@ -56,8 +56,9 @@ def _match(query: str) -> str:
     """FTS5's query for any of the words, and for any two that stand side by side: what has a name
     of several words as a whole comes before what has its words here and there."""
     query = query[:MAX_QUERY].lower()
-    words = _WORD.findall(separate(query))
-    most = MAX_TERMS if separate(query) == query else MAX_TERMS * LETTERS_OF_A_WORD
+    separated = separate(query)
+    words = _WORD.findall(separated)
+    most = MAX_TERMS if separated == query else MAX_TERMS * LETTERS_OF_A_WORD
     pairs = [f"{one} {other}" for one, other in itertools.pairwise(words)]
     terms = [list(dict.fromkeys(some))[:most] for some in (words, pairs)]
     return " OR ".join(f'"{term}"' for some in terms for term in some)

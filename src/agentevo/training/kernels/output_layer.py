@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from agentevo.models.linear import FastLinear, PackedWeights
-from agentevo.models.token_rows import num_token_rows
+from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.stages import passed_on, sends_on
@@ -296,9 +296,3 @@ def _is_one_product(layer: nn.Module) -> bool:
 
     weight: Any = layer._parameters["weight"]
     return type(weight) in (nn.Parameter, DTensor) and weight.shape[0] >= len(PROBES)
-
-
-def causal_model(model: PreTrainedModel) -> Any:
-    """The transformers model inside of adapters."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

@@ -17,8 +17,9 @@ from agentevo.algorithms.value import value_loss
 from agentevo.config import CriticSection, MemorySection, TrainerSection
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.parameters import trained_parameters
+from agentevo.models.token_rows import causal_model
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.kernels.output_layer import all_logits, causal_model, last_hidden
+from agentevo.training.kernels.output_layer import all_logits, last_hidden
 from agentevo.training.optimization import Optimization
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.phases import phase
