@@ -6,27 +6,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 from adding_agent import ASK, SAYS, TOOL, USER, calls, results
-from chat_templates import HERMES, NAMES_RESULTS, tokenizer_with
+from chat_templates import HERMES, NAMES_RESULTS
 
 from agentevo.errors import EngineUnavailableError
-from agentevo.models.chat import ChatFormat
 from agentevo.types import Message
 
+TEMPLATE = HERMES
+
 AGENT = {**ASK, "tools": [TOOL], "system": "Be brief."}
-
-
-@pytest.fixture(scope="module")
-def loaded(request):
-    return SimpleNamespace(tokenizer=tokenizer_with(getattr(request, "param", HERMES)))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 def run(work):

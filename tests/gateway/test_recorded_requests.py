@@ -6,13 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from chat_templates import HERMES, tokenizer_with
+from chat_templates import HERMES
 from recorded_ids import ids_in
 
-from agentevo.models.chat import ChatFormat
+TEMPLATE = HERMES
 
 FOLDER = Path(__file__).parent / "recorded_requests"
 RETOLD = FOLDER / "smolagents_agent.json"
@@ -27,16 +26,6 @@ SAYS = [
     "pearl",
 ]
 SUBMITS = '<tool_call>{"name": "submit", "arguments": {"answer": "pearl"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(HERMES))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 def replayed(gateway_of, file, says):

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
 
 import openai
 import pytest
-from chat_templates import QWEN3_THINKING, tokenizer_with
+from chat_templates import QWEN3_THINKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +18,10 @@ from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.response_items import messages_of_items
 from agentevo.gateway.responses import request_of
-from agentevo.models.chat import ChatFormat
 from agentevo.types import Completion, Message, ToolCall
 from examples import examples
+
+TEMPLATE = QWEN3_THINKING
 
 TOOLS = [
     {
@@ -44,16 +44,6 @@ SAID = [
     f"Again.</think>\n\n{call(3)}",
     "Fine.</think>\n\n2 and 4.",
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(QWEN3_THINKING))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 class Spelling:
