@@ -401,6 +401,22 @@ REFUSED = [
     ({"metadata": [1]}, "metadata"),
     ({"tools": [{"type": "web_search"}]}, "web_search"),
     ({"tools": [{"type": "function"}]}, "no name"),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tool 1: a namespace has"),
+    ({"tools": [{"type": "namespace", "tools": TOOLS}]}, "tool 1: a namespace has"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tool 1.1"),
+    (
+        {
+            "tools": [
+                {**TOOLS[0], "name": "a__add"},
+                {"type": "namespace", "name": "a", "tools": TOOLS},
+            ]
+        },
+        "'a__add'",
+    ),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "namespace": 1}]},
+        "namespace is 1",
+    ),
     ({"tools": "add"}, "tools is 'add': give a list"),
     ({"tools": ""}, "tools is"),
     ({"tools": {}}, "tools is"),
