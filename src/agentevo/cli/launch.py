@@ -110,11 +110,14 @@ def _launch(
     out: Path,
     submit: bool,
 ) -> None:
+    from agentevo.console import to_stderr
     from agentevo.launch.targets import fleet_of, make, submitted
 
     given = _read_values(values) if values is not None else {}
     given |= plain_options(settings or [], "gpus=8")
     made = make(target, recipe, overrides or [], fleet_of(target, given), out)
+    for key, path in made.shared_paths.items():
+        to_stderr(f"every node reads {key} under {path}")
     if submit:
         print(submitted(made))
     else:

@@ -44,13 +44,15 @@ def learn(
     """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe
     make, wherever it was stopped."""
     from agentevo.config import load_config, to_yaml
+    from agentevo.console import to_stderr
     from agentevo.observability import LiveView
-    from agentevo.processes.learn import check_learn
+    from agentevo.processes.learn import check_dry_learn
     from agentevo.processes.learn import learn as run_learner
 
     config = load_config(recipe, overrides or [])
     if dry_run:
-        check_learn(config)
+        for line in check_dry_learn(config):
+            to_stderr(line)
         print(to_yaml(config), end="")
         return
 

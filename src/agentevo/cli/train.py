@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentevo.cli.arguments import DryRun, Overrides, Recipe, Resume, warn_of_kept_keys
 from agentevo.cli.table import print_table
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
@@ -38,8 +38,9 @@ def train(
             "one of the two"
         )
 
+    _check_folder(config, resume)
     if dry_run:
-        _check_named(config)
+        _check_dry(config, "train", resume)
         print(to_yaml(config), end="")
         return
 
@@ -50,13 +51,21 @@ def train(
     train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=Supervisor)
 
 
-def _check_named(config: RunConfig) -> None:
-    """What training would refuse of a recipe before it needs tasks, an environment or a model."""
-    from agentevo.orchestration.players import check_named
-    from agentevo.tracing import check_tracing
+def _check_folder(config: RunConfig, resume: bool = False) -> None:
+    """Refuses a folder where no new run may begin, before torch is imported."""
+    from agentevo.config.parallel import follows
+    from agentevo.runs.creation import check_folder
 
-    check_named(config)
-    check_tracing(config)
+    if not resume and not follows():
+        check_folder(config)
+
+
+def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
+    from agentevo.console import to_stderr
+    from agentevo.orchestration.run import check_dry
+
+    for line in check_dry(config, command, resume=resume):
+        to_stderr(line)
 
 
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
@@ -67,12 +76,9 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
         )
 
     if dry_run:
-        for member in {member.variant: member for member in sweep.members}.values():
-            try:
-                _check_named(member.config)
-            except AgentEvoError as error:
-                raise ConfigError(f"{member.variant}: {error}") from error
+        from agentevo.processes.sweep import check_sweep
 
+        check_sweep(sweep, resume, may_fetch=False)
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
         print_table(
             (member.name, ", ".join(f"{key}={value}" for key, value in member.changes.items()))
@@ -104,7 +110,9 @@ def sft(
         )
 
     check_sft(config)
+    _check_folder(config, resume)
     if dry_run:
+        _check_dry(config, "sft", resume)
         print(to_yaml(config), end="")
         return
 
@@ -126,7 +134,11 @@ def rm(
 
     config = load_config(recipe, overrides or [], needs_environment=False)
     check_rm(config)
+    _check_folder(config)
     if dry_run:
+        from agentevo.orchestration.reward_model import check_parts
+
+        check_parts(config)
         print(to_yaml(config), end="")
         return
 

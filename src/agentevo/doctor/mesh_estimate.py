@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, RunConfig
 from agentevo.config.parallel import parallel_contradictions
@@ -39,7 +38,7 @@ from agentevo.doctor.memory_estimate import (
 )
 from agentevo.errors import ConfigError, ModelError, TrainingError
 from agentevo.models.attention import prepare
-from agentevo.models.config_overrides import model_config
+from agentevo.models.load import hollow_model
 from agentevo.models.positions import context_length
 from agentevo.models.resolve import fetch
 from agentevo.orchestration.checks import check_processes
@@ -151,13 +150,7 @@ def _hollow(config: RunConfig) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         folder = fetch(name)
 
-    shape = model_config(folder, config.model.config_overrides)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shape, dtype=getattr(torch, config.model.dtype)
-        )
-
-    return prepare(model.eval())
+    return prepare(hollow_model(config.model, folder))
 
 
 def longest_pass(config: RunConfig, sizes: Sizes) -> int:

@@ -24,13 +24,11 @@ from agentevo.config import RunConfig, build_config, load_config, sources
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.sections import ModelSection
 from agentevo.errors import ConfigError, UnknownNameError
-from agentevo.models.resolve import HUB, HUB_NAME, resolve
+from agentevo.models.resolve import HUB, HUB_NAME, TINY, resolve
 from agentevo.registry import nearest
 from agentevo.remote_models.served import check_served, served_models
 from agentevo.runs.folder import is_run_folder, run_config
 
-TINY = "tiny"
-"""The model that is made on the spot."""
 MAX_NEW_TOKENS = 512
 """Longest reply of a model that is given without a recipe, where nothing says otherwise."""
 

@@ -26,6 +26,8 @@ class Made(NamedTuple):
 
     folder: Path
     command: list[str]
+    shared_paths: dict[str, str]
+    """Key -> the path of this machine that the nodes read under the same name."""
 
 
 class SubmitError(AgentEvoError):
@@ -80,7 +82,7 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
         for file, text in files.items():
             write_atomic(folder / file, text)
 
-    return Made(folder, kind.command(launch, str(folder)))
+    return Made(folder, kind.command(launch, str(folder)), launch.shared_paths)
 
 
 def submitted(made: Made) -> str:

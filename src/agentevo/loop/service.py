@@ -53,9 +53,7 @@ from agentevo.orchestration.submissions import KEY, Submission, Submissions
 from agentevo.rollout.failures import failure_words
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.runs.chain import is_given_up
-from agentevo.runs.creation import check_folder
-from agentevo.runs.resume_rules import check_resume
-from agentevo.runs.shared_store import check_store
+from agentevo.runs.creation import check_place
 from agentevo.store.codec import content_digest, encode_task, encode_trajectories
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
@@ -488,8 +486,4 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
 
     check_alone("a program's own loop")
     check_parts(config, None, resume)
-    if resume and not is_given_up(config.run_dir):
-        check_resume(config, "loop")
-    else:
-        check_folder(config)
-        check_store(config)
+    check_place(config, "loop", resume=resume and not is_given_up(config.run_dir))

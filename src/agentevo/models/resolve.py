@@ -14,15 +14,17 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from agentevo.errors import ConfigError, ModelError, UnknownNameError
+from agentevo.errors import ConfigError, MissingExtraError, ModelError, UnknownNameError
 from agentevo.models import modelscope
 from agentevo.models.cache import Progress, cache_folder, cached, is_complete
-from agentevo.models.known import known_models
+from agentevo.models.known import KnownModel, known_models
 from agentevo.models.modelscope import MODELSCOPE
 from agentevo.parsing import read_json_object
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
 
+TINY = "tiny"
+"""The model that a run makes for itself."""
 HUB = "hf://"
 """How a name begins that can only be the Hugging Face hub's."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -37,7 +39,13 @@ logger = logging.getLogger(__name__)
 
 def resolve(name: str, progress: Progress | None = None) -> Path | str:
     """A folder with a model in it, or a hub name for transformers. Downloads a known model that is
-    not in the cache yet.
+    not in the cache yet. Raises as `locate`."""
+    source = locate(name)
+    return cached(source, progress) if isinstance(source, KnownModel) else source
+
+
+def locate(name: str) -> Path | str | KnownModel:
+    """What a name in a recipe stands for: a folder, a hub name or a known model. Downloads nothing.
 
     Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
     `ModelError` for a folder without a model.
@@ -59,7 +67,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     if os.path.isfile(folder / "checkpoints" / "index.json"):
         return best_checkpoint(folder)
     if name in known_models.names():
-        return cached(known_models.get(name), progress)
+        return known_models.get(name)
 
     if os.path.isfile(folder / "adapter_config.json"):
         raise ModelError(
@@ -86,7 +94,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
             "the path; a hub model is written org/name"
         )
 
-    names = [*known_models.names(), "tiny"]
+    names = [*known_models.names(), TINY]
     guess = nearest(name[:100].lower(), names)
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
@@ -95,39 +103,42 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     )
 
 
+def saved_folder(name: str) -> Path | None:
+    """The folder that a recipe's model has on this machine; None where a run downloads it first.
+    Asks no network. Raises as `locate`."""
+    source = locate(name)
+    if isinstance(source, Path):
+        return source
+
+    if isinstance(source, KnownModel):
+        folder = cache_folder(name)
+        return folder if is_complete(source, folder) else None
+
+    if source.startswith(MODELSCOPE):
+        return modelscope.saved_folder(source)
+
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # the hub has further rules for names
+        config = try_to_load_from_cache(source, "config.json")
+        if isinstance(config, str):
+            return Path(config).parent
+    return None
+
+
 def missing_model(name: str) -> str:
     """Why a recipe's model can't be loaded on this machine without the network, and what to do;
     empty where it can. Nothing is downloaded, and nothing of it is read."""
-    if name == "tiny":
-        return ""
-    if name.startswith(MODELSCOPE):
-        return "" if modelscope.saved_folder(name) is not None else _to_get(name)
-
-    folder = _folder_of(name.removeprefix(HUB))
-    if not name.startswith(HUB) and any(
-        os.path.isfile(folder / file) for file in ("config.json", "checkpoints/index.json")
-    ):
+    if name == TINY:
         return ""
 
-    if name in known_models.names():
-        known = known_models.get(name)
-        if is_complete(known, cache_folder(name)):
+    try:
+        if saved_folder(name) is not None:
             return ""
-        return _to_get(name)
-
-    hub_name = name.removeprefix(HUB)
-    if HUB_NAME.fullmatch(hub_name):
-        from huggingface_hub import try_to_load_from_cache
-
-        with suppress(ValueError):  # the hub has further rules for names
-            if isinstance(try_to_load_from_cache(hub_name, "config.json"), str):
-                return ""
-        return _to_get(hub_name)
-
-    return f"the model {name[:200]} is not at that place on this machine: put it there"
-
-
-def _to_get(name: str) -> str:
+    except MissingExtraError:
+        pass  # getting it says how its package is installed
+    except (ModelError, UnknownNameError):
+        return f"the model {name[:200]} is not at that place on this machine: put it there"
     return f"the model {name} is not on this machine: get it with `agentevo models get {name}`"
 
 

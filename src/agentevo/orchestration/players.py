@@ -96,13 +96,17 @@ def reference_players(
         return None
 
 
-def check_solver(config: RunConfig, who_asks: str) -> None:
-    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy."""
+def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) -> None:
+    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy.
+    `may_fail`: an episode that the environment fails is left out by who asks, so it says
+    nothing."""
     seed = environment_seed(config.run.seed, "demonstration", 0)
     with solo_environment(config) as solo:
         try:
             shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
         except EnvironmentFailure as error:
+            if may_fail:
+                return
             raise ConfigError(
                 f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
             ) from error

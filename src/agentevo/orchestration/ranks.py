@@ -112,11 +112,6 @@ class Ranks:
         return failures.log
 
 
-def follows() -> bool:
-    """Whether this process is one of several and not the first."""
-    return world_size() > 1 and os.environ.get("RANK", "0") != "0"
-
-
 @contextmanager
 def joined(config: RunConfig) -> Iterator[Ranks | None]:
     """Among the others that the launcher has started; None where there are none. Raises
