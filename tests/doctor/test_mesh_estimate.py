@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from agentevo.config import ParallelSection, build_config
+from agentevo.doctor import mesh_trial
 from agentevo.doctor.checks import GIB
 from agentevo.doctor.memory_estimate import layer_bytes, total
 from agentevo.doctor.mesh_estimate import (
@@ -162,7 +163,15 @@ def test_impossible_numbers_are_refused(devices, word, shape_of_7b):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["shard", "pipeline"])
+@pytest.mark.parametrize("key", ["shard", "pipeline", "expert"])
 def test_a_mesh_is_tried_on_this_machine(key):
     (check,) = check_world(recipe("tiny", f"trainer.parallel.{key}=2"), 2)
     assert check.status == "good" and "differ from one process's by" in check.finding
+
+
+@pytest.mark.slow
+def test_a_failed_trial_names_the_error_and_not_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_trial, "RECIPE", ("coins", "trainer.stepz=1"))
+    problem = mesh_trial._train(tmp_path / "all", 2, [])
+    assert problem.startswith("exit code ") and "trainer.stepz" in problem
+    assert "traceback" not in problem
