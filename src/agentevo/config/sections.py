@@ -363,6 +363,21 @@ class EvaluationSection(Section):
     none."""
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
     """Softmax temperature of the sampled attempts."""
+    stop_after: int = Field(default=0, ge=0)
+    """End the run, as finished, when this many evaluations in a row were no better than the best
+    one before them, that before the first step included: by the greedy held-out success, or in
+    `agentevo sft` without an environment by the held-out loss. 0 never does. Resumed with another
+    value, the run goes on."""
+
+    @model_validator(mode="after")
+    def _something_says_when_to_stop(self) -> Self:
+        if self.stop_after and not self.every:
+            raise ValueError(
+                f"stop_after={self.stop_after} counts evaluations, and every=0 makes none during "
+                "the run: set evaluation.every above 0, or stop_after=0"
+            )
+
+        return self
 
 
 class EngineSection(Section):
@@ -403,7 +418,11 @@ class CheckpointSection(Section):
     every: int = Field(default=10, ge=0)
     """Save after this many, in steps; 0 saves only at the end."""
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints stay on disk; the best one stays besides."""
+    """How many of the newest checkpoints stay on disk."""
+    keep_best: bool = True
+    """Save also when an evaluation is the best so far, and keep that checkpoint beside the newest
+    ones, unless `every` is 0. The best one is what a run's folder means as a model; RUN@best,
+    RUN@last and RUN@STEP name single ones."""
     background: bool = False
     """Write the files while the next step goes on, from a copy of weights and optimizer in the
     CPU's memory. The step waits for the copy alone, and for the checkpoint before it if that is

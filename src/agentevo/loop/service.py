@@ -479,6 +479,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
         (config.rollout.samplers > 0, "rollout.samplers", "the program samples"),
         (config.data.given, "data", "the program submits what is trained on"),
         (config.cold_start.episodes > 0, "cold_start", "there is no environment to show"),
+        (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
         (config.profile.enabled, "profile", "the program's own time is no part of a step"),
     ):
         if given:

@@ -1,9 +1,10 @@
 """From the name in a recipe to something that transformers can load.
 
-Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known
-name (`known.py`), downloaded and converted on first use; a hub name `org/name`, left to whoever can
-reach the hub; `hf://org/name` is that and nothing else, and `modelscope:owner/name[@revision]` is
-ModelScope's. Importing this module imports no torch.
+Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint, or
+RUN@best, RUN@last, RUN@STEP for that one; a known name (`known.py`), downloaded and converted on
+first use; a hub name `org/name`, left to whoever can reach the hub; `hf://org/name` is that and
+nothing else, and `modelscope:owner/name[@revision]` is ModelScope's. Importing this module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def locate(name: str) -> Path | str | KnownModel:
         _check_files(name, folder)
         return folder
 
-    if os.path.isfile(folder / "checkpoints" / "index.json"):
-        return best_checkpoint(folder)
+    run, which = _split_run(folder)
+    if run is not None:
+        return run_checkpoint(run, which)
     if name in known_models.names():
         return known_models.get(name)
 
@@ -186,15 +188,40 @@ def _check_files(name: str, folder: Path) -> None:
         )
 
 
-def best_checkpoint(run_folder: Path) -> Path:
-    """The model of a run: its best checkpoint, or the last one if none was evaluated. Raises
-    `ModelError` if there is none."""
+def _split_run(path: Path) -> tuple[Path | None, str]:
+    """RUN or RUN@WHICH as the run's folder and the name of its checkpoint; (None, "") for a path
+    that names no run with checkpoints."""
+    folder, at, which = str(path).rpartition("@")
+    candidates = [(path, "best"), *([(Path(folder), which)] if at and folder else [])]
+    return next(
+        (
+            (run, name)
+            for run, name in candidates
+            if os.path.isfile(run / "checkpoints" / "index.json")
+        ),
+        (None, ""),
+    )
+
+
+def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
+    """A model of a run: its `best` checkpoint, or the last one if none was evaluated; its `last`
+    one; or that of a step. Raises `ModelError` if there is none."""
     folder = run_folder / "checkpoints"
+    if which not in ("best", "last") and not which.isdecimal():
+        raise ModelError(
+            f"model {f'{run_folder}@{which}'!r}: @best, @last or @STEP names a checkpoint of a run"
+        )
+
     try:
         index = read_json_object(folder / "index.json")
         best = index["best"]
         steps = index["steps"]
-        step = best["step"] if best is not None else max(steps, default=None)
+        step = max(steps, default=None)
+        if which == "best" and best is not None:
+            step = best["step"]
+        elif which.isdecimal():
+            step = int(which)
+
         path = folder / f"step-{step:06d}" if step is not None else folder
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
@@ -203,13 +230,23 @@ def best_checkpoint(run_folder: Path) -> Path:
             "run, which writes it anew"
         ) from error
 
-    if not (path / "config.json").is_file():
+    if (path / "config.json").is_file():
+        return path
+
+    if os.path.isfile(path / "adapter_config.json"):
         raise ModelError(
-            f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or "
-            "give another model"
+            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter and not the model "
+            "it is for: set model.name to that of the run's recipe and model.lora.adapter="
+            f"{path}, or make one model of the two with `agentevo merge {path} OUT`"
         )
 
-    return path
+    known = ", ".join(str(saved) for saved in steps)
+    has_none = (
+        f"has no checkpoint of step {which}: its steps are {known or 'none'}"
+        if which.isdecimal()
+        else "has no whole checkpoint: let it finish, or give another model"
+    )
+    raise ModelError(f"model {str(run_folder)!r}: this run {has_none}")
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:

@@ -145,7 +145,12 @@ async def run_training(
     """What `train` does after its checks. `submissions`: those of a program's own loop; `confirm`:
     see `_resumed`."""
     folder = config.run_dir
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        alone=True,
+    )
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = _join(config, stack, stop_signals, view)
 

@@ -246,6 +246,26 @@ class TrainingRun:
         self.source.load_state_dict(step.record["source"])
         progress = msgspec.convert(step.record["progress"], Progress)
         self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
+        self._keep_lost_best(End(step.step, str(step.record[CHAIN])))
+
+    def _keep_lost_best(self, end: End) -> None:
+        """Saves the weights of the step that was just done again where their evaluation is the best
+        and the checkpoint of them is lost: a kill came while it was written in the background, or
+        it is torn. `end`: of the chain at that step."""
+        rating = self.progress.newest_rating
+        if rating is not None and rating.step == end.step and self._is_best(rating.value):
+            self._saved(end.step, self._writer(rating.value, copied=False, end=end)())
+
+    def _is_best(self, value: float | None) -> bool:
+        """Whether a checkpoint of weights with that evaluation is to be kept as the best one."""
+        section = self.parts.config.checkpoint
+        best = self.checkpoints.best_value
+        is_kept = section.keep_best and section.every > 0
+        return is_kept and value is not None and (best is None or value > best)
+
+    def _value_of(self, metrics: dict[str, float]) -> float | None:
+        """What the best checkpoint has most of; None where nothing is held out."""
+        return solved_share(metrics) if self.parts.plays else self.source.value(metrics)
 
     def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
         """Warns if the step has come to something else than when it was committed: on another
@@ -269,7 +289,10 @@ class TrainingRun:
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
-        if nothing_left := self.progress.nothing_left(self._num_steps, self.command):
+        stop_after = self.parts.config.evaluation.stop_after
+        if nothing_left := self.progress.nothing_left(
+            self._num_steps, self.command, stop_after=stop_after
+        ):
             self.view.note(nothing_left)
 
         await self.rollouts.begin(self.progress.step)
@@ -284,12 +307,13 @@ class TrainingRun:
                 return
 
             self.progress.before = self.progress.after = before
+            self.progress.rate(self._value_of(before))
             self.progress.begun = True
 
         self.log.hand_over(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
-                while self.progress.step < self._num_steps:
+                while self.progress.step < self._num_steps and not self._early_stop():
                     self.background.settle(wait=False)
                     await self._handle_requests()
                     if self.is_stopped():
@@ -307,11 +331,24 @@ class TrainingRun:
             self.background.settle(wait=True)
             return
 
+        num_steps = self.source.num_steps
+        if (reason := self._early_stop()) is not None and self.progress.step < num_steps:
+            left = num_steps - self.progress.step
+            self.view.note(
+                f"finished after step {self.progress.step}, {left} before the last: {reason} "
+                f"(evaluation.stop_after={stop_after})"
+            )
+            num_steps = self.progress.step
+
         trains = self.parts.config.trainer.epochs > 0
-        for text in self.progress.shortcomings(self.source.num_steps, trains=trains):
+        for text in self.progress.shortcomings(num_steps, trains=trains):
             self.warn(text)
 
         self.keep_checkpoint()
+
+    def _early_stop(self) -> str | None:
+        """Why the run ends after the step that it has committed; None where it does not."""
+        return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
         """Does what was requested since the step before: to save, to pause, to resume
@@ -527,17 +564,13 @@ class TrainingRun:
             self.progress.after = await self.evaluate(
                 "after" if last else f"step {step}", full=last
             )
-            value = (
-                solved_share(self.progress.after)
-                if self.parts.plays
-                else self.source.value(self.progress.after)
-            )
+            value = self._value_of(self.progress.after)
+            self.progress.rate(value)
 
         every = config.checkpoint.every
-        best = self.checkpoints.best_value
         due = bool(every) and step % every == 0
-        better = bool(every) and value is not None and (best is None or value > best)
-        return self.save(value) if last or due or better else None
+        is_saved = last or due or self._is_best(value) or self._early_stop() is not None
+        return self.save(value) if is_saved else None
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
         """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
@@ -556,9 +589,12 @@ class TrainingRun:
         path = self.checkpoints.path(step).relative_to(self.parts.config.run_dir)
         return {"path": str(path), "sha256": write()}
 
-    def _writer(self, value: float | None, *, copied: bool) -> Callable[[], str]:
+    def _writer(
+        self, value: float | None, *, copied: bool, end: End | None = None
+    ) -> Callable[[], str]:
         """What writes the checkpoint of `progress.step` and returns its sha256. `copied`: of the
-        state as it is now, whenever it is called and on whichever thread."""
+        state as it is now, whenever it is called and on whichever thread. `end`: the newest step
+        that was committed then, where it is an earlier one than now."""
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {
@@ -566,7 +602,7 @@ class TrainingRun:
             "progress": msgspec.to_builtins(self.progress),
             "monitor": self.monitor.state_dict(),
             "source": self.source.state_dict(),
-            CHAIN: msgspec.to_builtins(self.end),
+            CHAIN: msgspec.to_builtins(end or self.end),
         }
 
         parts = self.parts

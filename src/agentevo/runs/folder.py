@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentevo.config import sources
 from agentevo.errors import ConfigError
-from agentevo.observability.summary import read_summary
+from agentevo.observability.summary import is_complete, read_summary
 from agentevo.paths import name_problem
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     evaluation = summary["eval"]
     all_failed = (evaluation.get("failed") or {}).get("after") == 1.0
     is_evaluated = evaluation["after"] is not None or all_failed
-    return summary if summary["steps"] >= planned and is_evaluated else None
+    return summary if is_complete(summary, planned) and is_evaluated else None
 
 
 def check_run_folder(path: Path) -> Path:
