@@ -234,7 +234,7 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
             "leaves none of trainer.steps=5 to the policy",
         ),
         (
-            "algorithm: {name: maxrl}",
+            "algorithm: {name: maxrl}\nagent: {format_penalty: 0.1}",
             "no reward may be below 0, but agent.format_penalty is 0.1: set it to 0",
         ),
         (
