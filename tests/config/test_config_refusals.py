@@ -303,6 +303,11 @@ def test_contradictions_name_both_sides(lines, expected):
             "run.seed: Interpolation key 'run.nothing' not found",
         ),
         (f"{DOORS}run: {{seed: '???'}}\n", "run.seed: "),
+        (
+            f"{DOORS}model: <YOUR_MODEL_PATH>\n",
+            "model: <YOUR_MODEL_PATH> is a placeholder: give the value",
+        ),
+        (f"{DOORS}tasks: {{train: [<YOUR_DATA>/train.jsonl]}}\n", "is a placeholder"),
     ],
 )
 def test_a_file_that_is_no_recipe(text, expected):

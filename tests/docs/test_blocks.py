@@ -34,7 +34,6 @@ from agentevo.config.sweep import load_sweep
 from agentevo.evolution.evolve import read_evolution
 from agentevo.parsing import parse_yaml
 from agentevo.pipeline import build_pipeline, load_pipeline, packaged_pipelines
-from agentevo.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
@@ -88,22 +87,6 @@ def read_blocks(name: str, *languages: str) -> list[Block]:
 
 def pages_with(*languages: str) -> list[str]:
     return [name for name in NAMES if read_blocks(name, *languages)]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where a page's files are written. What its Python registers is forgotten afterwards."""
-    for module in list(sys.modules.values()):
-        if not module.__name__.startswith("agentevo"):
-            continue
-        for value in list(vars(module).values()):
-            if isinstance(value, Registry):
-                monkeypatch.setattr(value, "_items", dict(value._items))
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("TRACEPARENT", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def write_files(name: str, folder: Path) -> dict[str, str]:
@@ -263,6 +246,10 @@ WITH_OPTIONS_OF_THEIR_OWN = (["mcp", "serve"], ["sandbox", "try"], ["sandbox", "
 def check_recipe(words: list[str], place: str, folder: Path) -> None:
     """Reads the recipe of a command with its overrides, where there is one; elsewhere the keys of
     the overrides exist."""
+    if words[0] == "init":
+        assert cli.main(words) == 0, place
+        return
+
     if words[0] == "launch":
         if words[1] not in ("node", "own"):
             assert cli.main([*words, "--out", str(folder / "launch")]) == 0, place
@@ -274,7 +261,7 @@ def check_recipe(words: list[str], place: str, folder: Path) -> None:
     recipe = next((word for word in words[1:] if not word.startswith("-")), "")
     if words[0] == "pipeline" and recipe in packaged_pipelines():
         assert load_pipeline(recipe, overrides), place
-    elif words[0] in READ_A_RECIPE and recipe in (*packaged_recipes(), *os.listdir(folder)):
+    elif words[0] in READ_A_RECIPE and (recipe in packaged_recipes() or os.path.isfile(recipe)):
         if recipe.endswith(".py"):
             recipe = "coins"
         if words[0] == "sft":

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+import agentevo
 from agentevo.config import config_keys, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -95,3 +97,10 @@ def test_the_calls_from_the_command_to_the_loss_are_there():
     for file, call in rows:
         code = (ROOT / "src" / "agentevo" / file).read_text(encoding="utf-8")
         assert call in code, f"docs/path.md: {file} has no {call}"
+
+
+def test_citation_and_changelog_are_of_this_version():
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert citation["version"] == agentevo.__version__
+    assert f"\n## {agentevo.__version__}" in read("CHANGELOG.md")
+    assert f"agentevo-{agentevo.__version__}-py3-none-any.whl" in read("README.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +116,8 @@ def _launch(
     given = _read_values(values) if values is not None else {}
     given |= plain_options(settings or [], "gpus=8")
     made = make(target, recipe, overrides or [], fleet_of(target, given), out)
+    for line in made.warnings:
+        print(f"warning: {line}", file=sys.stderr)
     if submit:
         print(submitted(made))
     else:

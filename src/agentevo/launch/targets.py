@@ -26,6 +26,7 @@ class Made(NamedTuple):
 
     folder: Path
     command: list[str]
+    warnings: list[str]
 
 
 class SubmitError(AgentEvoError):
@@ -80,7 +81,7 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
         for file, text in files.items():
             write_atomic(folder / file, text)
 
-    return Made(folder, kind.command(launch, str(folder)))
+    return Made(folder, kind.command(launch, str(folder)), launch.warnings)
 
 
 def submitted(made: Made) -> str:
