@@ -234,7 +234,7 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
             "leaves none of trainer.steps=5 to the policy",
         ),
         (
-            "algorithm: {name: maxrl}",
+            "algorithm: {name: maxrl}\nagent: {format_penalty: 0.1}",
             "no reward may be below 0, but agent.format_penalty is 0.1: set it to 0",
         ),
         (
@@ -303,6 +303,11 @@ def test_contradictions_name_both_sides(lines, expected):
             "run.seed: Interpolation key 'run.nothing' not found",
         ),
         (f"{DOORS}run: {{seed: '???'}}\n", "run.seed: "),
+        (
+            f"{DOORS}model: <YOUR_MODEL_PATH>\n",
+            "model: <YOUR_MODEL_PATH> is a placeholder: give the value",
+        ),
+        (f"{DOORS}tasks: {{train: [<YOUR_DATA>/train.jsonl]}}\n", "is a placeholder"),
     ],
 )
 def test_a_file_that_is_no_recipe(text, expected):

@@ -6,6 +6,7 @@ import pytest
 
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
+from agentevo.cli.main import main
 from agentevo.config import build_config, load_config
 from agentevo.config.other_preset import kept_keys
 from agentevo.config.sweep import load_sweep
@@ -15,6 +16,7 @@ DOORS = {"environment": {"type": "test_doors"}}
 RL = {**DOORS, "algorithm": {"entropy_coef": 0.2, "kl_coef": 0.1, "clip_high": 0.3}}
 PPO = {**DOORS, "algorithm": {"name": "ppo", "lam": 0.9}, "critic": {"coef": 0.3}}
 DPO = {**DOORS, "algorithm": {"name": "dpo", "beta": 0.2, "pairs": "all", "reference": "synced"}}
+ALL = [*PRESETS, *PREFERENCE_PRESETS]
 
 
 def test_an_algorithm_of_another_kind_on_the_quickstart():
@@ -23,10 +25,34 @@ def test_an_algorithm_of_another_kind_on_the_quickstart():
 
 
 @pytest.mark.parametrize("tree", [RL, PPO, DPO], ids=["grpo", "ppo", "dpo"])
-@pytest.mark.parametrize("name", [*PRESETS, *PREFERENCE_PRESETS])
+@pytest.mark.parametrize("name", ALL)
 def test_every_preset_may_replace_every_other(tree, name):
-    config = build_config(tree, [f"algorithm.name={name}", "agent.format_penalty=0"])
-    assert config.algorithm.name == name
+    assert build_config(tree, [f"algorithm.name={name}"]).algorithm.name == name
+
+
+@pytest.mark.parametrize("recipe", ["coins", "frozen_lake", "sokoban"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_preset_passes_the_dry_run_of_a_packaged_recipe(recipe, name, capsys):
+    """README: "any of 34 algorithms, by name"."""
+    assert len(ALL) == 34
+    assert main(["train", recipe, f"algorithm.name={name}", "--dry-run"]) == 0
+    assert f"  name: {name}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chosen", ["algorithm.name=maxrl", "algorithm.advantage=maxrl"])
+def test_a_preset_that_divides_by_the_mean_reward_has_no_penalty_by_default(chosen):
+    assert build_config(DOORS, [chosen]).agent.format_penalty == 0
+    assert build_config(DOORS).agent.format_penalty == 0.1
+    with pytest.raises(ConfigError, match="set it to 0"):
+        build_config(DOORS, [chosen, "agent.format_penalty=0.2"])
+
+
+def test_equal_groups_are_left_out_by_a_preset_whatever_the_recipe_says_for_its_own():
+    lake = {**DOORS, "algorithm": {"drop_zero_variance": False}}
+    assert build_config(lake, ["algorithm.name=dapo"]).algorithm.drop_zero_variance
+    assert not build_config(lake, ["algorithm.name=gspo"]).algorithm.drop_zero_variance
+    with pytest.raises(ConfigError, match="set dynamic_sampling=0 or drop_zero_variance=true"):
+        build_config(lake, ["algorithm.name=dapo", "algorithm.drop_zero_variance=false"])
 
 
 def test_what_is_left_out_is_told():

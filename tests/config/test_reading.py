@@ -233,7 +233,7 @@ def test_profile_is_yes_or_no_or_a_section():
         ({"train": ["a"], "eval": ["b"]}, "tasks=c", {"train": "c", "eval": ["b"]}),
         ({"train": ["a"], "eval": ["b"]}, "tasks=[c, d]", {"train": ["c", "d"], "eval": ["b"]}),
         ({"curriculum": {"window": 9}}, "tasks.curriculum=true", {"curriculum": {"window": 9}}),
-        ({"curriculum": {"window": 9}}, "tasks.curriculum=false", {"curriculum": False}),
+        ({"curriculum": {"window": 9}}, "tasks.curriculum=false", {"curriculum": None}),
         ({"train": ["a"], "eval": ["b"]}, "tasks=null", None),
     ],
 )
@@ -249,3 +249,12 @@ def test_a_short_form_over_a_section_sets_its_one_key(written, override, expecte
         {"stages": {"a": {"config": tree}}}, {"stages": {"a": {"config": nested}}}
     )
     assert stages == {"stages": {"a": {"config": merged}}}
+
+
+@pytest.mark.parametrize(
+    ("written", "window"), [(True, 2), ({}, 2), ({"window": 9}, 9), (False, None), (None, None)]
+)
+def test_a_curriculum_may_be_written_short(written, window):
+    tasks = {"train": "a.jsonl", "eval": "b.jsonl", "curriculum": written}
+    read = build_config({"tasks": tasks}).tasks.curriculum
+    assert getattr(read, "window", None) == window

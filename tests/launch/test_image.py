@@ -30,5 +30,6 @@ def test_the_extras_are_the_packages():
 def test_every_package_is_of_the_version_that_is_tested():
     installs = re.findall(r"pip install (.+)", RECIPE)
     assert len(installs) == 2
+    assert "ARG CONSTRAINTS=constraints.txt\n" in RECIPE
     for install in installs:
-        assert "--constraint constraints.txt" in install
+        assert '--constraint "${CONSTRAINTS}"' in install

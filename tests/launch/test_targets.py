@@ -221,3 +221,31 @@ def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_
     assert f"every node reads model.name under {tmp_path}/ckpt" in capsys.readouterr().err
     written = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert written["model"]["name"] == f"{tmp_path}/ckpt"
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["gpus=1"], []),
+        ([], []),
+        (["gpus=8"], ["7 of 8 devices are idle", "--set engines=4 --set samplers=1"]),
+        (["gpus=8", "trainer_nodes=2"], ["15 of 16 devices are idle", "--set engines=8"]),
+        (["gpus=8", "trainer_gpus=2"], ["1 of 8 devices are idle", "6 of 8 devices have no"]),
+        (["gpus=8", "engines=4", "samplers=1"], []),
+        (["gpus=8", "engines=9", "samplers=1"], ["7 of 24 devices have no process"]),
+    ],
+    ids=str,
+)
+def test_devices_that_would_be_idle_are_warned_of(words, warned, capsys):
+    settings = [option for word in words for option in ("--set", word)]
+    assert main(["launch", "slurm", "frozen_lake", *APART, *settings]) == 0
+    lines = capsys.readouterr().err
+    assert all(text in lines for text in warned), lines
+    assert bool(warned) == ("warning: " in lines)
+
+
+def test_nobody_samples_where_pairs_are_given(tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text("")
+    words = ["algorithm.name=dpo", "data.pairs=pairs.jsonl", "--set", "gpus=8"]
+    assert main(["launch", "slurm", "frozen_lake", "cold_start.episodes=0", *words]) == 0
+    assert "warning" not in capsys.readouterr().err

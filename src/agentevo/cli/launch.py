@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,6 +119,8 @@ def _launch(
     made = make(target, recipe, overrides or [], fleet_of(target, given), out)
     for key, path in made.shared_paths.items():
         to_stderr(f"every node reads {key} under {path}")
+    for line in made.warnings:
+        print(f"warning: {line}", file=sys.stderr)
     if submit:
         print(submitted(made))
     else:

@@ -36,6 +36,7 @@ from agentevo.cli import (
     doctor,
     evaluation,
     evolve,
+    init,
     judge,
     labelling,
     launch,
@@ -81,6 +82,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(init.init)
 app.command()(train.train)
 app.command()(train.sft)
 app.command()(train.rm)

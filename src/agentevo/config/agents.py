@@ -65,7 +65,8 @@ class EnvironmentAgentSection(AgentSection):
     """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
     `think_answer`: after <think>...</think>."""
     format_penalty: float = Field(default=0.1, ge=0)
-    """Subtracted from the reward of a turn that breaks the format or holds an invalid action."""
+    """Subtracted from the reward of a turn that breaks the format or holds an invalid action.
+    Default: 0.1, and 0 with algorithm.advantage=maxrl, which divides by the mean reward."""
     system_prompt: str | None = None
     """System message. None leaves the chat template's own default."""
     memory: Literal["episode", "turn"] = "episode"

@@ -3,6 +3,7 @@ sections, and what the modules of single ones say."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,15 +128,23 @@ def _of_the_advantage(config: RunConfig) -> list[str]:
             "raise trainer.steps or lower critic.pretrain_steps"
         )
 
-    by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
     penalty = getattr(config.agent, "format_penalty", 0.0) if config.environment else 0.0
-    if by_mean and penalty > 0:
+    if penalty > 0 and divides_by_mean_reward(vars(config.algorithm)):
         problems.append(
             "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
             f"but agent.format_penalty is {penalty:g}: set it to 0"
         )
 
     return problems
+
+
+def divides_by_mean_reward(algorithm: object) -> bool:
+    """Whether a section `algorithm`, as a mapping, takes MaxRL's advantage, which no reward below 0
+    may meet."""
+    return isinstance(algorithm, Mapping) and "maxrl" in (
+        algorithm.get("advantage"),
+        algorithm.get("name"),
+    )
 
 
 def _users(need: str) -> str:

@@ -101,7 +101,11 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
         used |= {hyper.name for hyper in entry.hyper}
 
     assert entries[0] is not None
-    return {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}, entries[0].needs
+    idle = {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}
+    rounds = section.get("dynamic_sampling", preset.keys.get("dynamic_sampling", 0))
+    if rounds and section.get("drop_zero_variance") is False:  # it leaves out what this would keep
+        idle.add("drop_zero_variance")
+    return idle, entries[0].needs
 
 
 def changed_keys(overrides: Collection[tuple[str, Any]]) -> set[str]:

@@ -23,6 +23,8 @@ Key = tuple[str | int, ...]
 _OUTSIDE = re.compile(r"\\*+\$\{|[^\\$]++|\\++|\$")
 _WITHIN = re.compile(r"""\\*+\$\{|[{}]|"[^"]*+"|'[^']*+'|[^\\${}"']++|.""", re.DOTALL)
 _OPENING = re.compile(r"(?P<slashes>\\*+)\$\{(?P<name>env:[A-Za-z_][A-Za-z0-9_]*\})?")
+_PLACEHOLDER = re.compile(r"<YOUR_\w+>(/\S*)?")
+"""What templates have in the place of a name or a path."""
 _HINT = r"`${...}` refers to another key, a text has \${"
 
 
@@ -34,8 +36,8 @@ class InterpolationError(ValueError):
 
 
 def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the tree with every `${...}` resolved. Raises InterpolationError, also for `???`
-    and for what grows beyond the limits of `parsing`."""
+    """A copy of the tree with every `${...}` resolved. Raises InterpolationError, also for `???`,
+    `<YOUR_...>` and what grows beyond the limits of `parsing`."""
     value = Resolver(tree).whole()
     assert isinstance(value, dict)
     return value
@@ -81,6 +83,8 @@ class Resolver:
             value = [self._value((*key, place), item) for place, item in enumerate(written)]
         elif isinstance(written, str) and written == "???":
             raise InterpolationError(key, "??? stands for a value that must be given: give it")
+        elif isinstance(written, str) and _PLACEHOLDER.fullmatch(written):
+            raise InterpolationError(key, f"{written} is a placeholder: give the value")
         elif is_interpolation(written):
             pieces, _ = self._pieces(key, written, 0, within=False)
             value = pieces[0] if len(pieces) == 1 else self._joined(key, pieces)

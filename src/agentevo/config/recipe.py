@@ -34,7 +34,7 @@ from agentevo.config.agents import (
     agent_section,
 )
 from agentevo.config.algorithm import AlgorithmSection
-from agentevo.config.contradictions import recipe_contradictions
+from agentevo.config.contradictions import divides_by_mean_reward, recipe_contradictions
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.importance_defaults import with_importance
@@ -298,6 +298,8 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
     agent = plain.setdefault("agent", {})
     if isinstance(agent, dict):
         agent.setdefault("type", "single_turn" if has_tasks else "environment")
+        if agent["type"] == "environment" and divides_by_mean_reward(plain.get("algorithm")):
+            agent.setdefault("format_penalty", 0.0)
         agent, problem = with_texts_of_file(agent, folder)
         plain["agent"] = agent
         lines += [problem] if problem else []

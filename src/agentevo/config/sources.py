@@ -35,7 +35,7 @@ SHORT_FORMS: dict[tuple[str, ...], str | None] = {
     ("tasks", "curriculum"): None,
 }
 """Sections of a recipe that may be written as one value, or list -> the key that it is of. None:
-`true` is the section as it is."""
+`true` is the section as it is, and `false` none."""
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -155,7 +155,7 @@ def merge(
             merged = _merged(merged, addition, key)
 
         return {
-            section: _written_out((section,), value, value)
+            section: _written_out_within((section,), value)
             for section, value in resolved(merged).items()
         }
     except (InterpolationError, _MergeError) as error:
@@ -226,8 +226,20 @@ def _written_out(place: tuple[str, ...], section: Any, meaning: Any) -> Any:
         return section
     key = SHORT_FORMS[place]
     if key is None:
-        return {} if meaning is True else section
+        return {True: {}, False: None}[meaning] if isinstance(meaning, bool) else section
     return {key: section} if isinstance(meaning, (str, list)) else section
+
+
+def _written_out_within(place: tuple[str, ...], value: Any) -> Any:
+    """A value of the tree without `${...}`, with it and the sections below it written out."""
+    value = _written_out(place, value, value)
+    if not isinstance(value, dict):
+        return value
+    below = {name for *outer, name in SHORT_FORMS if tuple(outer) == place}
+    return {
+        name: _written_out_within((*place, name), item) if name in below else item
+        for name, item in value.items()
+    }
 
 
 def overlay(tree: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

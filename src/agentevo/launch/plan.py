@@ -64,6 +64,7 @@ class Launch:
         Raises ConfigError for a recipe that can't run on these nodes."""
         self.config = load_config(recipe, overrides)
         self.nodes = fleet.place()
+        self.gpus = fleet.gpus
         self.name = _job_name(self.config.run.name)
         _check(self.config, fleet, self.nodes)
         own = self.config.run_dir
@@ -77,6 +78,31 @@ class Launch:
     def variables(self) -> list[str]:
         """Environment variables that hold the recipe's secrets, sorted."""
         return sorted(set(REFERENCE.findall(to_yaml(self.config))))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What these nodes would pay for and not use, with what to set."""
+        ranks = self.plan.ranks
+        num_devices = self.gpus * len(self.nodes)
+        num_used = sum(
+            len(node.trainer_devices) + sum(map(len, node.engines)) for node in self.nodes
+        )
+        lines = []
+        if ranks > 1 and self.gpus and not self.config.data.given and not self.plan.is_apart:
+            half = max(num_devices // 2, 1)
+            lines.append(
+                f"{ranks} devices train, but the first process alone samples: {ranks - 1} of "
+                f"{num_devices} devices are idle meanwhile, often for most of a step: give engines "
+                f"devices of their own, such as --set engines={half} --set samplers=1 "
+                "rollout.staleness=1 rollout.policy=mask (docs/first_job.md)"
+            )
+        if num_used < num_devices:
+            lines.append(
+                f"{num_devices - num_used} of {num_devices} devices have no process: raise engines "
+                "or trainer_gpus, or lower gpus"
+            )
+
+        return lines
 
     def files(self) -> dict[str, str]:
         """Contents of the folder by name: the recipe with the files that it imports beside it, and

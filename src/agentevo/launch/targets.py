@@ -28,6 +28,7 @@ class Made(NamedTuple):
     command: list[str]
     shared_paths: dict[str, str]
     """Key -> the path of this machine that the nodes read under the same name."""
+    warnings: list[str]
 
 
 class SubmitError(AgentEvoError):
@@ -82,7 +83,8 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
         for file, text in files.items():
             write_atomic(folder / file, text)
 
-    return Made(folder, kind.command(launch, str(folder)), launch.shared_paths)
+    command = kind.command(launch, str(folder))
+    return Made(folder, command, launch.shared_paths, launch.warnings)
 
 
 def submitted(made: Made) -> str:

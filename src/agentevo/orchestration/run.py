@@ -158,7 +158,7 @@ async def run_training(
             return bool(stop_signals)
 
         start = ResumePoint()
-        _begin_view(config, view)
+        _begin_view(config, command, view)
         if resume:
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
             start, make_final = await _resumed(config, checkpoints, confirm, view.note)
@@ -259,10 +259,16 @@ def _conclude(run: TrainingRun, resume: bool) -> None:
         write_summary(run.parts.config.run_dir, summary_of(run))
 
 
-def _begin_view(config: RunConfig, view: LiveView) -> None:
+def _begin_view(config: RunConfig, command: Command, view: LiveView) -> None:
     world = world_size()
     if world > 1:
         view.note(f"{world} processes train together: {config.trainer.parallel.shared_by(world)}")
+        if command == "train" and not config.rollout.samplers and not config.data.given:
+            view.note(
+                f"the first of them samples, and {world - 1} wait meanwhile: `agentevo launch "
+                "... --set engines=N --set samplers=1` gives engines devices of their own"
+            )
+
     view.phase("loading", config.model.name)
 
 
