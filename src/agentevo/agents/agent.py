@@ -11,6 +11,7 @@ to any of these is each one's own.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import operator
@@ -26,6 +27,7 @@ from agentevo.agents.posted_rewards import outcome_of_rewards
 from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async, takes_policy
+from agentevo.console import to_stderr
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
 from agentevo.errors import AgentEvoError, ConfigError, NoCallError, described, shown
@@ -37,6 +39,8 @@ from agentevo.rewards.returned import (
     plain_number,
     plain_numbers,
 )
+from agentevo.signals import Interrupt
+from agentevo.tracebacks import traceback_of
 from agentevo.types import REWARD_PARTS, Outcome, Task
 
 AgentFunction: TypeAlias = Callable[..., Any]
@@ -44,6 +48,8 @@ AgentFunction: TypeAlias = Callable[..., Any]
 not."""
 
 
+CLOSING_S = 60.0
+"""How long an agent's `close` may take."""
 ALIKE = 0.8
 """How much of a name has to be an agent's (difflib's ratio) to be taken for a slip of the pen."""
 
@@ -121,11 +127,21 @@ class FunctionAgent:
             raise
 
     async def close(self) -> None:
-        """Ends what attempts shared, when no more of them are played."""
+        """Ends what attempts shared, when no more of them are played. What a `close` raises, or
+        does not end within CLOSING_S, is shown: the attempts have their outcomes."""
         close = getattr(self._player, "close", None)
-        ended = None if close is None else close()
-        if inspect.isawaitable(ended):
-            await ended
+        if close is None:
+            return
+
+        try:
+            async with asyncio.timeout(CLOSING_S):
+                ended = close() if is_async(close) else await run_in_thread(close, "agent")
+                if inspect.isawaitable(ended):
+                    await ended
+        except Interrupt:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it is a user's)
+            to_stderr(f"the agent's close failed: {described(error)}\n{traceback_of(error)}")
 
     async def _returned(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:

@@ -35,7 +35,11 @@ def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAge
     else:
         agent = make_agent(config.agent, lambda: make_environment(config))
     section = config.tasks.self_play
-    return agent if section is None else SelfPlayAgent(agent, make_family(section))
+    return (
+        agent
+        if section is None
+        else SelfPlayAgent(agent, make_family(section, config.agent.timeout_s))
+    )
 
 
 def check_named(config: RunConfig) -> None:

@@ -427,6 +427,8 @@ class TrainingRun:
         async with rollouts.training():
             with phase("prepare"):
                 batch = await rollouts.compute(lambda: source.prepare(collected, step))
+            for text in batch.warnings:
+                self.warn(f"step {step}: {text}")
             with phase("store"):
                 trained_ids = await reserve(self.parts.store, step, collected, batch)
 

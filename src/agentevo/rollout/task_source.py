@@ -54,8 +54,11 @@ class TaskSource:
         if given is None and config.tasks.self_play is not None:
             section = config.tasks.self_play
             groups = config.trainer.groups_per_step
-            family = make_family(section)
-            self.proposals = ProposalTasks(section, family, config.run.seed, groups)
+            timeout_s = config.agent.timeout_s
+            family = make_family(section, timeout_s)
+            self.proposals = ProposalTasks(
+                section, family, config.run.seed, groups, timeout_s=timeout_s
+            )
 
         train, self._held_out = self._split(given)
         staged = config.tasks.stages if given is None else ()
