@@ -34,10 +34,7 @@ from agentevo.errors import EnvironmentFailure, RequestTooLongError
 from agentevo.rewards.returned import plain_bool, plain_number
 from agentevo.types import Message, Outcome, Task
 
-_PATTERNS = {
-    "answer": re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
-    "think_answer": re.compile(r"\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL),
-}
+_THOUGHT = r"\s*<think>.*?</think>\s*"
 
 
 def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | None:
@@ -45,11 +42,12 @@ def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | Non
     format."""
     if section.format == "plain":
         content = text
-    elif section.format == "answer":
-        match = _PATTERNS["answer"].search(text)
-        content = match.group(1) if match else ""
     else:
-        match = _PATTERNS["think_answer"].fullmatch(text)
+        tagged = f"<{section.answer_tag}>(.*?)</{section.answer_tag}>"
+        if section.format == "answer":
+            match = re.search(tagged, text, re.DOTALL)
+        else:
+            match = re.fullmatch(rf"{_THOUGHT}{tagged}\s*", text, re.DOTALL)
         content = match.group(1) if match else ""
 
     parts = content.split(section.action_separator) if section.actions_per_turn > 1 else [content]
@@ -62,7 +60,7 @@ def format_answer(actions: list[str], section: EnvironmentAgentSection) -> str:
     content = f" {section.action_separator} ".join(actions)
     if section.format == "plain":
         return content
-    answer = f"<answer>{content}</answer>"
+    answer = f"<{section.answer_tag}>{content}</{section.answer_tag}>"
     return answer if section.format == "answer" else f"<think></think>{answer}"
 
 
@@ -76,10 +74,11 @@ def answer_instructions(section: EnvironmentAgentSection) -> str:
     )
     if section.format == "plain":
         return f"Answer with {several}." if section.actions_per_turn > 1 else ""
+    shown = f"<{section.answer_tag}>...</{section.answer_tag}>"
     if section.format == "answer":
-        return f"Answer with {several} like this: <answer>...</answer>"
+        return f"Answer with {several} like this: {shown}"
 
-    return f"Think first, then answer with {several}: <think>...</think><answer>...</answer>"
+    return f"Think first, then answer with {several}: <think>...</think>{shown}"
 
 
 def first_messages(

@@ -64,6 +64,8 @@ class EnvironmentAgentSection(AgentSection):
     format: Literal["plain", "answer", "think_answer"] = "answer"
     """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
     `think_answer`: after <think>...</think>."""
+    answer_tag: str = Field(default="answer", pattern=r"^[A-Za-z][A-Za-z0-9_]*$")
+    """The tag around the action, such as `ans` for <ans>...</ans>."""
     format_penalty: float = Field(default=0.1, ge=0)
     """Subtracted from the reward of a turn that breaks the format or holds an invalid action."""
     system_prompt: str | None = None
