@@ -78,6 +78,9 @@ class EnvironmentAgentSection(AgentSection):
     """Actions that one turn may hold, separated by action_separator; the rest is ignored."""
     action_separator: str = Field(default="||", min_length=1)
     """What separates several actions in one turn."""
+    step_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for the environment's reset or for one step, in seconds; then the attempt fails.
+    None leaves it to timeout_s."""
 
 
 class CommandAgentSection(AgentSection):

@@ -15,6 +15,7 @@ from agentevo.config.credit import find_credit
 from agentevo.config.judges import check_calibrated
 from agentevo.console import to_stderr
 from agentevo.environments import TextEnvironment, make, mean_baselines
+from agentevo.environments.step_results import read_reset
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.remote_models.model import check_keys
 from agentevo.rewards.answers import references
@@ -128,7 +129,7 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
     def episode(environment: TextEnvironment, seed: int) -> list[str]:
         lists_actions = type(environment).random_action is not TextEnvironment.random_action
         shown = demonstrate(environment, seed, agent, 0.5 if lists_actions else 0.0)
-        opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
+        opening = first_messages(environment, read_reset(environment.reset(seed=seed)), agent)
         conversations = [opening] if shown is None else shown.conversations
         return [message.text for messages in conversations for message in messages]
 
