@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -109,6 +109,30 @@ class OwnThread:
 
         failure.__cause__ = error
         return failure
+
+
+def call_within(function: Callable[[], T], within_s: float, who: str) -> T:
+    """What the function returns or raises on a thread of its own, which is left behind where it
+    does not return. Raises TimeoutError then, and OverreachError where it wants to end the process;
+    `who` is whose code it is, with its article."""
+    answer: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            answer.set_result(context.run(function))
+        except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name=who, daemon=True).start()
+    _, waiting = wait([answer], timeout=within_s)
+    if waiting:
+        raise TimeoutError(f"it did not return within {within_s:g} s")
+
+    error = answer.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise OverreachError(error, who) from error
+    return answer.result()
 
 
 async def run_in_thread(function: Callable[[], T], who: str) -> T:

@@ -11,7 +11,7 @@ import agentevo
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.cli.main import main
 from agentevo.config import build_config
-from agentevo.config.credit import credit_functions
+from agentevo.config.algorithm_functions import CREDITS
 from agentevo.errors import ConfigError, TrainingError
 from agentevo.runs.folder import read_store
 from agentevo.training.batching import credit as module
@@ -177,7 +177,7 @@ def test_the_rule_in_force_is_in_the_log_the_record_and_what_is_shown(tmp_path, 
         second = await policy.generate([*asked, first.message, *asked])
         return sum(map(ord, second.text)) % 7 / 7
 
-    assert credit_functions.get("last_turn_of_test") is last_turn
+    assert CREDITS.find("last_turn_of_test") is last_turn
 
     run = agentevo.train(
         twice,

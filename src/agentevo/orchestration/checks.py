@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentevo.config import RunConfig
-from agentevo.config.credit import find_credit
+from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError, TrainingError
 from agentevo.inference.engines import check_engine
@@ -21,6 +21,7 @@ from agentevo.orchestration.players import check_play, find_agent, solo_environm
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.orchestration.profiling import check_profile
 from agentevo.orchestration.tracking import check_tracking
+from agentevo.training.algorithm_functions import try_out
 from agentevo.training.spread import check_spread
 from agentevo.types import Task
 
@@ -43,8 +44,8 @@ def check_parts(
     check_transport(config, apart=apart)
     check_preference(config)
 
-    if config.algorithm.credit is not None:
-        find_credit(config.algorithm.credit)
+    check_names(config.algorithm)
+    try_out(config.algorithm)
 
     check_memory(config)
     check_profile(config)

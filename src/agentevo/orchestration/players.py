@@ -11,7 +11,7 @@ from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.agents.named_by_task import asks_once, check_agent_names
 from agentevo.agents.solo_environment import SoloEnvironment
 from agentevo.config import EnvironmentAgentSection, RunConfig
-from agentevo.config.credit import find_credit
+from agentevo.config.algorithm_functions import check_names
 from agentevo.config.judges import check_calibrated
 from agentevo.console import to_stderr
 from agentevo.environments import TextEnvironment, make, mean_baselines
@@ -41,10 +41,10 @@ def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAge
 
 def check_named(config: RunConfig) -> None:
     """Raises ConfigError for what a recipe names and can't have: its agent, question family or
-    credit, or their options. Reads no tasks, and makes no environment and no model."""
+    functions of its algorithm, or their options. Reads no tasks, and makes no environment and no
+    model."""
     find_agent(config, None)
-    if config.algorithm.credit is not None:
-        find_credit(config.algorithm.credit)
+    check_names(config.algorithm)
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:

@@ -18,11 +18,12 @@ from agentevo.algorithms.divergence import bind_kl
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.value import explained_variance
 from agentevo.config import AlgorithmSection
-from agentevo.config.credit import find_credit
+from agentevo.config.algorithm_functions import CREDITS
 from agentevo.config.routing import recomputes
 from agentevo.errors import TrainingError
 from agentevo.models.grammar import Grammars
 from agentevo.models.routers import KEY
+from agentevo.training.algorithm_functions import bound_advantage
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
@@ -73,8 +74,10 @@ class Preparation:
         self.max_tokens = max_tokens
         self.merge = merge
         algorithm = section.resolved()
-        self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
-        self.credit = None if section.credit is None else find_credit(section.credit)
+        self.advantage = bind_advantage(
+            algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
+        )
+        self.credit = None if section.credit is None else CREDITS.find(section.credit)
         self.kl = bind_kl(section.kl)
         self.collision = "sum_pi_squared" in self.advantage.needs
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 
 import torch
 
-from agentevo.config.credit import CreditFunction
+from agentevo.config.algorithm_functions import CreditFunction
 from agentevo.console import to_stderr
 from agentevo.copies import copy_of_trajectory
-from agentevo.errors import OverreachError, TrainingError, described
+from agentevo.daemon_threads import call_within
+from agentevo.errors import TrainingError, described
 from agentevo.rewards.returned import plain_number
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
@@ -48,7 +46,8 @@ def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> l
     """The numbers of one group, checked."""
     name = getattr(credit, "__name__", type(credit).__name__)
     try:
-        returned = _called(credit, [copy_of_trajectory(one) for one in group])
+        copies = [copy_of_trajectory(one) for one in group]
+        returned = call_within(lambda: credit(copies), LONGEST_S, "a credit function")
         if len(returned) != len(group):
             raise ValueError(f"it returned {len(returned)} lists for {len(group)} attempts")
 
@@ -68,25 +67,3 @@ def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> l
             f"algorithm.credit: {name} of the group {group_id}: {described(error)}: return a list "
             "for each attempt, with a number for each of its turns (the weights were not changed)"
         ) from error
-
-
-def _called(credit: CreditFunction, group: list[Trajectory]) -> Sequence[Sequence[float]]:
-    """On a thread that is left behind where the function does not return."""
-    answer: Future[Sequence[Sequence[float]]] = Future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            answer.set_result(context.run(credit, group))
-        except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name="credit", daemon=True).start()
-    _, waiting = wait([answer], timeout=LONGEST_S)
-    if waiting:
-        raise TimeoutError(f"it did not return within {LONGEST_S:g} s")
-
-    error = answer.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise OverreachError(error, "a credit function") from error
-    return answer.result()

@@ -18,7 +18,7 @@ import torch
 
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import Advantage
-from agentevo.config.credit import CreditFunction
+from agentevo.config.algorithm_functions import CreditFunction
 from agentevo.errors import TrainingError
 from agentevo.penalties import TokenPenalties
 from agentevo.training.batching.constrained import TurnMasks, joined
@@ -62,7 +62,8 @@ def advantages_of(
     if not rows:
         return []
 
-    rewards, turn_ids = _reward_table(rows, per_turn=advantage.is_recursion)
+    per_turn = advantage.is_recursion or advantage.function is not None
+    rewards, turn_ids = _reward_table(rows, per_turn=per_turn)
     mask = turn_ids >= 0
     if bonus is not None:
         rewards += torch.where(mask, bonus.double(), 0.0)
