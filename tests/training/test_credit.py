@@ -11,7 +11,7 @@ import agentevo
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.cli.main import main
 from agentevo.config import build_config
-from agentevo.config.credit import credit_functions
+from agentevo.config.algorithm_functions import CREDITS
 from agentevo.errors import ConfigError, TrainingError
 from agentevo.runs.folder import read_store
 from agentevo.training.batching import credit as module
@@ -46,7 +46,7 @@ GROUP = [attempt(0, 2, 1.0), attempt(1, 3, 0.0), attempt(2, 1, 4.0)]
 
 def asker(credit):
     name = f"test_{id(credit)}"
-    credit_functions.register(name)(credit)
+    CREDITS.registry.register(name)(credit)
     return module.CreditAsker(name)
 
 
@@ -226,7 +226,7 @@ def test_the_rule_in_force_is_in_the_log_the_record_and_what_is_shown(tmp_path, 
         second = await policy.generate([*asked, first.message, *asked])
         return sum(map(ord, second.text)) % 7 / 7
 
-    assert credit_functions.get("last_turn_of_test") is last_turn
+    assert CREDITS.find("last_turn_of_test") is last_turn
 
     run = agentevo.train(
         twice,

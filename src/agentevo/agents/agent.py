@@ -41,7 +41,7 @@ from agentevo.rewards.returned import (
 )
 from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
-from agentevo.types import REWARD_PARTS, Outcome, Task
+from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
 
 AgentFunction: TypeAlias = Callable[..., Any]
 """`run(task, policy)`, or `run(task)` which calls the policy by a client of its own; async or
@@ -287,16 +287,22 @@ def _plain(outcome: Outcome) -> Outcome:
         truncated=plain_bool(outcome.truncated, "the agent's truncated"),
         ending=str(outcome.ending),
         metrics=_metrics(outcome.metrics),
+        timings=plain_numbers(outcome.timings, "the agent's timings", LARGEST_METRIC),
     )
 
 
 def _metrics(given: Any) -> dict[str, float]:
     metrics = plain_numbers(given, "the agent's metrics", LARGEST_METRIC)
-    taken = next((name for name in metrics if name.startswith(REWARD_PARTS)), None)
+    taken = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
     if taken is not None:
+        kind, place = (
+            ("parts of the reward", "reward_parts")
+            if taken.startswith(REWARD_PARTS)
+            else ("times", "timings")
+        )
         raise ValueError(
-            f"the agent's metrics have the name {taken!r}, which parts of the reward have: choose "
-            "another, or give it in reward_parts"
+            f"the agent's metrics have the name {taken!r}, which {kind} have: choose another, or "
+            f"give it in {place}"
         )
 
     return metrics

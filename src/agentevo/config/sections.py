@@ -117,7 +117,8 @@ class TinyModel(Section):
         return self.num_layers * self.hidden_size * per_unit
 
 
-CHAT_TEMPLATES = ("hermes",)
+PLAIN = "plain"
+CHAT_TEMPLATES = ("hermes", PLAIN)
 """Chat templates that AgentEvo ships, by name (models/chat_templates)."""
 MAX_TEMPLATE = 2**20
 """Bytes of a chat template's file."""
@@ -133,8 +134,9 @@ class ModelSection(Section):
     """Number format of weights and computation. float32 is right, and fastest, on a CPU."""
     chat_template: str | None = None
     """In place of the tokenizer's own: `hermes` (ChatML with tools, for models whose template has
-    no place for tools), a Jinja file, which is read into the run's config.yaml, or the template
-    itself. It is saved with the checkpoints."""
+    no place for tools), `plain` (questions and answers as plain text, for base models, which have
+    no template), a Jinja file, which is read into the run's config.yaml, or the template itself. It
+    is saved with the checkpoints."""
     device: DeviceName = "auto"
     """What computes: a GPU by NVIDIA or by AMD (`cuda`), Huawei's Ascend (`npu`), Intel's GPU
     (`xpu`), Apple's (`mps`), or the `cpu`. `auto` takes the first of cuda, npu and xpu that is

@@ -61,14 +61,20 @@ USUAL = CallForm("", arguments_as_text=False)
 """The usual form, in which conversations without calls are given, too."""
 
 
+def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer itself puts its bos_token at the beginning of a text."""
+    start = tokenizer.bos_token_id
+    return start is not None and tokenizer.encode("")[:1] == [start]
+
+
 class ChatTemplate:
     """See the module. Raises ModelError for a tokenizer without a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
-                "the tokenizer has no chat template: choose an instruction-tuned model, or save "
-                "a template with it"
+                "the tokenizer has no chat template: set model.chat_template=plain for a base "
+                "model, or choose an instruction-tuned one"
             )
         self.tokenizer = tokenizer
         self._render_mappings = current_render()

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agentevo.config.sections import CHAT_TEMPLATES
+from agentevo.config.sections import CHAT_TEMPLATES, PLAIN
 from agentevo.cpu_threads import check_threads
 from agentevo.devices import find
 from agentevo.errors import ConfigError, ModelError
@@ -33,6 +33,7 @@ from agentevo.models.adapters import (
     check_quantize,
 )
 from agentevo.models.cache import Progress
+from agentevo.models.chat_template import begins_texts_with_bos
 from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.config_overrides import model_config
 from agentevo.models.resolve import fetch
@@ -75,7 +76,10 @@ def load_model(
     """
     loaded = _load(section, corpus, seed, progress)
     if section.chat_template is not None:
-        loaded.tokenizer.chat_template = template_text(section.chat_template)
+        template = template_text(section.chat_template)
+        if section.chat_template == PLAIN and begins_texts_with_bos(loaded.tokenizer):
+            template = "{{- bos_token -}}" + template
+        loaded.tokenizer.chat_template = template
     return loaded
 
 

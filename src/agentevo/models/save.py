@@ -72,7 +72,7 @@ def write_model(
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
 
         if not is_adapted(model):
-            _copy_processor(Path(model.name_or_path), folder)
+            _copy_processor(Path(model.name_or_path or ""), folder)
         tokenizer.save_pretrained(folder)
 
 

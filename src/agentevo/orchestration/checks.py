@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from agentevo.config import ModelSection, RunConfig
-from agentevo.config.credit import find_credit
+from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine
@@ -29,6 +29,7 @@ from agentevo.orchestration.preference_data import check_preference
 from agentevo.orchestration.profiling import check_profile
 from agentevo.orchestration.tracking import check_tracking
 from agentevo.tracing import check_tracing
+from agentevo.training.algorithm_functions import try_out
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.spread import check_spread
 from agentevo.types import Task
@@ -69,9 +70,6 @@ def check_parts(
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
 
-    if config.algorithm.credit is not None:
-        find_credit(config.algorithm.credit)
-
     check_processes(config)
     check_tracking(config)
     check_play(config, tasks)
@@ -83,6 +81,9 @@ def check_parts(
         check_solver(config, "cold_start.episodes asks: set cold_start.episodes=0", may_fail=True)
     if config.trainer.optimizer_from is not None and not resume:
         _check_optimizer(config.trainer.optimizer_from)
+
+    check_names(config.algorithm)
+    try_out(config.algorithm)
 
     check_memory(config)
     check_profile(config)

@@ -22,6 +22,7 @@ from agentevo.config.routing import recomputes
 from agentevo.errors import TrainingError
 from agentevo.models.grammar import Grammars
 from agentevo.models.routers import KEY
+from agentevo.training.algorithm_functions import bound_advantage
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
@@ -73,7 +74,9 @@ class Preparation:
         self.max_tokens = max_tokens
         self.merge = merge
         algorithm = section.resolved()
-        self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
+        self.advantage = bind_advantage(
+            algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
+        )
         self.kl = bind_kl(section.kl)
         self.collision = "sum_pi_squared" in self.advantage.needs
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentevo.config.credit import find_credit
+from agentevo.config.algorithm_functions import CREDITS
 from agentevo.copies import copy_of_trajectory
 from agentevo.daemon_threads import call_in_thread
 from agentevo.errors import TrainingError, described
@@ -50,7 +50,7 @@ class CreditAsker:
     def __init__(self, name: str) -> None:
         """Raises UnknownNameError."""
         self._name = name
-        self._credit = find_credit(name)
+        self._credit = CREDITS.find(name)
         self._num_failures = 0
         """In a row."""
         self._shown: set[str] = set()

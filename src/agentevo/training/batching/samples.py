@@ -61,7 +61,8 @@ def advantages_of(
     if not rows:
         return []
 
-    rewards, turn_ids = _reward_table(rows, per_turn=advantage.is_recursion)
+    per_turn = advantage.is_recursion or advantage.function is not None
+    rewards, turn_ids = _reward_table(rows, per_turn=per_turn)
     mask = turn_ids >= 0
     if bonus is not None:
         rewards += torch.where(mask, bonus.double(), 0.0)
