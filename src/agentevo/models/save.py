@@ -71,8 +71,8 @@ def write_model(
         else:
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
 
-        if not is_adapted(model):
-            _copy_processor(Path(model.name_or_path or ""), folder)
+        if not is_adapted(model) and model.name_or_path:
+            _copy_processor(Path(model.name_or_path), folder)
         tokenizer.save_pretrained(folder)
 
 
