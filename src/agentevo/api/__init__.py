@@ -21,7 +21,7 @@ import pydantic
 from agentevo.config import RunConfig, build_config, sources, to_tree
 from agentevo.config.agents import agent_names, agents, takes_policy
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
-from agentevo.config.imports import OF_YOUR_OWN, import_all
+from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.other_preset import kept_keys
 from agentevo.config.rewards import Reward, named_reward
 from agentevo.config.sources import plain_option
@@ -193,7 +193,9 @@ def _recipe_tree(given: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dic
     if isinstance(given, Mapping):
         return {str(key): plain_option(value, named=False) for key, value in given.items()}, "sft"
     path = sources.find_recipe(str(given))
-    return sources.read_yaml(path), path.stem
+    tree = sources.read_yaml(path)
+    check_recipe_of_run(path, tree)
+    return tree, path.stem
 
 
 def load_run(
@@ -316,7 +318,9 @@ def _named(name: str) -> tuple[dict[str, Any], str, None]:
     known = environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
         path = sources.find_recipe(name)
-        return sources.read_yaml(path), path.stem, None
+        tree = sources.read_yaml(path)
+        check_recipe_of_run(path, tree)
+        return tree, path.stem, None
 
     if name in known:
         return {"environment": {"type": name}}, name, None

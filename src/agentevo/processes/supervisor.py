@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from agentevo.config import RunConfig
+from agentevo.config.imports import TRUST
 from agentevo.errors import AgentEvoError
 from agentevo.inference.directory import EngineDirectory
 
@@ -71,7 +72,7 @@ class Child:
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
-                env={**os.environ, **self.environment},
+                env={**os.environ, TRUST: "1", **self.environment},  # its recipe's code runs here
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -108,11 +108,13 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run's configuration with `run.dir` set to where the folder lies now. Raises
     `ConfigError`."""
     from agentevo.config import build_config
+    from agentevo.config.imports import check_code_of_run
 
     source = check_run_folder(path) / "config.yaml"
     tree = sources.overlay(
         sources.read_yaml(source), {"run": {"dir": str(path), "overwrite": False}}
     )
+    check_code_of_run(path, tree, overrides)
     return build_config(tree, overrides, where=str(source), needs_environment=False)
 
 
