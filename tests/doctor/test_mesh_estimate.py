@@ -55,13 +55,18 @@ def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
     assert 16 * sizes.numbers / 8 < states < 16 * sizes.numbers / 8 + 10 * GIB
     assert sharded.first["whole model"] == 2 * sizes.numbers
 
-    checks = judge_meshes(found, 8, 80 * GIB, "coins run.dir=x", 8192, ParallelSection())
+    checks = judge_meshes(found, 8, 80 * GIB, "coins run.dir=x", 8192, config)
     assert checks[-1].status == "good" and "trainer.parallel.shard=" in checks[-1].advice
     assert "torchrun --standalone --nproc-per-node=8 -m agentevo train coins" in checks[-1].advice
     assert all(str(one) != "one" for one in found if one.most <= 0.9 * 80 * GIB)
 
-    nowhere = judge_meshes(found, 8, 8 * GIB, "coins", 8192, ParallelSection())[-1]
+    nowhere = judge_meshes(found, 8, 8 * GIB, "coins", 8192, config)[-1]
     assert nowhere.status == "wrong" and "more devices" in nowhere.advice
+    assert "checkpointing" not in nowhere.advice and "rollout.samplers" in nowhere.advice
+
+    apart = recipe(shape_of_7b, "memory.checkpointing=none", "rollout.samplers=1")
+    advice = judge_meshes(found, 8, 8 * GIB, "coins", 8192, apart)[-1].advice
+    assert "memory.checkpointing=full" in advice and "rollout.samplers" not in advice
 
 
 def test_the_recipes_own_mesh_is_judged_first_and_the_command_replaces_it(shape_of_7b):

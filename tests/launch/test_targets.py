@@ -217,8 +217,11 @@ def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_
     tmp_path, capsys
 ):
     (tmp_path / "ckpt").mkdir()
-    assert main(["launch", "slurm", "coins", "model.name=./ckpt", "--out", "out"]) == 0
-    assert f"every node reads model.name under {tmp_path}/ckpt" in capsys.readouterr().err
+    words = ["launch", "slurm", "coins", "model.name=./ckpt", "--set", "gpus=1", "--out", "out"]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert f"every node reads model.name under {tmp_path}/ckpt" in said
+    assert "set engine.type=vllm where they have vLLM" in said
     written = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert written["model"]["name"] == f"{tmp_path}/ckpt"
 

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,10 +28,12 @@ from agentevo.config.rewards import Reward, named_reward
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
 from agentevo.config.tools import Tool, named_tool
+from agentevo.console import to_stderr
 from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.extras import training_packages
+from agentevo.inference.default_engine import engine_override
 from agentevo.registry import nearest
 from agentevo.runs.folder import run_config
 from agentevo.types import Task
@@ -113,14 +116,18 @@ def train(
     if rewards:
         options["rewards"] = [named_reward(one) for one in rewards]
 
-    config, agent = resolve(
-        _trained(agent_or_env, command, tools),
+    trained = _trained(agent_or_env, command, tools)
+    resolved = partial(
+        resolve,
+        trained,
         model=model,
         algorithm=algorithm,
-        overrides=overrides,
         has_tasks=given is not None,
         **options,
     )
+    config, agent = resolved(overrides=overrides)
+    if more := engine_override([config], resume=resume, note=to_stderr):
+        config, agent = resolved(overrides=[*overrides, *more])
     needs_tasks = agent if not config.tasks.given else None
     return train_run(
         config, agent=agent, tasks=checked_tasks(given, needs_tasks), resume=resume, view=view

@@ -117,10 +117,8 @@ def _launch(
     given = _read_values(values) if values is not None else {}
     given |= plain_options(settings or [], "gpus=8")
     made = make(target, recipe, overrides or [], fleet_of(target, given), out)
-    for key, path in made.shared_paths.items():
-        to_stderr(f"every node reads {key} under {path}")
-    for line in made.warnings:
-        print(f"warning: {line}", file=sys.stderr)
+    for line in made.notes:
+        to_stderr(line)
     if submit:
         print(submitted(made))
     else:

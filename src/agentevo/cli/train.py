@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from agentevo.cli.arguments import DryRun, Overrides, Recipe, Resume, warn_of_kept_keys
@@ -27,6 +28,9 @@ def train(
     sweep = load_sweep(recipe, overrides or [])
     if sweep is not None:
         warn_of_kept_keys(recipe, overrides or [])
+        if more := _engine_override([member.config for member in sweep.members], resume=False):
+            sweep = load_sweep(recipe, [*(overrides or []), *more])
+            assert sweep is not None
         _train_sweep(sweep, resume, dry_run)
         return
 
@@ -39,6 +43,8 @@ def train(
         )
 
     _check_folder(config, resume)
+    if more := _engine_override([config], resume):
+        config = load_config(recipe, [*(overrides or []), *more])
     if dry_run:
         _check_dry(config, "train", resume)
         print(to_yaml(config), end="")
@@ -58,6 +64,14 @@ def _check_folder(config: RunConfig, resume: bool = False) -> None:
 
     if not resume and not follows():
         check_folder(config)
+
+
+def _engine_override(configs: Sequence[RunConfig], resume: bool) -> list[str]:
+    """What names the engine of runs on a GPU whose recipe names none."""
+    from agentevo.console import to_stderr
+    from agentevo.inference.default_engine import engine_override
+
+    return engine_override(configs, resume=resume, note=to_stderr)
 
 
 def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:

@@ -25,6 +25,7 @@ from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.models.positions import context_length
+from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
 from agentevo.orchestration.players import check_named, find_agent
@@ -168,9 +169,14 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
     turns = [turn for trajectory in group for turn in trajectory.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
     cut = sum(turn.finish_reason == "length" for turn in turns)
+    remedies = remedies_of(config.model_dump(mode="json"))
     results = [
         checks.judge_completions(
-            len(turns), cut, config.sampling.max_new_tokens, sum(lengths) / len(lengths)
+            len(turns),
+            cut,
+            config.sampling.max_new_tokens,
+            sum(lengths) / len(lengths),
+            remedies,
         ),
         checks.judge_turns(
             len(group),
@@ -186,6 +192,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
                 sum(trajectory.metrics.get("num_format_errors", 0.0) for trajectory in group),
                 sum(trajectory.metrics.get("num_invalid_actions", 0.0) for trajectory in group),
                 config.agent.format,
+                remedies,
             )
         )
 
@@ -195,6 +202,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
             checks.judge_rewards(
                 [trajectory.reward for trajectory in finished],
                 [trajectory.success for trajectory in finished],
+                remedies,
             ),
         )
 
@@ -233,7 +241,12 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         for change, other in measure.knobs(config, not on_gpu).items()
     }
     return [
-        checks.judge_context(max(map(len, paths)), worst, _context_length(parts)),
+        checks.judge_context(
+            max(map(len, paths)),
+            worst,
+            _context_length(parts),
+            is_tiny=config.model.name == "tiny",
+        ),
         checks.judge_kv_cache(
             together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running
         ),

@@ -338,11 +338,12 @@ def judge_meshes(
     memory: float,
     command: str,
     tokens: int,
-    asked: ParallelSection,
+    config: RunConfig,
 ) -> list[Check]:
     """`memory`: bytes of each device. `command`: recipe and overrides as they were given. `tokens`:
-    of the largest micro-batch. `asked`: the recipe's own mesh, which is judged before the others
+    of the largest micro-batch. `config`: the recipe, whose own mesh is judged before the others
     where it is one."""
+    asked = config.trainer.parallel
     good = [one for one in found if one.most <= ROOM * memory]
     listed = good or sorted(found, key=lambda one: one.most)
 
@@ -365,11 +366,15 @@ def judge_meshes(
 
     about = f"{devices} devices of {memory / GIB:.1f} GiB, micro-batches of {tokens:,} tokens"
     if not good:
-        advice = (
-            "more devices (--devices), memory.checkpointing=full, a smaller "
-            "trainer.micro_batch_tokens or engine.kv_cache_gb, samplers of their own "
-            "(rollout.samplers), or a smaller model"
-        )
+        is_apart = config.rollout.samplers > 0
+        measures = [
+            "more devices (--devices)",
+            "" if config.memory.checkpointing == "full" else "memory.checkpointing=full",
+            "a smaller trainer.micro_batch_tokens" + ("" if is_apart else " or engine.kv_cache_gb"),
+            "" if is_apart else "samplers of their own (rollout.samplers)",
+            "or a smaller model",
+        ]
+        advice = ", ".join(filter(None, measures))
         return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
 
     advice = "start it with: " + _ready(good[0], devices, command, asked)
@@ -421,4 +426,4 @@ def check_meshes(
     sizes = sizes_of(config)
     tokens = longest_pass(config, sizes)
     found = fits(config, sizes, devices)
-    return judge_meshes(found, devices, memory, command, tokens, config.trainer.parallel)
+    return judge_meshes(found, devices, memory, command, tokens, config)

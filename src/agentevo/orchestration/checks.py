@@ -19,6 +19,7 @@ from agentevo.models.load import LoadedModel, check_overrides, load_hollow
 from agentevo.models.resolve import TINY, locate, resolve, saved_folder
 from agentevo.orchestration.components import AgentFunction, check_memory, load_policy
 from agentevo.orchestration.conversations import check_sft_data
+from agentevo.orchestration.device_plan import plan_of
 from agentevo.orchestration.players import (
     check_play,
     check_solver,
@@ -69,6 +70,7 @@ def check_parts(
     nothing is, and a model that is not on this machine is looked at by its name alone."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+        plan_of(config)
 
     check_processes(config)
     check_tracking(config)

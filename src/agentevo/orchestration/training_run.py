@@ -22,6 +22,7 @@ from agentevo.models.in_parts import in_parts
 from agentevo.models.save import saved_weights
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
 from agentevo.observability.moment import PAUSED
+from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.background_save import BackgroundSave, copy_state, copy_weights
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import Components
@@ -138,7 +139,7 @@ class TrainingRun:
         config = parts.config
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.players = reference_players(parts)
-        self.monitor = CollapseMonitor()
+        self.monitor = CollapseMonitor(remedies=remedies_of(config.model_dump(mode="json")))
         self.progress = Progress()
         self.end = End()
         self.head = HeadFile(folder)
@@ -161,6 +162,10 @@ class TrainingRun:
 
         for line in training_notes(self.parts):
             self.view.note(line)
+        if self.command != "sft" and not config.data.given and config.trainer.steps:
+            shortfall = self.parts.tasks.shortfall()
+            if shortfall:
+                self.view.note(shortfall)
 
         if resumed:
             something = start.checkpoint is not None or start.steps

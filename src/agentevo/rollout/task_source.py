@@ -97,6 +97,18 @@ class TaskSource:
         groups = config.trainer.groups_per_step
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
 
+    def shortfall(self) -> str:
+        """Says where a step has fewer groups than trainer.groups_per_step, as there are too few
+        tasks; empty where it has as many. Stages and mixtures of sources refuse that."""
+        asked = self._config.trainer.groups_per_step
+        count = len(self._train)
+        if not self._train or count >= asked:
+            return ""
+        return (
+            f"trainer.groups_per_step={asked}, and there are {count} tasks to train on, so each "
+            f"step has {count} groups: give more tasks, or set trainer.groups_per_step={count}"
+        )
+
     async def learn(self, store: Store) -> None:
         """Reads of the committed steps what later ones' tasks follow from, if anything does."""
         await self.stages.learn(store)

@@ -151,7 +151,7 @@ class RunReader:
                 self._signs = Signs()
                 self._table.read_more()
 
-            self._signs.observe(self._table)
+            self._signs.observe(self._table, self._config)
             self._problems.pop("metrics.jsonl", None)
         except OSError as error:
             self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
