@@ -91,7 +91,7 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
                 {"a.b=4": 20 * GIB, "a.b=2": 16 * GIB, "c.d=full": 12 * GIB, "e=8": 30 * GIB},
             ),
             "wrong",
-            "not enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; model.lora.rank=16",
+            "not enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; take a smaller",
         ),
         (v.judge_memory({"optimizer": 9 * GIB}, 8 * GIB), "wrong", "smaller model"),
         (v.judge_version("torch", "2.13.0", ">=2.6"), "good", ""),

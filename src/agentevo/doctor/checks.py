@@ -309,19 +309,22 @@ def _memory_advice(needed: float, available: float, turned: Mapping[str, float])
         if left <= 0.8 * available:
             return f"set {change}, which saves {(needed - left) / GIB:.2f} GiB"
 
+    measures = [
+        f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
+    ]
+    last = "take a smaller model, or close other programs"
+    return f"one change is not enough: {', '.join(measures)}; {last}" if measures else last
+
+
+def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[float, str]]:
+    """(what it saves, measure), those that save most first: of each kind the one that saves most,
+    if it is more than a fiftieth. `turned`: as of `judge_memory`."""
     best: dict[str, tuple[float, str]] = {}
     for change, left in turned.items():
-        key = change.partition("=")[0]
-        best[key] = max(best.get(key, (0.0, "")), (needed - left, change))
+        kind = " ".join(word.partition("=")[0] for word in change.split())
+        best[kind] = max(best.get(kind, (0.0, "")), (needed - left, change))
 
-    helpful = sorted(
-        (saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True
-    )
-    several = ", ".join(f"{change} saves {saved / GIB:.2f} GiB" for saved, change in helpful[:4])
-    last = (
-        "model.lora.rank=16 trains adapters alone, or take a smaller model, or close other programs"
-    )
-    return f"one change is not enough: {several}; {last}" if several else last
+    return sorted((saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True)
 
 
 def judge_rows(num_rows: int, num_bad: int) -> Check:

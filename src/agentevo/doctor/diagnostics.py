@@ -12,19 +12,25 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
 from agentevo.devices import is_accelerator
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
+from agentevo.doctor.memory_estimate import total, weight_bytes
+from agentevo.doctor.memory_measures import list_measures
 from agentevo.doctor.services import check_services, is_refused
 from agentevo.doctor.store_check import check_store_server
+from agentevo.doctor.unloaded_policy import shape_policy
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.models.positions import context_length
+from agentevo.models.token_rows import causal_model
 from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
@@ -225,21 +231,29 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         * config.trainer.groups_per_step
     )
 
-    def needs(turned: RunConfig) -> dict[str, float]:
+    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
         room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
         cached = min(int(room), together * longest)
         return measure.memory_parts(
-            parts.model,
+            model,
             turned,
             step_tokens=per_step,
             cached_tokens=cached,
             step_rows=min(said, per_step),
+            device=parts.model.device,
         )
 
+    def needs_in_all(turned: RunConfig) -> float:
+        """With what its weights take more than those that are loaded."""
+        if turned.model == config.model:
+            return total(needs(turned, parts.model))
+        other = shape_policy(turned, causal_model(parts.model).config)
+        return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(parts.model)
+
     turned = {
-        change: sum(needs(other).values())
-        for change, other in measure.knobs(config, not on_gpu).items()
+        change: needs_in_all(other) for change, other in list_measures(config, not on_gpu).items()
     }
+    needed = needs(config, parts.model)
     return [
         checks.judge_context(
             max(map(len, paths)),
@@ -250,7 +264,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         checks.judge_kv_cache(
             together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running
         ),
-        checks.judge_memory(needs(config), measure.free_bytes(parts.model.device), turned),
+        checks.judge_memory(needed, measure.free_bytes(parts.model.device), turned),
     ]
 
 

@@ -284,6 +284,32 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
             enable_progress_bars()
 
 
+def fetch_config(name: str, into: Path) -> Path:
+    """A folder with the model's config.json: its own where it is on this machine, else `into`, to
+    which that file of a hub model is brought, and nothing else. Raises as `fetch`."""
+    is_local = not name.startswith((HUB, MODELSCOPE))
+    if is_local and os.path.isfile(_folder_of(name) / "config.json"):
+        return _folder_of(name)
+
+    source = resolve(name)
+    if isinstance(source, Path) or source.startswith(MODELSCOPE):
+        return fetch(name)
+
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    saved = huggingface_hub.try_to_load_from_cache(source, "config.json")
+    if isinstance(saved, str):
+        return Path(saved).parent
+
+    try:
+        huggingface_hub.hf_hub_download(source, "config.json", local_dir=into)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(_hub_failure(source, error)) from error
+
+    return into
+
+
 def _hub_failure(name: str, error: Exception) -> str:
     same_models = [
         model
