@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentevo.errors import ConfigError, MissingExtraError, ModelError, UnknownNameError
@@ -65,9 +66,9 @@ def locate(name: str) -> Path | str | KnownModel:
         _check_files(name, folder)
         return folder
 
-    run, which = _split_run(folder)
+    run, which = split_run(folder)
     if run is not None:
-        return run_checkpoint(run, which)
+        return _model_of_run(run, which)
     if name in known_models.names():
         return known_models.get(name)
 
@@ -188,7 +189,7 @@ def _check_files(name: str, folder: Path) -> None:
         )
 
 
-def _split_run(path: Path) -> tuple[Path | None, str]:
+def split_run(path: Path) -> tuple[Path | None, str]:
     """RUN or RUN@WHICH as the run's folder and the name of its checkpoint; (None, "") for a path
     that names no run with checkpoints."""
     folder, at, which = str(path).rpartition("@")
@@ -204,8 +205,9 @@ def _split_run(path: Path) -> tuple[Path | None, str]:
 
 
 def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
-    """A model of a run: its `best` checkpoint, or the last one if none was evaluated; its `last`
-    one; or that of a step. Raises `ModelError` if there is none."""
+    """The folder of a run's `best` checkpoint, or of the last one if none was evaluated; of its
+    `last` one; or of that of a step: with a whole model, or an adapter. Raises `ModelError` if
+    there is none."""
     folder = run_folder / "checkpoints"
     if which not in ("best", "last") and not which.isdecimal():
         raise ModelError(
@@ -230,15 +232,8 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
             "run, which writes it anew"
         ) from error
 
-    if (path / "config.json").is_file():
+    if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
         return path
-
-    if os.path.isfile(path / "adapter_config.json"):
-        raise ModelError(
-            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter and not the model "
-            "it is for: set model.name to that of the run's recipe and model.lora.adapter="
-            f"{path}, or make one model of the two with `agentevo merge {path} OUT`"
-        )
 
     known = ", ".join(str(saved) for saved in steps)
     has_none = (
@@ -247,6 +242,18 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
         else "has no whole checkpoint: let it finish, or give another model"
     )
     raise ModelError(f"model {str(run_folder)!r}: this run {has_none}")
+
+
+def _model_of_run(run_folder: Path, which: str) -> Path:
+    """`run_checkpoint`, where it holds a whole model."""
+    path = run_checkpoint(run_folder, which)
+    if not os.path.isfile(path / "config.json"):
+        raise ModelError(
+            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter and not the model "
+            "it is for: set model.name to that of the run's recipe and model.lora.adapter="
+            f"{path}, or make one model of the two with `agentevo merge {path} OUT`"
+        )
+    return path
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
@@ -265,22 +272,30 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
     import huggingface_hub  # takes longer to import than the whole of this package's command line
     from huggingface_hub.errors import HfHubHTTPError
+
+    (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
+    try:
+        with without_hub_bars():
+            return Path(huggingface_hub.snapshot_download(source, ignore_patterns=_OTHER_FORMATS))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(_hub_failure(source, error)) from error
+
+
+@contextmanager
+def without_hub_bars() -> Iterator[None]:
+    """Keeps the hub's progress bars off the terminal, which belongs to our own views."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
-    bars_shown = not are_progress_bars_disabled()
-    disable_progress_bars()  # the terminal belongs to the live view
-
+    are_shown = not are_progress_bars_disabled()
+    disable_progress_bars()
     try:
-        return Path(huggingface_hub.snapshot_download(source, ignore_patterns=_OTHER_FORMATS))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelError(_hub_failure(source, error)) from error
+        yield
     finally:
-        if bars_shown:
+        if are_shown:
             enable_progress_bars()
 
 
