@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from agentevo.config.named_agents import policy_of, trained_policies
+from agentevo.devices import is_accelerator
 from agentevo.models.adapters import num_parameters
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.orchestration.components import Components
@@ -112,10 +113,19 @@ def make_trainer(
 
 def training_notes(parts: Components) -> list[str]:
     """What is said of the training before its first step: what decides how much each turn is worth,
-    and how much of the model is trained."""
+    how much of the model is trained, and a number format that an accelerator is slow in."""
     notes = [f"credit: {parts.config.algorithm.credit_rule}"]
     if parts.config.model.lora.enabled:
         trained, total = num_parameters(parts.model)
         share = f"{trained:,} of {total:,} parameters ({trained / total:.1%})"
         notes.append(f"training adapters: {share}")
+
+    device = parts.model.device
+    model = parts.config.model
+    if is_accelerator(device) and model.dtype == "float32" and model.name != "tiny":
+        notes.append(
+            f"model.dtype=float32 on {device.type}: bfloat16 computes faster there and halves the "
+            "memory of weights and activations: set model.dtype=bfloat16"
+        )
+
     return notes
