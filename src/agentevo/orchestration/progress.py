@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentevo.files import must_write, write_atomic
 from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.orchestration.evaluation import failed_share, headline
 
@@ -206,9 +203,3 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
 def _sampled_success(metrics: dict[str, float]) -> float | None:
     """Success of the sampled attempts out of an evaluation's metrics."""
     return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json, atomically. Raises DiskError."""
-    with must_write(folder / "summary.json"):
-        write_atomic(folder / "summary.json", json.dumps(summary, indent=2))

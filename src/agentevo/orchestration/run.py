@@ -14,6 +14,7 @@ steps after it from their plans (resume.py), and goes on, having lost nothing.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -40,8 +41,8 @@ from agentevo.orchestration.components import (
     open_components,
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
-from agentevo.orchestration.progress import summary_of, write_summary
-from agentevo.orchestration.ranks import Ranks, follow, joined
+from agentevo.orchestration.progress import summary_of
+from agentevo.orchestration.ranks import Ranks, follow, follows, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
 from agentevo.orchestration.submissions import Submissions
@@ -49,7 +50,7 @@ from agentevo.orchestration.tracking import only_trainer_here, tracked
 from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
-from agentevo.runs.chain import is_given_up
+from agentevo.runs.chain import SUMMARY, is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_place, kind_of, new_folder, write_config
 from agentevo.runs.identity import confirm_run
@@ -256,7 +257,7 @@ def _open_control(
 
 def _conclude(run: TrainingRun, resume: bool) -> None:
     if run.progress.step >= run.end.step and (run.progress.begun or not resume):
-        write_summary(run.parts.config.run_dir, summary_of(run))
+        run.head.write_file(SUMMARY, json.dumps(summary_of(run), indent=2))
 
 
 def _begin_view(config: RunConfig, command: Command, view: LiveView) -> None:

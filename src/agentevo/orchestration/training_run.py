@@ -44,6 +44,7 @@ from agentevo.orchestration.rollout_sources import (
     Supervisor,
     SynchronousRollouts,
 )
+from agentevo.orchestration.row_digests import RowDigests
 from agentevo.orchestration.step_metrics import (
     counted_since,
     drop_metrics,
@@ -56,7 +57,7 @@ from agentevo.orchestration.trainers import make_rollouts, make_trainer, trainin
 from agentevo.paths import short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import KEY as CHAIN
-from agentevo.runs.chain import LOG, End, HeadFile
+from agentevo.runs.chain import LOG, NUMBERS, ROWS, End, HeadFile, RecordedRows, file_digest
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import kind_of
 from agentevo.signals import LOOK_S, finished_before_stop
@@ -66,7 +67,7 @@ from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.phases import phase
 from agentevo.training.state_parts import split_state
-from agentevo.training.token_numbers import TokenNumbers, write_numbers
+from agentevo.training.token_numbers import TokenNumbers, name_of, write_numbers
 
 Command = Literal["train", "learn", "sft", "loop"]
 
@@ -105,6 +106,9 @@ class TrainingRun:
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
+        self._numbers_digest: str | None = None
+        """Of the file of the newest step's token numbers, if there is one."""
+        self._row_digests = RowDigests(parts.store)
         apart = processes is not None or command == "learn"
         sampled = conversations is None
         self.rollouts = make_rollouts(
@@ -441,6 +445,7 @@ class TrainingRun:
             self.view.phase("training", f"step {step}")
 
             updated = {}
+            self._numbers_digest = None
             if batch.samples:
                 updated = await rollouts.compute(lambda: trainer.step(batch.samples))
                 await self._keep_numbers(step)
@@ -480,7 +485,8 @@ class TrainingRun:
         checkpoint = await self._milestones(last=step == source.num_steps)
         with phase("store"):
             plan = plan_of(self.parts.config, trained_ids, collected, batch, metrics)
-            await self._commit(plan, metrics, checkpoint)
+            rows = await self._row_digests.of_step(step, collected.trajectories, trained_ids)
+            await self._commit(plan, metrics, checkpoint, rows)
 
         if checkpoint is not None:
             self.checkpoints.prune()
@@ -502,6 +508,7 @@ class TrainingRun:
                 found = numbers.by_attempt()
                 folder = self.parts.config.run_dir
                 await in_thread(write_numbers, folder, step, found)
+                self._numbers_digest = file_digest(folder / name_of(step))
             except OSError as error:
                 if not self._has_told_of_numbers:
                     self.view.note(f"tracking.token_numbers: {error}; the run goes on without")
@@ -665,7 +672,11 @@ class TrainingRun:
         return self.progress.wall_s + time.perf_counter() - self._clock
 
     async def _commit(
-        self, plan: Plan, metrics: dict[str, float], checkpoint: dict[str, str] | None
+        self,
+        plan: Plan,
+        metrics: dict[str, float],
+        checkpoint: dict[str, str] | None,
+        rows: RecordedRows,
     ) -> None:
         new = self.progress.warnings[self._recorded :]
         progress = msgspec.structs.replace(self.progress, warnings=new)
@@ -675,7 +686,10 @@ class TrainingRun:
             "source": self.source.state_dict(),
             "progress": msgspec.to_builtins(progress),
             LOG: self.log.digest,
+            ROWS: msgspec.to_builtins(rows),
         }
+        if self._numbers_digest is not None:
+            record[NUMBERS] = self._numbers_digest
         self.end = await commit(self.parts.store, self.end, plan, record)
         self.head.committed(self.end)
         self.log.hand_over(self.end.step)
