@@ -42,7 +42,7 @@ from agentevo.orchestration.components import (
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.progress import summary_of
-from agentevo.orchestration.ranks import Ranks, follow, follows, joined
+from agentevo.orchestration.ranks import Ranks, follow, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
 from agentevo.orchestration.submissions import Submissions

@@ -69,7 +69,9 @@ def try_out(section: AlgorithmSection) -> None:
 
 def _loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Terms:
     tensors = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
-    copies = {name: one.clone() for name, one in tensors.items() if isinstance(one, Tensor)}
+    copies: dict[str, Any] = {
+        name: one.clone() for name, one in tensors.items() if isinstance(one, Tensor)
+    }
     try:
         returned = _computed(function, replace(inputs, **copies))
         losses, measured = returned if isinstance(returned, tuple) else (returned, {})
