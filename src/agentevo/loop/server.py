@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from agentevo.config import RunConfig
 from agentevo.console import to_stderr
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, EngineUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.gateway.app import Routes
 from agentevo.gateway.bridge import Bridge
@@ -75,6 +75,8 @@ class Server:
         done, _ = await asyncio.wait([task], timeout=WAIT_S)
         if not done:
             raise TimeoutError
+        if task.cancelled():
+            raise EngineUnavailableError("the server is stopping: ask again when it is back")
         if self._jobs.get(key) is task:
             del self._jobs[key]
 

@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 CLOSE_S = 600.0
 """How long the end of a run may take: a step that is under way, and a checkpoint."""
-BREAK_OFF_S = 30.0
+BREAK_OFF_S = 10.0
 """How long a run may take to end that is not open yet: an engine that starts, a model that loads.
 What hears of no end, such as a download, ends with the process."""
 START_S = 60.0
