@@ -105,6 +105,7 @@ class TrainingRun:
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
+        self._has_evaluated = False
         apart = processes is not None or command == "learn"
         sampled = conversations is None
         self.rollouts = make_rollouts(
@@ -506,7 +507,9 @@ class TrainingRun:
         if found is not None and not self.progress.begun:
             check_first_evaluation(self.parts, found, self.command, self.head)
         if found is not None:
-            self.view.evaluation(step, metrics, found.notes(self.parts.config))
+            notes = found.notes(self.parts.config, is_first=not self._has_evaluated)
+            self.view.evaluation(step, metrics, notes)
+            self._has_evaluated = True
 
         return metrics
 
