@@ -24,6 +24,7 @@ from agentevo.config.agents import agent_names, agents, takes_policy
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.other_preset import kept_keys
+from agentevo.config.parallel import follows
 from agentevo.config.rewards import Reward, named_reward
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
@@ -35,6 +36,7 @@ from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.extras import training_packages
 from agentevo.inference.default_engine import engine_override
 from agentevo.registry import nearest
+from agentevo.runs.creation import check_folder
 from agentevo.runs.folder import run_config
 from agentevo.types import Task
 
@@ -103,9 +105,6 @@ def train(
     section of the configuration is an option of its name. Raises `ConfigError` for whatever the
     command line would refuse.
     """
-    with training_packages("training"):
-        from agentevo.api.run import train as train_run
-
     options: dict[str, Any] = dict(sections)
     if isinstance(tasks, (str, Path)):
         options["tasks"] = {"train": str(tasks)}
@@ -126,6 +125,12 @@ def train(
         **options,
     )
     config, agent = resolved(overrides=overrides)
+    if not resume and not follows():
+        check_folder(config)  # before torch is imported, which takes seconds
+
+    with training_packages("training"):
+        from agentevo.api.run import train as train_run
+
     if more := engine_override([config], resume=resume, note=to_stderr):
         config, agent = resolved(overrides=[*overrides, *more])
     needs_tasks = agent if not config.tasks.given else None

@@ -109,6 +109,7 @@ class TrainingRun:
         self._numbers_digest: str | None = None
         """Of the file of the newest step's token numbers, if there is one."""
         self._row_digests = RowDigests(parts.store)
+        self._has_evaluated = False
         apart = processes is not None or command == "learn"
         sampled = conversations is None
         self.rollouts = make_rollouts(
@@ -552,7 +553,9 @@ class TrainingRun:
         if found is not None and not self.progress.begun:
             check_first_evaluation(self.parts, found, self.command, self.head)
         if found is not None:
-            self.view.evaluation(step, metrics, found.notes(self.parts.config))
+            notes = found.notes(self.parts.config, is_first=not self._has_evaluated)
+            self.view.evaluation(step, metrics, notes)
+            self._has_evaluated = True
 
         return metrics
 
