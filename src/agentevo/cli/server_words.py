@@ -29,7 +29,7 @@ def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSect
     from agentevo.config.mcp_manager import PATH, MCPManagerSection
     from agentevo.tools.mcp_connection import UNNAMED
 
-    words = _split(words)
+    words = _command_words(words)
     first = words[0]
     try:
         if "://" in first and first.rstrip("/").endswith(PATH):
@@ -51,7 +51,7 @@ def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSect
         raise ConfigError(f"{first}: {error.errors()[0]['msg']}") from error
 
 
-def _split(words: Sequence[str]) -> Sequence[str]:
+def _command_words(words: Sequence[str]) -> Sequence[str]:
     """The words of a command that is written as one. Raises ConfigError."""
     if len(words) > 1 or _URL.fullmatch(words[0]) or os.path.exists(words[0]):
         return words

@@ -204,9 +204,9 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
 
 def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
     """In the form of the chat API; and of each tool in a namespace, that and its name there."""
-    nested = []
-    namespaces = {}
-    for where, namespace, tool in _flattened(tools):
+    nested: list[dict[str, Any]] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    for where, namespace, tool in _each_tool(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         if kind != "function":
             raise Refusal(
@@ -241,7 +241,7 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
     return tools_of(nested), namespaces
 
 
-def _flattened(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
+def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
     """Each tool with its place, and its namespace if it stands in one. The description of a
     namespace has no place in a chat template."""
     for number, tool in enumerate(tools, start=1):

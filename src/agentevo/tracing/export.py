@@ -135,18 +135,18 @@ class _Conversations:
         if "num_undelivered" in trajectory.metrics:  # its turns were numbered anew
             return []
 
-        told: list[Said] = []
+        turns: list[Said] = []
         contexts: list[list[Message]] = []
         for turn in trajectory.turns:
             known = [] if turn.parent is None else contexts[turn.parent]
-            tools = turn.tools if turn.parent is None else told[turn.parent].tools
+            tools = turn.tools if turn.parent is None else turns[turn.parent].tools
             contexts.append([*known, *turn.messages])
-            told.append(_said(turn, contexts[-1], tools))
+            turns.append(_said_in_turn(turn, contexts[-1], tools))
 
-        return told
+        return turns
 
 
-def _said(turn: Turn, context: Sequence[Message], tools: str) -> Said:
+def _said_in_turn(turn: Turn, context: Sequence[Message], tools: str) -> Said:
     return Said(
         asked=context[:-1],
         answers=turn.messages[-1:],
