@@ -109,7 +109,7 @@ class _Guarded:
             return
 
         if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):
-            await _refuse(send, 421, "ask by an address of this machine, or by localhost")
+            await _refuse(send, 421, "ask by its address or localhost, or start it with a key")
             return
 
         connection: Connection = scope["state"]["connection"]
