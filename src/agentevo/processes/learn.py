@@ -7,11 +7,12 @@ from functools import partial
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
+from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.secret import RunSecret
 from agentevo.observability import LiveView
-from agentevo.orchestration.checks import check_parts, load_checked
+from agentevo.orchestration.checks import check_parts, load_checked, serves_elsewhere
 from agentevo.orchestration.players import check_named
 from agentevo.orchestration.ranks import follow, follows
 from agentevo.orchestration.run import run_training
@@ -68,7 +69,8 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
         check_resume(config, apart=True)
     else:
         new = not (config.run_dir / "config.yaml").is_file()
-        loaded = load_checked(config) if new else None
+        for_part = world_size() > 1 and serves_elsewhere(config, apart=True)
+        loaded = load_checked(config, for_part=for_part) if new else None
         ensure_run_folder(config)
 
     confirm = partial(confirm_run, config, resume=resume, note=view.note)
