@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
+from agentevo.models.linear import FastLinear
+from agentevo.orchestration import components
 from agentevo.orchestration.checks import check_processes, load_checked
 from agentevo.runs.control import Action, answer_to, ask, read_session
 from agentevo.training.token_numbers import largest_moves, name_of
@@ -268,3 +271,13 @@ def test_a_model_that_can_not_be_shared_so_is_refused_before_its_run_has_a_folde
     config = load_config("coins", [*SMALL, *words])
     with pytest.raises(ConfigError, match=message):
         load_checked(config)
+
+
+def test_what_is_cut_is_read_without_the_devices_memory(small_config, tmp_path, monkeypatch):
+    """Where models compute on a GPU, the files of the weights are mapped on the CPU until each
+    process has taken its part; none of the CPU's own layers are put in."""
+    monkeypatch.setattr(components, "find", lambda name: torch.device("cuda"))
+    config = small_config(tmp_path, "trainer.parallel.shard=2", "model.device=cuda")
+    model = components.load_policy(config, for_part=True).model
+    assert model.device.type == "cpu"
+    assert not any(isinstance(module, FastLinear) for module in model.modules())

@@ -124,12 +124,33 @@ def save(trainer: Trainer, folder: Path, step: int, *, full: bool = False) -> st
 
 def larger(meshes: Meshes) -> LlamaForCausalLM:
     """Of many layers, each far smaller than the whole."""
+    return spread(prepare(whole_larger()), meshes)
+
+
+def whole_larger() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    return spread(prepare(LlamaForCausalLM(config).eval()), meshes)
+    return LlamaForCausalLM(config).eval()
+
+
+def memory_of_reading(meshes: Meshes, folder: Path) -> dict[str, int]:
+    """Bytes of tensors that this process makes of a saved model in bfloat16 until it has its part,
+    those of all weights in float32, and those of a layer."""
+    saved = folder / "to-read"
+    if distributed.get_rank() == 0:
+        whole_larger().bfloat16().save_pretrained(saved)
+    distributed.barrier()
+
+    model = prepare(LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).eval())
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    with TensorMemory() as memory:
+        spread(model, meshes)
+
+    of_layer = sum(size for name, size in sizes.items() if ".layers.3." in name)
+    return {"reading": memory.peak, "whole": sum(sizes.values()), "layer": of_layer}
 
 
 def memory_of_writing(meshes: Meshes, folder: Path) -> dict[str, Any]:
@@ -284,7 +305,10 @@ def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
             STEPS, trainer.model, Silent(), {}, {}, None, contribution=late
         )
 
-    return found | {"memory": memory_of_writing(meshes, folder)}
+    return found | {
+        "memory": memory_of_writing(meshes, folder),
+        "read": memory_of_reading(meshes, folder),
+    }
 
 
 def _no_room(*args: Any) -> None:

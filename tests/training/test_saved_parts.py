@@ -111,6 +111,14 @@ def test_the_first_process_makes_no_whole_model(two):
         assert other[what] < first["layer"], what
 
 
+def test_no_process_makes_a_whole_model_of_what_it_reads(key, two):
+    """Its part (of shards in float32), and hardly more than a layer beside it."""
+    for process in two:
+        found = process["read"]
+        part = found["whole"] / (2 if key == "shard" else 4)
+        assert found["reading"] < part + 2.5 * found["layer"]
+
+
 def test_a_kill_leaves_whole_checkpoints(tmp_path):
     out = tmp_path / "killed.pt"
     command = [sys.executable, runs.__file__, "kill", str(tmp_path), "8", str(out)]

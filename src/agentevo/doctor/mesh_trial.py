@@ -16,6 +16,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -100,7 +101,7 @@ def _make_model(parallel: ParallelSection, folder: Path) -> None:
     """Writes a tiny model that this mesh can divide, with random weights: a mixture where experts
     are spread."""
     heads = math.lcm(4, parallel.tensor * parallel.context)
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 16 * heads,
         "intermediate_size": 32 * heads,
         "num_hidden_layers": math.lcm(2, parallel.pipeline),
@@ -110,7 +111,7 @@ def _make_model(parallel: ParallelSection, folder: Path) -> None:
         "initializer_range": 0.1,
         "tie_word_embeddings": False,
     }
-    experts = {
+    experts: dict[str, Any] = {
         "num_experts": math.lcm(4, parallel.expert * parallel.tensor),
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8 * heads,
@@ -118,7 +119,7 @@ def _make_model(parallel: ParallelSection, folder: Path) -> None:
     corpus = corpus_of(load_config(RECIPE[0], list(RECIPE[1:])))
     tokenizer = tiny_tokenizer(TinyModel(), corpus)
     shape["vocab_size"] = len(tokenizer)
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -126,9 +126,9 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrainedModel:
     """Points the model's attention here and, on a CPU, its linear layers at oneDNN. In place;
-    parameters stay the same objects.
+    parameters stay the same objects. `on_cpu`: whether it computes there, if not as it lies.
 
     Raises ModelError for an architecture that does not go through transformers' attention
     interface, or that is computed otherwise than by transformers alone (models/trial.py).
@@ -143,7 +143,9 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     hold_positions(model)
     try_out(model, NAME)
 
-    if next(model.parameters()).device.type == "cpu" and use_fast_linear(model):
+    if on_cpu is None:
+        on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and use_fast_linear(model):
         use_fused_layers(model)
         use_fused_decoder(model)
         align_activations(model)

@@ -58,10 +58,11 @@ def shard(
     mesh: DeviceMesh,
     apart: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> PreTrainedModel:
-    """Shards the model in place over the mesh, of the dimensions (replicate and) shard; every
-    process calls it with the same weights. Modules named in `apart` have a mesh of their own:
-    experts, which differ between processes of the other one. Raises ModelError for a base in 8 or
-    4 bits, and for a model without decoder layers of transformers' kind."""
+    """Shards the model in place over the mesh, of the dimensions (replicate and) shard, on the
+    mesh's kind of device; every process calls it with the same weights. Modules named in `apart`
+    have a mesh of their own: experts, which differ between processes of the other one. Raises
+    ModelError for a base in 8 or 4 bits, and for a model without decoder layers of transformers'
+    kind."""
     check_shard(model)
     # Nothing here changes what a model returns in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -152,13 +153,10 @@ def changed(model: nn.Module) -> None:
 def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     low = sharding.dtype if sharding.dtype.itemsize < torch.float32.itemsize else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-
     groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.apart.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
-    for module, mesh in groups:
+    for module, mesh in groups:  # whole on the device, and in float32, is one group at a time
+        place(module, torch.device(mesh.device_type), trained_as=torch.float32)
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     for module, _ in groups:
@@ -168,6 +166,24 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
 
     _SHARDED[model] = sharding
     return model
+
+
+def place(
+    module: nn.Module, device: torch.device, *, trained_as: torch.dtype | None = None
+) -> None:
+    """Moves the weights and buffers that do not lie in parts to the device, what is trained in
+    another type if `trained_as` names one. In place; parameters stay the same objects."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            continue
+
+        there = parameter.device if parameter.is_meta else device
+        dtype = trained_as if trained_as is not None and parameter.requires_grad else None
+        parameter.data = parameter.data.to(there, dtype or parameter.dtype)
+
+    for buffer in module.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(device)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

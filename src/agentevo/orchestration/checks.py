@@ -158,10 +158,12 @@ def serves_elsewhere(config: RunConfig, *, apart: bool) -> bool:
     return apart and config.trainer.parallel.is_spread and not config.data.given
 
 
-def load_checked(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
+def load_checked(
+    config: RunConfig, checkpoint: Path | None = None, *, for_part: bool = False
+) -> LoadedModel:
     """`load_policy`. Raises ConfigError, before anything is created, for a model that these
     processes can't share as trainer.parallel says."""
-    loaded = load_policy(config, checkpoint)
+    loaded = load_policy(config, checkpoint, for_part=for_part)
     _check_spread(config, loaded)
     return loaded
 

@@ -172,10 +172,13 @@ def check_memory(config: RunConfig) -> None:
         check_8bit()
 
 
-def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
+def load_policy(
+    config: RunConfig, checkpoint: Path | None = None, *, for_part: bool = False
+) -> LoadedModel:
     """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with
     tokenizer, on its device, with this package's attention and, where the recipe asks for it, with
-    routers that can replay."""
+    routers that can replay. `for_part`: it will be cut by `spread`, which takes this process's part
+    to the device: until then its weights are files that are mapped, and not held in memory."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
 
@@ -184,8 +187,12 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
         config.environment is not None or config.tasks.given or brings_tasks(config.agent.type)
     )
     corpus = (lambda: corpus_of(config)) if has_words else None
+    on_cpu = find(section.device).type == "cpu"
+    if for_part and config.trainer.parallel.is_spread and section.lora.quantize == "none":
+        section = section.model_copy(update={"device": "cpu"})
+
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
-    model = prepare(loaded.model)
+    model = prepare(loaded.model, on_cpu=on_cpu)
     if needs_routers(config):
         model = routed(model)
     if _compiles(config, model.device):

@@ -19,7 +19,6 @@ one cleanly, which sends the others home (rank_stops.py); Ctrl-C is the first on
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -237,7 +236,7 @@ class _Follower:
         self._ranks = ranks
         self.saves = _SharedSaves()
         self._log = ranks.log(config.run_dir)
-        loaded = load_policy(config, checkpoint)
+        loaded = load_policy(config, checkpoint, for_part=True)
         self._model = ranks.share(loaded.model)
         self._tokenizer = loaded.tokenizer
         self._learners: dict[str, Any] = {}
@@ -322,7 +321,8 @@ class Leader:
         """Whether this process has the whole model, too."""
 
         if self._is_spread:
-            self._model = ranks.share(copy.deepcopy(model) if serves else model)
+            part_of = load_policy(config, checkpoint, for_part=True).model if serves else model
+            self._model = ranks.share(part_of)
         else:
             self._model = model
 

@@ -164,8 +164,10 @@ async def run_training(
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
             start, make_final = await _resumed(config, checkpoints, confirm, view.note)
 
+        beside = bool(supervisor) or command == "learn"  # others sample for training
+        elsewhere = ranks is not None and serves_elsewhere(config, apart=beside)
         if loaded is None or start.checkpoint is not None:
-            loaded = load_checked(config, start.checkpoint)
+            loaded = load_checked(config, start.checkpoint, for_part=elsewhere)
 
         conversations = (
             read_sft_data(config, loaded, view, is_stopped) if command == "sft" else None
@@ -176,7 +178,6 @@ async def run_training(
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
 
         processes = None if supervisor is None else supervisor(config, view.note)
-        beside = bool(supervisor) or command == "learn"  # others sample for training
         async with open_components(
             config,
             agent=agent,
@@ -187,7 +188,7 @@ async def run_training(
             note=view.note,
             may_play=submissions is None,
             traced=True,
-            elsewhere=ranks is not None and serves_elsewhere(config, apart=beside),
+            elsewhere=elsewhere,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)

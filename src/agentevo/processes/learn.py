@@ -7,12 +7,18 @@ from functools import partial
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
-from agentevo.config.parallel import follows
+from agentevo.config.parallel import follows, world_size
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.secret import RunSecret
 from agentevo.observability import LiveView
-from agentevo.orchestration.checks import check_parts, check_unloaded, load_checked, models_to_fetch
+from agentevo.orchestration.checks import (
+    check_parts,
+    check_unloaded,
+    load_checked,
+    models_to_fetch,
+    serves_elsewhere,
+)
 from agentevo.orchestration.ranks import follow
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import confirm_run, ensure_run_folder
@@ -74,7 +80,8 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
         check_resume(config, apart=True)
     else:
         new = not (config.run_dir / "config.yaml").is_file()
-        loaded = load_checked(config) if new else None
+        for_part = world_size() > 1 and serves_elsewhere(config, apart=True)
+        loaded = load_checked(config, for_part=for_part) if new else None
         ensure_run_folder(config)
 
     confirm = partial(confirm_run, config, resume=resume, note=view.note)

@@ -8,10 +8,11 @@ have the same ones.
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection
-from agentevo.models.sharded import check_shard, make_plain, shard
+from agentevo.models.sharded import check_shard, make_plain, place, shard
 from agentevo.training.collectives import Ranks
 from agentevo.training.mesh import CONTEXT, EXPERT, SHARING, TENSOR, Meshes
 from agentevo.training.sharding.context_parallel import check_context, context_parallel
@@ -43,7 +44,8 @@ def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
 
 def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     """Has these processes compute the model together, in place; called by all of them with the same
-    weights, before an optimizer is made. A model beside the policy may have no experts to spread.
+    weights, before an optimizer is made. Of a model that was loaded on the CPU each process takes
+    its part to its device. A model beside the policy may have no experts to spread.
     Raises ModelError or TrainingError where the model can't be divided so."""
     section = meshes.section
     if not section.is_spread:
@@ -70,6 +72,7 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
         stacks = expert_parallel(model, Ranks.of(meshes.experts, EXPERT), sharing, within)
 
     if section.shard == 1:
+        place(model, torch.device(meshes.whole.device_type))
         return model
 
     apart = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
