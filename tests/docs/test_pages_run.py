@@ -19,7 +19,17 @@ LONGEST_EXAMPLE = 60
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    ["agents", "credit", "environments", "loop", "multi_agent", "rewards", "python", "tools"],
+    [
+        "agents",
+        "credit",
+        "environments",
+        "loop",
+        "multi_agent",
+        "rewards",
+        "python",
+        "records",
+        "tools",
+    ],
 )
 def test_what_the_page_prints_works(page, tmp_path):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
