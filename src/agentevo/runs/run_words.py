@@ -52,7 +52,8 @@ def _results(summary: Mapping[str, Any]) -> list[str]:
     evaluation = summary.get("eval", {})
     words = _before_and_after("success", evaluation, "{:.1%}")
     if words and evaluation.get("n"):
-        words = [f"{words[0]} ({evaluation['n']} tasks)"]
+        num = evaluation["n"]
+        words = [f"{words[0]} ({num} task{'s' * (num != 1)})"]
     if not words:
         held_out = summary.get("held_out", {})
         losses = {when: held_out.get(when, {}).get("loss") for when in ("before", "after")}
