@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from agentevo.errors import shown
 from agentevo.penalties import Penalties, TokenPenalties
 from agentevo.routed_experts import RoutedExperts
 from agentevo.turn_columns import TURN_COLUMNS, column_of
@@ -233,6 +234,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tools: str = ""
     """Of a root: the tools that the template wrote into the prompt, as a JSON list of schemas."""
 
+    def __repr__(self) -> str:
+        """Without ids and log-probs, of which there may be thousands."""
+        extends = "" if self.parent is None else f" after turn {self.parent}"
+        said = self.messages[-1].text if self.messages else ""
+        return (
+            f"<Turn {self.index}{extends}: {len(self.prompt_ids)} new prompt tokens, "
+            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(said)}>"
+        )
+
     def __post_init__(self) -> None:
         for name, code in TURN_COLUMNS.items():
             values = getattr(self, name)
@@ -325,6 +335,16 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 0.0
     timings: dict[str, float] = {}
     """What took how long, in seconds, such as `environment_step_s/mean`. No digest covers times."""
+
+    def __repr__(self) -> str:
+        """What became of it, without its turns."""
+        worth = f"reward {self.reward:g}, {'success' if self.success else 'no success'}"
+        became = worth if self.status == "completed" else f"{self.status}: {shown(self.error)}"
+        num = len(self.turns)
+        return (
+            f"<Trajectory {self.id!r}: {became}, {num} turn{'s' * (num != 1)}, "
+            f"{self.num_completion_tokens()} tokens drawn>"
+        )
 
     @property
     def agent(self) -> str:

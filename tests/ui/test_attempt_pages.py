@@ -96,7 +96,16 @@ def store_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     async def work() -> None:
         async with await open_store(url) as store:
             made = attempts()
-            await store.add_tasks([Task(id="t", environment="world")], queue=False)
+            asked = Task(
+                id="t",
+                environment="world",
+                seed=7,
+                query=f"Where is the treasure? {HOSTILE}" + "x" * 50_000,
+                answer={"place": f"left of {HOSTILE}"},
+                scorer="exact_match",
+                metadata={f"key {n}": [HOSTILE, "y" * 5_000] for n in range(60)},
+            )
+            await store.add_tasks([asked], queue=False)
             await store.write_trajectories(made, split="train", step=1)
             names = [one.id for one in made]
             call = {"trajectory_id": names[1], "started_at": 10.0, "ended_at": 12.5}
@@ -143,6 +152,7 @@ def pages(
     """Every page once, when all that was said is read: by name."""
     paths = {
         "list": "attempts",
+        "of task": "attempts?task=t",
         "found": "attempts?q=unicorn",
         "none": "attempts?q=centaur",
         "committed": "attempts?state=committed&order=best",
@@ -338,3 +348,19 @@ def test_advantages_are_those_that_the_trainer_had(
 
     assert found.keys() <= trained.keys()
     assert found == pytest.approx({key: trained[key] for key in found}, rel=1e-5)
+
+
+@pytest.mark.parametrize("title", ["hostile", "hostile tokens", "silent", "of task"])
+def test_a_page_says_what_the_task_was(pages, title):
+    """Query, expected answer, who judges and the metadata, each of a bounded length."""
+    text = pages[title].text
+    card = text.partition('class="card task-facts"')[2].partition("</section>")[0]
+    assert "environment world, seed 7; judged by exact_match" in card
+    assert "Where is the treasure? &lt;script&gt;" in card
+    assert "left of &lt;script&gt;" in card and "<script" not in card
+    assert "(50,0" in card and "and 20 more" in card and card.count("<dt>") == 40
+    assert len(card) < 60_000
+
+
+def test_a_list_of_all_tasks_shows_no_task(pages):
+    assert "task-facts" not in pages["list"].text

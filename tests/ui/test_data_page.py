@@ -20,11 +20,12 @@ from dashboard_control import ORIGIN, changing, form_token
 from agentevo.runs.records import CHANGES, read_records
 from agentevo.store import open_store
 from agentevo.store.records import RetryPolicy
-from agentevo.types import Task, Trajectory
+from agentevo.types import QUERY_MESSAGES, Task, Trajectory
 from agentevo.ui.index.columns import STATUSES
 from agentevo.ui.task_tallies import ORDERS, tasks
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202eevil & \"'>"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Halve it."}]
 
 
 def attempt(task: str, number: int, *, reward: float, failed: bool = False) -> Trajectory:
@@ -47,7 +48,17 @@ async def fill(url: str) -> None:
     async with await open_store(url) as store:
         names = ["good", "half", HOSTILE, "broken", *(f"other-{n}" for n in range(60))]
         await store.add_tasks(
-            [Task(id=n, environment="world", metadata={"level": 7}) for n in names], queue=False
+            [
+                Task(
+                    id=n,
+                    environment="world",
+                    query=f"Find {n}" if n != "half" else None,
+                    answer=[n],
+                    metadata={"level": 7} | ({QUERY_MESSAGES: CHAT} if n == "half" else {}),
+                )
+                for n in names
+            ],
+            queue=False,
         )
 
         made = [attempt("good", n, reward=1.0) for n in range(4)]
@@ -135,7 +146,7 @@ def rows_of(answer: httpx.Response) -> list[list[str]]:
     return [
         [
             " ".join(re.sub(r"<[^>]+>", " ", cell).split())
-            for cell in re.findall(r"<td.*?</td>", row)
+            for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)
         ]
         for row in rows
     ]
@@ -285,3 +296,11 @@ def test_who_may_gives_what_was_set_aside_another_try_and_it_is_recorded_once(
 
     told = [str(one["what"]) for one in read_records(folder / CHANGES)]
     assert told == ["retry: asked", "retry: 2 tasks queued again"]
+
+
+def test_each_task_shows_its_query_and_the_expected_answer(pages):
+    text = pages["page"].text
+    assert "Find good" in text and "expects [&#34;good&#34;]" in text
+    assert "system: Be brief. user: Halve it." in text
+    assert "Find &lt;script&gt;" in text and "<script>alert" not in text
+    assert "<dt>level</dt><dd>7</dd>" in text

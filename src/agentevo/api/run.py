@@ -21,9 +21,11 @@ from agentevo.orchestration.evaluation import evaluate, reference_players
 from agentevo.orchestration.first_attempts import check_evaluation
 from agentevo.orchestration.tracking import Lines, check_tracking, report_evaluation
 from agentevo.parsing import read_json_object
+from agentevo.paths import short
 from agentevo.processes.supervisor import Supervisor
 from agentevo.runs.folder import read_store
 from agentevo.runs.hub_upload import push_to_hub
+from agentevo.runs.run_words import run_words
 from agentevo.store.records import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task, Trajectory
@@ -43,6 +45,9 @@ class Run:
         self.config = config
         self._agent = agent
         self._tasks = tasks
+
+    def __repr__(self) -> str:
+        return f"<Run {self.config.run.name!r} in {short(self.dir)}: {run_words(self.dir)}>"
 
     @property
     def dir(self) -> Path:

@@ -36,6 +36,9 @@ class TrainableModel:
         self._state = state
         self._slots = asyncio.Semaphore(state.max_attempts)
 
+    def __repr__(self) -> str:
+        return f"<TrainableModel {self.name!r}: {self.step} steps committed>"
+
     @property
     def name(self) -> str:
         return self._state.name

@@ -25,6 +25,7 @@ from agentevo.ui.context import NotFoundError, dashboard, part, run_of
 from agentevo.ui.index.reader import IndexAway, Row
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
+from agentevo.ui.task_facts import read_task_facts
 
 router = APIRouter()
 
@@ -74,6 +75,7 @@ async def attempt(
             )
 
     siblings = await _siblings(request, view, row)
+    facts = await read_task_facts(request, view, [trajectory.task_id])
     ends = attempt_view.leaves(trajectory.turns)
     return run_page(
         request,
@@ -82,6 +84,7 @@ async def attempt(
         "attempts",
         stored=stored,
         one=trajectory,
+        task=facts.get(trajectory.task_id),
         row=row,
         siblings=siblings,
         show="tokens" if show == "tokens" else "messages",

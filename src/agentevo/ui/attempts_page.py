@@ -24,6 +24,7 @@ from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, Row, State
 from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
+from agentevo.ui.task_facts import read_task_facts
 
 router = APIRouter()
 
@@ -166,7 +167,9 @@ async def attempts(request: Request, run: str) -> HTMLResponse:
         with reader.steady():
             return _view(reader, selection, base), reader.listing(selection)
 
-    return await _answer(request, view, "attempts.html", read, selection, base)
+    facts = await read_task_facts(request, view, [selection.task] if selection.task else [])
+    task = facts.get(selection.task)
+    return await _answer(request, view, "attempts.html", read, selection, base, task=task)
 
 
 @router.get("/runs/{run}/steps/{step}", response_class=HTMLResponse)

@@ -29,6 +29,7 @@ from agentevo.ui.index.reader import IndexAway, IndexReader
 from agentevo.ui.index.selection import Selection
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
+from agentevo.ui.task_facts import TaskFacts, read_task_facts, task_facts
 from agentevo.ui.task_tallies import ORDERS, PAGE, Tasks
 
 router = APIRouter()
@@ -62,6 +63,7 @@ class Aside(NamedTuple):
     state: str
     id: str
     kind: str
+    facts: TaskFacts
     error: str
     num_leases: int
     num_failures: int
@@ -90,6 +92,8 @@ async def data(
         if state.at:
             found = await in_thread(_read, reader, split, text, order, page)
 
+    rows = [] if found is None else found.tasks.rows
+    facts = await read_task_facts(request, view, [row.id for row in rows])
     aside, more, no_aside = await _aside(request, view, aside_state, aside_after)
     base = run_url(view.key, "data")
     keys = {"split": split, "q": text, "order": order}
@@ -102,6 +106,7 @@ async def data(
         view,
         "data",
         found=found,
+        task_facts=facts,
         index=state,
         trouble=trouble,
         aside=aside,
@@ -210,6 +215,7 @@ def _told(stored: StoredTask) -> Aside:
         stored.state,
         stored.task.id,
         task_words(stored.task).kind,
+        task_facts(stored.task),
         stored.error or "",
         stored.num_leases,
         stored.num_failures,

@@ -1,0 +1,103 @@
+"""What a task is, for the pages of attempts and of data: query, expected answer, who judges it, and
+its metadata. Texts are cut here; what they hold is made fit to be shown by the templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fastapi import Request
+
+from agentevo.data.messages import messages_of
+from agentevo.errors import AgentEvoError
+from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
+from agentevo.ui.context import dashboard
+from agentevo.ui.run_state import RunView
+
+WITHIN_S = 5.0
+MAX_TEXT = 8_000
+"""Characters of a query or an answer."""
+MAX_VALUE = 400
+"""Characters of a value of the metadata."""
+MAX_VALUES = 40
+
+
+class TaskFacts(NamedTuple):
+    """One task; empty texts where it says nothing."""
+
+    query: str
+    answer: str
+    origin: str
+    """Environment and seed, or who judges it."""
+    metadata: list[tuple[str, str]]
+    num_more: int
+    """Further keys of the metadata."""
+
+
+def task_facts(task: Task) -> TaskFacts:
+    """What pages show of a task."""
+    origin = []
+    if task.environment is not None:
+        origin.append(f"environment {task.environment}, seed {task.seed}")
+    if task.scorer is not None:
+        origin.append(f"judged by {task.scorer}")
+
+    hidden = (QUERY_MESSAGES, QUEUED_FOR_STEP)
+    pairs = [(key, value) for key, value in task.metadata.items() if key not in hidden]
+    return TaskFacts(
+        query=_query(task),
+        answer="" if task.answer is None else _text(task.answer, MAX_TEXT),
+        origin="; ".join(origin),
+        metadata=[(str(key), _text(value, MAX_VALUE)) for key, value in pairs[:MAX_VALUES]],
+        num_more=max(len(pairs) - MAX_VALUES, 0),
+    )
+
+
+async def read_task_facts(
+    request: Request, view: RunView, ids: Iterable[str]
+) -> Mapping[str, TaskFacts]:
+    """Task id -> facts, of the tasks that the run's store has and gives in time: a page does
+    without the others."""
+    names = list(dict.fromkeys(ids))
+    facts: dict[str, TaskFacts] = {}
+    if not names:
+        return MappingProxyType(facts)
+
+    try:
+        async with (
+            asyncio.timeout(WITHIN_S),
+            dashboard(request).stores.reading(view.source) as store,
+        ):
+            for name in names:
+                try:
+                    facts[name] = task_facts(await store.task(name))
+                except AgentEvoError:
+                    continue  # a program's own loop may have kept its tasks to itself
+    except (AgentEvoError, TimeoutError):
+        pass  # the page says elsewhere that the store is away
+
+    return MappingProxyType(facts)
+
+
+def _query(task: Task) -> str:
+    chat = task.metadata.get(QUERY_MESSAGES)
+    if not chat:
+        return _cut(task.query or "", MAX_TEXT)
+    try:
+        return _cut("\n".join(f"{one.role}: {one.text}" for one in messages_of(chat)), MAX_TEXT)
+    except AgentEvoError:
+        return _text(chat, MAX_TEXT)
+
+
+def _text(value: Any, limit: int) -> str:
+    """A text as it is, any other value as JSON."""
+    if isinstance(value, str):
+        return _cut(value, limit)
+    return _cut(json.dumps(value, ensure_ascii=False, default=str), limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
